@@ -1,0 +1,31 @@
+"""Serve any model you run yourself to any program that speaks the OpenAI API.
+
+from dragoman import Engine, serve
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dragoman.engines.interface import Engine as Engine
+    from dragoman.engines.interface import ModelInfo as ModelInfo
+    from dragoman.server.app import create_app as create_app
+    from dragoman.server.serve import serve as serve
+
+PUBLIC = {
+    "Engine": "dragoman.engines.interface",
+    "ModelInfo": "dragoman.engines.interface",
+    "create_app": "dragoman.server.app",
+    "serve": "dragoman.server.serve",
+}
+"""Imported when first used, so that `import dragoman` costs nothing."""
+
+__all__ = ["Engine", "ModelInfo", "__version__", "create_app", "serve"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return getattr(importlib.import_module(PUBLIC[name]), name)
+    raise AttributeError(f"module 'dragoman' has no attribute {name!r}")

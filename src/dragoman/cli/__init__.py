@@ -1,0 +1,53 @@
+"""The command line: `dragoman serve`, `dragoman pull`. One file per command.
+
+A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
+code. 0 is success, 2 a mistake of the user's in one line on stderr, 130 a Ctrl-C.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dragoman import __version__
+from dragoman.cli import pull, serve
+from dragoman.errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  dragoman serve                             the built-in model on http://127.0.0.1:8000/v1
+  dragoman serve --model mine=./model.gguf   a model of your own
+  dragoman pull smollm2                      only download the built-in model
+
+`dragoman COMMAND --help` says more about a command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        code: int = arguments.run(arguments)
+    except ConfigError as error:
+        print(f"dragoman: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dragoman",
+        description="Serve any model you run yourself to any program that speaks the OpenAI API.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    serve.add(commands)
+    pull.add(commands)
+    return parser

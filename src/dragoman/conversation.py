@@ -1,0 +1,202 @@
+"""What is asked of a model: plain values, the same for every protocol and every engine.
+
+    GenerationRequest
+      messages: Message*            a chat, or
+      prompts:  (text | token ids)* a completion
+      Message  := role, Part*
+      Part     := Text | Image | Reasoning | ToolCall | ToolResult
+
+Rules
+1. Values are frozen. A request that must differ is a copy (`msgspec.structs.replace`).
+2. Nothing here knows a wire format. Each protocol decodes into these values and names what was asked for in
+   `GenerationRequest.asked`, with the path of the field that asked for it.
+3. A request that reaches an engine has one prompt and wants one choice; `generate` splits larger ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+
+class Text(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class Image(msgspec.Struct, frozen=True, tag="image"):
+    """Bytes with their media type, or an address that has not been fetched."""
+
+    data: bytes | None = None
+    media_type: str | None = None
+    url: str | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, tag="reasoning"):
+    """A thought in the history. A redacted one has no text, only the opaque signature it came with."""
+
+    text: str
+    signature: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
+    """`arguments` is the JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
+    call_id: str
+    content: tuple[Text | Image, ...]
+    is_error: bool = False
+
+
+Part = Text | Image | Reasoning | ToolCall | ToolResult
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Role
+    parts: tuple[Part, ...]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The visible text: of text parts, and of tool results in a tool message."""
+        return "".join(_visible_text(part) for part in self.parts)
+
+
+def _visible_text(part: Part) -> str:
+    if isinstance(part, Text):
+        return part.text
+    if isinstance(part, ToolResult):
+        return "".join(inner.text for inner in part.content if isinstance(inner, Text))
+    return ""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function the model may call; `parameters` is its JSON Schema."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`named` requires the one tool called `name`; `required` any of them."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+class JsonObject(msgspec.Struct, frozen=True, tag="json_object"):
+    pass
+
+
+class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
+    schema: Mapping[str, Any]
+    name: str = "response"
+    strict: bool = True
+
+
+class Regex(msgspec.Struct, frozen=True, tag="regex"):
+    pattern: str
+
+
+class Grammar(msgspec.Struct, frozen=True, tag="grammar"):
+    """A context-free grammar in Lark's notation."""
+
+    text: str
+
+
+class OneOf(msgspec.Struct, frozen=True, tag="one_of"):
+    choices: tuple[str, ...]
+
+
+Constraint = JsonObject | JsonSchema | Regex | Grammar | OneOf
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """How much the model may think; None leaves it to the model."""
+
+    enabled: bool | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    budget_tokens: int | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """None means: not asked for, the model's own default applies. An explicit 0 is honoured."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = {}
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Ask for the log probability of each token and of its `top` likeliest rivals; `prompt` for the prompt's too."""
+
+    top: int = 0
+    prompt: bool = False
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """How the caller wants the reply handed over; no engine looks at it."""
+
+    stream: bool = False
+    usage: bool = False
+    token_ids: bool = False
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A feature that a request asks for, and the path of the wire field that asks."""
+
+    feature: str
+    param: str
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    id: str = ""
+    model: str = ""
+    principal: str = "anonymous"
+    messages: tuple[Message, ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    suffix: str | None = None
+    echo: bool = False
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    constraint: Constraint | None = None
+    thinking: Thinking = Thinking()
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Logprobs | None = None
+    choices: int = 1
+    best_of: int = 1
+    delivery: Delivery = Delivery()
+    asked: tuple[Asked, ...] = ()
+
+    @property
+    def prompt(self) -> str | tuple[int, ...] | None:
+        """The prompt of a completion; None in a chat."""
+        return self.prompts[0] if self.prompts else None
+
+    @property
+    def last_user_text(self) -> str:
+        """The text a simple engine answers: of the last user or tool message, or of a completion's prompt."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        for message in reversed(self.messages):
+            if message.role in ("user", "tool"):
+                return message.text
+        return ""

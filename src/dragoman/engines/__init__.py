@@ -1,0 +1,27 @@
+"""The engines, by the name that a configuration uses. Each is imported only when a model asks for it."""
+
+import importlib
+
+from dragoman.engines.interface import Engine
+from dragoman.errors import ConfigError
+
+ENGINES = {
+    "scripted": "dragoman.engines.scripted:ScriptedEngine",
+    "llama": "dragoman.engines.llama.engine:LlamaEngine",
+}
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The class behind a name of the table, or behind `module:Class` for an engine of the user's own."""
+    target = ENGINES.get(name, name)
+    module_name, colon, class_name = target.partition(":")
+    if not colon:
+        raise ConfigError(f"unknown engine {name!r}; engines: {', '.join(ENGINES)}, or module:Class for your own")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"engine {name!r} cannot be imported: {error}") from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise ConfigError(f"engine {name!r}: {module_name} has no Engine subclass called {class_name}")
+    return found

@@ -1,0 +1,87 @@
+"""The Engine class: what a model must offer to be served.
+
+Subclass it, override `generate`, and the model has every API. An engine sees values and yields events or text; it never
+sees HTTP, SSE or JSON. What it does not declare in `supports` is answered for it, honestly: a route with 501, a
+parameter by being reported as ignored.
+
+Features an engine may declare
+    chat, completion, token_prompt, tokenize, embeddings, infill     what it can be asked for at all
+    logprobs, prompt_logprobs, images, tools, constraint, thinking   what it can do beyond text
+    temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
+    stop_token_ids, ignore_eos, max_tokens                           parameters it honours itself
+Stop strings, the number of choices and streaming are the server's business and work with every engine; so does
+`max_tokens` where the engine leaves it to the server.
+"""
+
+from collections.abc import AsyncIterable, Awaitable, Iterable, Sequence
+from typing import ClassVar, Self
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.errors import NotSupported
+from dragoman.events import Event
+
+Output = str | Event | Sequence[Event]
+"""Text counts as one token; a sequence holds events that became ready together."""
+
+OWN_FEATURES: dict[str, tuple[str, ...]] = {
+    "generate": ("chat", "completion"),
+    "tokenize": ("tokenize",),
+}
+"""What overriding a method declares without further words."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """A model as the model list shows it; `context` is the largest number of tokens of prompt and reply together."""
+
+    name: str
+    owner: str = "dragoman"
+    context: int | None = None
+
+
+class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Engine:
+    Options: ClassVar[type[msgspec.Struct]] = NoOptions
+    """What a configuration may say about a model of this engine, beside its name."""
+
+    device: str = "cpu"
+    slots: int | None = None
+    """How many requests it takes at once; the others queue. None: as many as come."""
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        """The engine for the model `name` of a configuration."""
+        return cls()
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        """Whether it can take its process down with it, and so gets one of its own."""
+        return False
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]
+
+    def supports(self) -> frozenset[str]:
+        overridden = (method for method in OWN_FEATURES if getattr(type(self), method) is not getattr(Engine, method))
+        return frozenset(feature for method in overridden for feature in OWN_FEATURES[method])
+
+    async def start(self) -> None:
+        """Load what must be loaded. Called once, before anything else is asked of it."""
+
+    async def stop(self) -> None:
+        """Let go of everything."""
+
+    def generate(self, request: GenerationRequest) -> Iterable[Output] | AsyncIterable[Output]:
+        """Answer. A plain generator runs in a thread of its own; closing the iterator means: stop working on it."""
+        raise NotSupported("this model does not generate text")
+
+    def tokenize(self, text: str, special: bool) -> Sequence[int] | Awaitable[Sequence[int]]:
+        """Token ids of a text; with `special` the names of control tokens in it become those tokens."""
+        raise NotSupported("this model does not tell its tokens")
+
+    def detokenize(self, tokens: Sequence[int]) -> str | Awaitable[str]:
+        raise NotSupported("this model does not tell its tokens")

@@ -1,0 +1,139 @@
+"""An engine that plays a script: exact model output, deterministically, through the real wire formats.
+
+For people who test agents, and the base of our own tests. The first reply whose `match` is found in the text of the
+last user or tool message is played; a reply without `match` fits everything; where none fits the message is echoed.
+One piece of `chunk` characters is one token. The faults happen at the N-th token of each reply.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Self
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.errors import ConfigError, ContextTooLong, EngineFailed
+from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, Usage
+
+
+class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    output: str
+    match: str | None = None
+
+
+class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    replies: tuple[ScriptedReply, ...] = ()
+    format: str = "plain"
+    chunk: int = 4
+    burst: int = 1
+    """Tokens that become ready together, as from an engine that makes several in one step."""
+    tokens_per_second: float | None = None
+    prefill_seconds: float = 0
+    context: int | None = None
+    slots: int | None = None
+    fail_after: int | None = None
+    hang_after: int | None = None
+    crash_after: int | None = None
+
+
+class ScriptedEngine(Engine):
+    Options = ScriptedOptions
+
+    def __init__(self, name: str = "scripted", options: ScriptedOptions | None = None) -> None:
+        self.name = name
+        self.options = options = options or ScriptedOptions()
+        self.slots = options.slots
+        if options.chunk < 1 or options.burst < 1:
+            raise ConfigError("scripted: chunk and burst must be at least 1")
+        try:
+            self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
+        except re.error as error:
+            raise ConfigError(f"scripted: not a regular expression: {error.pattern!r} ({error})") from error
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        assert isinstance(options, ScriptedOptions)
+        return cls(name, options)
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return isinstance(options, ScriptedOptions) and options.crash_after is not None
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo(self.name, context=self.options.context)]
+
+    def supports(self) -> frozenset[str]:
+        return super().supports() | {"max_tokens"}
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sequence[Event]]:
+        pieces = self._pieces(self._output(request.last_user_text))
+        prompt_tokens = self._prompt_tokens(request)
+        room = self._room(request, prompt_tokens)
+        played = pieces if room is None else pieces[:room]
+        if self.options.prefill_seconds:
+            await asyncio.sleep(self.options.prefill_seconds)
+        yield [Started(prompt_tokens)]
+        async for batch in self._paced(played):
+            yield batch
+        reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
+        yield [Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
+
+    def _output(self, text: str) -> str:
+        return next((output for pattern, output in self.replies if pattern.search(text)), text)
+
+    def _pieces(self, text: str) -> list[str]:
+        size = self.options.chunk
+        return [text[at : at + size] for at in range(0, len(text), size)]
+
+    def _prompt_tokens(self, request: GenerationRequest) -> int:
+        texts = [message.text for message in request.messages]
+        if request.prompt is not None:
+            texts = [request.prompt] if isinstance(request.prompt, str) else ["x" * len(request.prompt)]
+        return sum(len(self._pieces(text)) for text in texts)
+
+    def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:
+        """Tokens the reply may have at the most."""
+        context = self.options.context
+        if context is None:
+            return request.max_tokens
+        if prompt_tokens >= context:
+            raise ContextTooLong(
+                f"this model's maximum context length is {context} tokens, but the prompt has {prompt_tokens}",
+                param="messages" if request.messages else "prompt",
+            )
+        left = context - prompt_tokens
+        return left if request.max_tokens is None else min(left, request.max_tokens)
+
+    async def _paced(self, pieces: list[str]) -> AsyncIterator[Sequence[Event]]:
+        """The pieces in bursts, at the speed asked for, up to the first fault; others have their turn in between."""
+        options = self.options
+        faults = [at for at in (options.fail_after, options.hang_after, options.crash_after) if at is not None]
+        faulty = bool(faults) and min(faults) <= len(pieces)
+        played = pieces[: min(faults)] if faulty else pieces
+        begun = time.monotonic()
+        for at in range(0, len(played), options.burst):
+            await asyncio.sleep(self._delay(begun, at))
+            yield [TextDelta(piece) for piece in played[at : at + options.burst]]
+        if faulty:
+            await self._fault(len(played))
+
+    def _delay(self, begun: float, at: int) -> float:
+        rate = self.options.tokens_per_second
+        if rate is None:
+            return 0
+        return max(0.0, begun + (at + self.options.burst) / rate - time.monotonic())
+
+    async def _fault(self, at: int) -> None:
+        options = self.options
+        if at == options.crash_after:
+            # What was played before the crash has to get out of the process first.
+            await asyncio.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if at == options.hang_after:
+            await asyncio.Event().wait()
+        raise EngineFailed(f"the script fails after {options.fail_after} tokens")

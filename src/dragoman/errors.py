@@ -1,0 +1,152 @@
+"""Everything that can go wrong, as one tree. Each error knows the status and the words a protocol needs.
+
+    DragomanError
+    ├── BadRequest 400 ── ContextTooLong, UnsupportedParameter
+    ├── Unauthorized 401
+    ├── NotFound 404 ── ModelNotFound
+    ├── MethodNotAllowed 405
+    ├── RequestTimeout 408
+    ├── TooLarge 413
+    ├── UnsupportedMedia 415
+    ├── HeadersTooLarge 431
+    ├── EngineFailed 500
+    ├── NotSupported 501
+    ├── EngineDied 502
+    ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed
+    └── EngineTimeout 504
+    ConfigError            a mistake in a file, a flag or an engine's options: one line for the person who made it
+
+A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
+"""
+
+from typing import ClassVar
+
+
+class DragomanError(Exception):
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class BadRequest(DragomanError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+
+class UnsupportedParameter(BadRequest):
+    code = "unsupported_parameter"
+
+
+class Unauthorized(DragomanError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(DragomanError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(DragomanError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class RequestTimeout(DragomanError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class TooLarge(DragomanError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class UnsupportedMedia(DragomanError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class HeadersTooLarge(DragomanError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+
+class EngineFailed(DragomanError):
+    type = "inference_error"
+    code = "inference_error"
+
+
+class NotSupported(DragomanError):
+    status = 501
+    type = "not_implemented"
+    code = "not_implemented"
+
+
+class EngineDied(DragomanError):
+    status = 502
+    type = "inference_error"
+    code = "engine_died"
+
+
+class Unavailable(DragomanError):
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1) -> None:
+        super().__init__(message, param=param, retry_after=retry_after)
+
+
+class QueueFull(Unavailable):
+    code = "overloaded"
+
+
+class ModelLoading(Unavailable):
+    code = "model_loading"
+
+
+class ModelFailed(Unavailable):
+    code = "model_failed"
+
+
+class EngineTimeout(DragomanError):
+    status = 504
+    type = "inference_error"
+    code = "engine_timeout"
+
+
+class ConfigError(Exception):
+    pass
+
+
+def by_name(name: str) -> type[DragomanError]:
+    """The class of an error that crossed a process boundary by name."""
+    classes = {cls.__name__: cls for cls in _tree(DragomanError)}
+    return classes.get(name, EngineFailed)
+
+
+def _tree(cls: type[DragomanError]) -> list[type[DragomanError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _tree(child))]

@@ -1,0 +1,111 @@
+"""What a model does, as a stream of plain values.
+
+    stream := Started (TextDelta | ReasoningDelta | call | BlockStart | BlockEnd)* Finished
+    call   := ToolCallStart ToolCallDelta*
+
+Rules
+1. `Started` comes first and `Finished` last, each exactly once per choice; nothing follows `Finished`.
+2. `count` is the number of the engine's tokens behind a delta. A delta may have tokens and no text yet (a character
+   spread over several tokens) and text without tokens of its own (what a stage held back).
+3. Blocks follow one another: a `BlockStart` comes only after the `BlockEnd` of the block before it.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with the log probability the model gave it, before sampling options. None: the very first token."""
+
+    token: int
+    text: bytes
+    logprob: float | None
+    top: tuple["TokenLogprob", ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens as the engine counts them. `cached` is a part of `prompt`, `reasoning` a part of `completion`.
+
+    Several choices of one prompt share it: only the first of them counts its tokens.
+    """
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    reasoning: int = 0
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+    """The prompt has been taken in. `prompt_logprobs` only where they were asked for."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_text: str | None = None
+
+
+class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
+    text: str
+    count: int = 1
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True, array_like=True, tag="reasoning"):
+    text: str
+    count: int = 1
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class ToolCallStart(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    id: str
+    name: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, tag="arguments"):
+    """The next piece of the JSON text of the arguments of the call that started last."""
+
+    arguments: str
+    count: int = 0
+
+
+BlockKind = Literal["text", "reasoning", "tool_call"]
+
+
+class BlockStart(msgspec.Struct, frozen=True, array_like=True, tag="block_start"):
+    index: int
+    kind: BlockKind
+
+
+class BlockEnd(msgspec.Struct, frozen=True, array_like=True, tag="block_end"):
+    index: int
+    kind: BlockKind
+
+
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+    """`stop` is the stop string that ended the text. An engine that counts its tokens itself says so in `usage`."""
+
+    reason: FinishReason = "stop"
+    stop: str | None = None
+    usage: Usage | None = None
+
+
+Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | BlockStart | BlockEnd | Finished
+
+
+def total_usage(usages: Iterable[Usage]) -> Usage:
+    total = Usage()
+    for usage in usages:
+        total = Usage(
+            prompt=total.prompt + usage.prompt,
+            completion=total.completion + usage.completion,
+            cached=total.cached + usage.cached,
+            reasoning=total.reasoning + usage.reasoning,
+        )
+    return total

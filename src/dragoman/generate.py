@@ -1,0 +1,160 @@
+"""From a request to events: what is asked is checked, the engine runs, the stages shape what it says.
+
+    request -> check -> one choice at a time or several side by side -> engine -> tally, limit, stop, blocks -> batches
+
+Rules
+1. The only list of stages is here.
+2. Every choice is a generation of its own; an engine sees one prompt and one choice.
+3. Closing the iterator closes the engine's iterator, at once and for all choices.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest, Logprobs
+from dragoman.engines.interface import Engine
+from dragoman.engines.run import run
+from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
+from dragoman.events import Finished, Usage
+from dragoman.reply import Batch
+from dragoman.stages import Stage
+from dragoman.stages.blocks import Blocks
+from dragoman.stages.limit import Limit
+from dragoman.stages.stop import Stop
+from dragoman.stages.tally import Tally
+
+OURS = frozenset({"max_tokens", "stop", "choices", "echo", "stream"})
+"""Features that work with every engine because the server provides them."""
+
+ESSENTIAL = frozenset(
+    {"chat", "completion", "token_prompt", "infill", "images", "audio", "files", "tools", "constraint", "best_of"}
+)
+"""Features without which a reply would not be an answer to what was asked."""
+
+
+def check(request: GenerationRequest, supports: frozenset[str], strict: bool) -> tuple[str, ...]:
+    """The parameters that will be ignored; an error where ignoring them would not be honest."""
+    ignored = []
+    for asked in request.asked:
+        if asked.feature in OURS or asked.feature in supports:
+            continue
+        if asked.feature in ESSENTIAL:
+            raise NotSupported(f"model '{request.model}' does not support '{asked.param}'", param=asked.param)
+        if strict:
+            raise UnsupportedParameter(
+                f"model '{request.model}' cannot honour '{asked.param}'; leave it out, or ask without strict mode",
+                param=asked.param,
+            )
+        ignored.append(asked.param)
+    return tuple(ignored)
+
+
+def check_limits(request: GenerationRequest, choices: int, stop_strings: int) -> None:
+    params = {asked.feature: asked.param for asked in request.asked}
+    wanted = max(request.choices, request.best_of) * max(1, len(request.prompts))
+    if wanted > choices:
+        raise BadRequest(
+            f"at most {choices} choices can be asked for at once, not {wanted}", param=params.get("choices", "prompt")
+        )
+    if len(request.stop) > stop_strings:
+        raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=params["stop"])
+
+
+def generate(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Batch, None]:
+    requests = _single(request)
+    if len(requests) == 1:
+        return _choice(engine, requests[0], 0)
+    return _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)))
+
+
+def _single(request: GenerationRequest) -> list[GenerationRequest]:
+    """One request per choice, those of the first prompt first. Choices of a seeded request have seeds of their own."""
+    count = max(request.choices, request.best_of)
+    if count == 1 and len(request.prompts) <= 1:
+        return [request]
+    prompts: list[tuple[str | tuple[int, ...], ...]] = [(prompt,) for prompt in request.prompts] or [()]
+    logprobs = request.logprobs if request.best_of == 1 else request.logprobs or Logprobs()
+    sampling, seed = request.sampling, request.sampling.seed
+    return [
+        msgspec.structs.replace(
+            request,
+            prompts=prompt,
+            choices=1,
+            best_of=1,
+            logprobs=logprobs,
+            sampling=sampling if seed is None else msgspec.structs.replace(sampling, seed=seed + choice),
+        )
+        for prompt in prompts
+        for choice in range(count)
+    ]
+
+
+async def _choice(engine: Engine, request: GenerationRequest, index: int) -> AsyncGenerator[Batch, None]:
+    tally = Tally()
+    stages = _stages(engine, request, tally)
+    async with aclosing(run(engine, request)) as source:
+        async for ready in source:
+            events = ready
+            for stage in stages:
+                events = stage(events)
+            if not events:
+                continue
+            if isinstance(events[-1], Finished):
+                yield Batch(index, [*events[:-1], msgspec.structs.replace(events[-1], usage=tally.usage)])
+                return
+            yield Batch(index, events)
+
+
+def _stages(engine: Engine, request: GenerationRequest, tally: Tally) -> list[Stage]:
+    stages: list[Stage] = [tally]
+    if request.max_tokens is not None and "max_tokens" not in engine.supports():
+        stages.append(Limit(request.max_tokens))
+    if request.stop:
+        stages.append(Stop(request.stop))
+    stages.append(Blocks())
+    return stages
+
+
+async def _side_by_side(
+    engine: Engine, requests: Sequence[GenerationRequest], per_prompt: int
+) -> AsyncGenerator[Batch, None]:
+    """All choices at once, their batches as they come. The first failure ends them all."""
+    queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(maxsize=2 * len(requests))
+
+    async def follow(batches: AsyncGenerator[Batch, None]) -> None:
+        try:
+            async with aclosing(batches):
+                async for batch in batches:
+                    await queue.put(_share(batch) if batch.choice % per_prompt else batch)
+            await queue.put(None)
+        except Exception as error:  # noqa: BLE001 (the reader below raises it)
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(follow(_choice(engine, request, at))) for at, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _share(batch: Batch) -> Batch:
+    """The batch of a further choice of a prompt, whose tokens the first choice has counted."""
+    last = batch.events[-1]
+    if not isinstance(last, Finished):
+        return batch
+    usage = last.usage or Usage()
+    own = Usage(completion=usage.completion, reasoning=usage.reasoning)
+    return Batch(batch.choice, [*batch.events[:-1], msgspec.structs.replace(last, usage=own)])

@@ -1,0 +1,118 @@
+"""JSON on its way in: parsed once, strictly, and refused with the path of what is wrong.
+
+Rules
+1. The root is an object; nesting is at most 64 deep; no key comes twice in an object.
+2. Text is valid UTF-8 without lone surrogates. Numbers are finite; 1.0 is an integer, 1.5 and true are not.
+3. A field we do not know is not an error; `unknown_fields` names it so that it can be reported.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from dragoman.errors import BadRequest
+
+MAX_DEPTH = 64
+T = TypeVar("T", bound=msgspec.Struct)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ERROR = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    try:
+        text = body.decode()
+        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise BadRequest(_TOO_DEEP) from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {_reason(error)}") from None
+    if not isinstance(parsed, dict):
+        raise BadRequest("the body must be a JSON object")
+    _check_depth(parsed)
+    if "\\u" in text:
+        _check_surrogates(parsed)
+    return parsed
+
+
+_TOO_DEEP = f"the body is nested deeper than {MAX_DEPTH} levels"
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno}, column {error.colno}"
+    return "a number has too many digits" if "digits" in str(error) else str(error)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} comes twice in one object")
+    return made
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _number(digits: str) -> int | float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("a number is too large")
+    return int(value) if value.is_integer() else value
+
+
+def _check_depth(root: object) -> None:
+    level: list[object] = [root]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in _children(node) if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise BadRequest(_TOO_DEEP)
+
+
+def _children(node: object) -> Iterable[object]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
+
+
+def _check_surrogates(root: object) -> None:
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, str) and _SURROGATE.search(node):
+            raise BadRequest("the body contains half of a surrogate pair")
+        if isinstance(node, dict):
+            pending += node
+        pending += _children(node)
+
+
+def convert(parsed: dict[str, Any], shape: type[T]) -> T:
+    try:
+        return msgspec.convert(parsed, shape)
+    except msgspec.ValidationError as error:
+        raise _bad_field(str(error)) from None
+
+
+def _bad_field(words: str) -> BadRequest:
+    found = _ERROR.match(words)
+    what, path = (found["what"], found["path"]) if found else (words, None)
+    missing = re.search(r"missing required field `(.*)`", what)
+    param = (path or "$").removeprefix("$").removeprefix(".")
+    if missing:
+        param = f"{param}.{missing[1]}".lstrip(".")
+        what = "required, but missing"
+    return BadRequest(f"{param}: {what[0].lower()}{what[1:]}" if param else what, param=param or None)
+
+
+def unknown_fields(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> list[str]:
+    known = {field.encode_name for field in msgspec.structs.fields(shape)}
+    return [name for name in parsed if name not in known]

@@ -1,0 +1,144 @@
+"""The collected stream: the only non-streaming path."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from dragoman.conversation import Part, Reasoning, Text, ToolCall
+from dragoman.events import (
+    Event,
+    Finished,
+    FinishReason,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+    total_usage,
+)
+
+
+class Batch(NamedTuple):
+    """Events of one choice that were ready together."""
+
+    choice: int
+    events: Sequence[Event]
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One answer. `tokens` and `logprobs` belong to its visible text."""
+
+    index: int
+    parts: tuple[Part, ...]
+    reason: FinishReason
+    stop: str | None
+    usage: Usage
+    started: Started
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+    @property
+    def mean_logprob(self) -> float:
+        known = [entry.logprob for entry in self.logprobs if entry.logprob is not None]
+        return sum(known) / len(known) if known else 0.0
+
+
+class Reply(msgspec.Struct, frozen=True):
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+    def best(self, count: int) -> "Reply":
+        """The likeliest `count` choices; the usage stays that of all that were generated."""
+        if count >= len(self.choices):
+            return self
+        ranked = sorted(self.choices, key=lambda choice: -choice.mean_logprob)[:count]
+        renumbered = tuple(msgspec.structs.replace(choice, index=i) for i, choice in enumerate(ranked))
+        return Reply(renumbered, self.usage)
+
+
+class _Draft:
+    """A choice while its events arrive. Neighbouring deltas of one kind become one part."""
+
+    def __init__(self) -> None:
+        self.started = Started()
+        self.finished: Finished | None = None
+        self.parts: list[Part] = []
+        self.open: type[Text] | type[Reasoning] | None = None
+        self.pieces: list[str] = []
+        self.call: ToolCallStart | None = None
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, TextDelta):
+            self._extend(Text, event.text)
+            self.tokens += event.tokens
+            self.logprobs += event.logprobs
+        elif isinstance(event, ReasoningDelta):
+            self._extend(Reasoning, event.text)
+        elif isinstance(event, ToolCallStart):
+            self._close()
+            self.call = event
+        elif isinstance(event, ToolCallDelta):
+            self.pieces.append(event.arguments)
+        elif isinstance(event, Started):
+            self.started = event
+        elif isinstance(event, Finished):
+            self._close()
+            self.finished = event
+
+    def _extend(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+        if not text:
+            return
+        if self.open is not kind:
+            self._close()
+            self.open = kind
+        self.pieces.append(text)
+
+    def _close(self) -> None:
+        joined = "".join(self.pieces)
+        if self.call is not None:
+            self.parts.append(ToolCall(self.call.id, self.call.name, joined))
+        elif self.open is not None:
+            self.parts.append(self.open(joined))
+        self.open, self.call = None, None
+        self.pieces.clear()
+
+    def choice(self, index: int) -> Choice:
+        if self.finished is None:
+            raise AssertionError("a stream of events ended without Finished")
+        return Choice(
+            index=index,
+            parts=tuple(self.parts),
+            reason=self.finished.reason,
+            stop=self.finished.stop,
+            usage=self.finished.usage or Usage(),
+            started=self.started,
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+        )
+
+
+async def collect(batches: AsyncIterator[Batch]) -> Reply:
+    drafts: dict[int, _Draft] = {}
+    async for index, events in batches:
+        draft = drafts.setdefault(index, _Draft())
+        for event in events:
+            draft.add(event)
+    choices = tuple(drafts[index].choice(index) for index in sorted(drafts))
+    return Reply(choices, total_usage(choice.usage for choice in choices))

@@ -1,0 +1,157 @@
+"""One request and its response.
+
+Rules
+1. Every response carries `x-request-id`; a response is begun once and ended once.
+2. When the client leaves, the task that answers is cancelled; so it is by `abort`, which also says why.
+3. A body is read whole, within its size and its time, before anything is done with it.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from dragoman.config import Limits
+from dragoman.errors import BadRequest, DragomanError, RequestTimeout, TooLarge, UnsupportedMedia
+from dragoman.telemetry import RequestRecord
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+COMMENT = b": keep-alive\n\n"
+CLIENT_LEFT = 499
+_HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+class Exchange:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
+        self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.begun = False
+        self.gone = False
+        self.streaming = False
+        self.started = self.heard = self.written = time.monotonic()
+        self._aborted: DragomanError | None = None
+        self._task = asyncio.current_task()
+        self._listener: asyncio.Task[None] | None = None
+        self._pinging: asyncio.Task[None] | None = None
+
+    def check_host(self, allowed: frozenset[bytes] | None) -> None:
+        host = self.headers.get(b"host")
+        match = _HOST.fullmatch(host) if host is not None else None
+        if match is None or (allowed is not None and match[1].lower() not in allowed):
+            self.extra_headers.append((b"connection", b"close"))
+            raise BadRequest("the Host header does not name this server")
+
+    async def body(self, limits: Limits) -> bytes:
+        self._check_media()
+        if int(self.headers.get(b"content-length", b"0")) > limits.body_bytes:
+            raise self._too_large(limits)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self.gone = True
+                        raise asyncio.CancelledError
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > limits.body_bytes:
+                        raise self._too_large(limits)
+                    if not message.get("more_body", False):
+                        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        except TimeoutError:
+            self.extra_headers.append((b"connection", b"close"))
+            raise RequestTimeout(f"the body did not arrive within {limits.body_seconds:g} s") from None
+
+    def _check_media(self) -> None:
+        media = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        # Without a type only programs can send a body; a web page of another origin must not.
+        if media != JSON and (media or b"origin" in self.headers):
+            raise UnsupportedMedia("send the body as JSON, with the header 'content-type: application/json'")
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise UnsupportedMedia("compressed bodies are not accepted")
+
+    def _too_large(self, limits: Limits) -> TooLarge:
+        self.extra_headers.append((b"connection", b"close"))
+        return TooLarge(f"the body is larger than {limits.body_bytes} bytes")
+
+    def listen(self) -> None:
+        """From now on, cancel the task that answers when the client leaves."""
+        self._listener = asyncio.create_task(self._until_gone())
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def abort(self, error: DragomanError) -> None:
+        if self._aborted is None and self._task is not None:
+            self._aborted = error
+            self._task.cancel()
+
+    @contextmanager
+    def abort_as_error(self) -> Iterator[None]:
+        """Within: an abort is raised as the error it was made with."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._aborted is None or self.gone or self._task is None:
+                raise
+            self._task.uncancel()
+            raise self._aborted from None
+
+    async def _begin(self, status: int, content_type: bytes, length: int | None) -> None:
+        self.begun = True
+        self.record.status = status
+        headers = [(b"content-type", content_type), (b"x-request-id", self.record.id.encode()), *self.extra_headers]
+        headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def reply(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
+        await self._begin(status, content_type, len(body))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def reply_json(self, payload: object, status: int = 200) -> None:
+        await self.reply(status, msgspec.json.encode(payload))
+
+    async def write(self, data: bytes) -> None:
+        """More of a stream; the first piece begins it."""
+        if not self.begun:
+            await self._begin(200, EVENT_STREAM, None)
+        self.written = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def ping(self) -> None:
+        if self._pinging is None or self._pinging.done():
+            self._pinging = asyncio.create_task(self.write(COMMENT))
+
+    async def end(self, data: bytes) -> None:
+        self.streaming = False
+        await self._send({"type": "http.response.body", "body": data})
+
+    def close(self) -> None:
+        """The request has ended, one way or the other."""
+        for task in (self._listener, self._pinging):
+            if task is not None:
+                task.cancel()
+        self.record.duration_us = int((time.monotonic() - self.started) * 1e6)
+        if self.gone:
+            self.record.status = CLIENT_LEFT

@@ -1,0 +1,107 @@
+"""From a generation's events to JSON or to a stream of frames.
+
+Rules
+1. The status goes out with the first event that says something, so that what fails before has a status of its own;
+   after a long silence a stream begins without waiting for it.
+2. A failure after that is the protocol's error frame, and the stream ends without its normal end.
+3. Whatever is ready leaves in one write.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.errors import DragomanError
+from dragoman.events import Event, Finished, Started
+from dragoman.generate import check, check_limits, generate
+from dragoman.protocols import Protocol
+from dragoman.reply import Batch, collect
+from dragoman.server.exchange import Exchange
+
+if TYPE_CHECKING:
+    from dragoman.server.app import App
+
+LARGE_BODY = 256 * 1024
+"""Bodies above this many bytes are decoded in a thread: meanwhile others stream."""
+
+
+def new_id(prefix: str) -> str:
+    return prefix + os.urandom(12).hex()
+
+
+async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
+    exchange.record.id = new_id(protocol.id_prefix)
+    body = await exchange.body(app.settings.limits)
+    decoded = await asyncio.to_thread(protocol.decode, body) if len(body) > LARGE_BODY else protocol.decode(body)
+    exchange.listen()
+    with exchange.abort_as_error():
+        await _generate(app, exchange, protocol, decoded)
+
+
+async def _generate(app: "App", exchange: Exchange, protocol: Protocol, decoded: GenerationRequest) -> None:
+    record, limits = exchange.record, app.settings.limits
+    model = app.catalog.resolve(decoded.model)
+    record.model = model.name
+    request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
+    check_limits(request, limits.choices, limits.stop_strings)
+    engine = await model.host.ready()
+    ignored = check(request, engine.supports(), app.is_strict(exchange))
+    if ignored:
+        exchange.extra_headers.append((b"x-dragoman-ignored", ", ".join(ignored).encode("ascii", "replace")))
+    async with model.host.admission.slot(record.principal), aclosing(generate(engine, request)) as batches:
+        app.watch.add(exchange)
+        exchange.heard = time.monotonic()
+        if request.delivery.stream:
+            await _stream(exchange, protocol, request, batches)
+        else:
+            reply = await collect(_noted(exchange, batches))
+            await exchange.reply_json(protocol.encode_reply(request, int(time.time()), reply))
+
+
+async def _noted(exchange: Exchange, batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
+    async for batch in batches:
+        _note(exchange, batch.events)
+        yield batch
+
+
+def _note(exchange: Exchange, events: Sequence[Event]) -> None:
+    exchange.heard = time.monotonic()
+    record = exchange.record
+    if record.first_event_us is None:
+        record.first_event_us = int((exchange.heard - exchange.started) * 1e6)
+    last = events[-1]
+    if type(last) is Finished:
+        record.finish = last.reason
+        if last.usage is not None:
+            record.count(last.usage)
+
+
+async def _stream(
+    exchange: Exchange, protocol: Protocol, request: GenerationRequest, batches: AsyncGenerator[Batch, None]
+) -> None:
+    encoder = protocol.encoder(request, int(time.time()))
+    exchange.streaming = True
+    held = b""
+    try:
+        with exchange.abort_as_error():
+            async for choice, events in batches:
+                _note(exchange, events)
+                frames = encoder.feed(choice, events)
+                if not exchange.begun and all(type(event) is Started for event in events):
+                    held += frames
+                elif held or frames:
+                    await exchange.write(held + frames)
+                    held = b""
+    except DragomanError as error:
+        if not exchange.begun:
+            raise
+        exchange.record.error = error.code
+        await exchange.end(encoder.fail(error))
+        return
+    await exchange.end(encoder.end())

@@ -1,0 +1,132 @@
+"""The app in uvicorn: one process, one event loop, a clean end."""
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import uvicorn
+
+from dragoman.catalog import Host
+from dragoman.config import Settings
+from dragoman.engines.interface import Engine
+from dragoman.errors import ConfigError, DragomanError, ModelLoading
+from dragoman.server.app import App
+from dragoman.server.connection import guarded
+
+log = logging.getLogger("dragoman")
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+def serve(*engines: Engine, host: str = "127.0.0.1", port: int = 8000, settings: Settings | None = None) -> None:
+    """Serve engines of your own until the process is told to stop."""
+    settings = settings or Settings(host=host, port=port)
+    run(settings, engines)
+
+
+def run(settings: Settings, engines: Sequence[Engine] = ()) -> None:
+    """Serve until a signal says stop. A model without which nothing can be served is a ConfigError if it fails."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    app = App(with_hosts(settings), engines)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(app))
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.Loop
+
+
+def with_hosts(settings: Settings) -> Settings:
+    """On loopback only its own names are answered: a web page cannot reach the server through a name of its own."""
+    if settings.hosts is not None or not is_loopback(settings.host):
+        return settings
+    return msgspec.structs.replace(settings, hosts=(*LOOPBACK_NAMES, settings.host))
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server(uvicorn.Server):
+    """Ends with exit code 0 when a signal asks it to, after what is running has finished."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def server_for(app: App) -> Server:
+    settings = app.settings
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=guarded(settings.limits),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=round(settings.grace_seconds),
+    )
+    return Server(config)
+
+
+async def _serve(app: App) -> None:
+    server = server_for(app)
+    preload = asyncio.create_task(_preload(app, server))
+    names = ", ".join(model.name for model in app.catalog.models.values())
+    log.info("serving %s on http://%s:%d/v1", names, app.settings.host, app.settings.port)
+    try:
+        await server.serve()
+    finally:
+        preload.cancel()
+    if preload.done() and not preload.cancelled() and (error := preload.exception()):
+        raise error
+
+
+async def _preload(app: App, server: Server) -> None:
+    """Load the default model before anybody asks for it; where it is the only one, its failure is the server's."""
+    if app.catalog.default is None:
+        return
+    host = app.catalog.resolve(app.catalog.default).host
+    try:
+        await _loaded(host)
+        log.info("ready")
+    except DragomanError as error:
+        if all(model.host is host for model in app.catalog.models.values()):
+            server.should_exit = True
+            raise ConfigError(host.failure or error.message) from error
+
+
+async def _loaded(host: Host) -> None:
+    """A request gives up waiting for a model after a while; the server does not."""
+    while True:
+        try:
+            await host.ready()
+            return
+        except ModelLoading:
+            continue

@@ -1,0 +1,8 @@
+"""Any engine in a child process, behind the same interface.
+
+The child can crash, be killed or run out of memory; the server sees a request that failed and a child to start again.
+
+    parent.py    the Engine that the server holds: starts the child, passes requests on, hands events out
+    child.py     what runs in the child: the real engine, and one message per step for all that it made
+    messages.py  what goes over the pipe
+"""

@@ -1,0 +1,172 @@
+"""The child's side of a worker: `python -m dragoman.worker.child`, talking over standard input and output.
+
+Rules
+1. The end of standard input is the end of the process, at once and whatever it is doing: a parent that died, even by
+   kill -9, leaves no child behind. Signals for the parent's process group are the parent's to handle.
+2. Events that become ready in one turn of the event loop leave in one message.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from contextlib import aclosing
+from typing import Any, BinaryIO
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines import engine_class
+from dragoman.engines.interface import Engine
+from dragoman.engines.run import call, run
+from dragoman.errors import ConfigError, DragomanError, EngineFailed
+from dragoman.worker.messages import (
+    HEADER,
+    Answer,
+    Broken,
+    Cancel,
+    Detokenize,
+    Failure,
+    Generate,
+    Progress,
+    Ready,
+    Start,
+    Step,
+    ToChild,
+    Tokenize,
+    ToParent,
+    decode_to_child,
+    encode,
+)
+
+log = logging.getLogger("dragoman.worker")
+
+
+class Child:
+    def __init__(self, engine: Engine, output: BinaryIO) -> None:
+        self._engine = engine
+        self._output = output
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._outbox: list[Progress] = []
+
+    def handle(self, message: ToChild) -> None:
+        if isinstance(message, Generate):
+            self._keep(message.id, self._generate(message.id, message.request))
+        elif isinstance(message, Tokenize | Detokenize):
+            self._keep(message.id, self._answer(message))
+        elif isinstance(message, Cancel) and message.id in self._tasks:
+            self._tasks[message.id].cancel()
+
+    def _keep(self, key: int, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks[key] = task
+        task.add_done_callback(lambda done: self._forget(key, done))
+
+    def _forget(self, key: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[key]
+        if task.cancelled():
+            self._post(Progress(key, ended=True))
+
+    async def _generate(self, key: int, request: GenerationRequest) -> None:
+        failure = None
+        try:
+            async with aclosing(run(self._engine, request)) as stream:
+                async for events in stream:
+                    self._post(Progress(key, tuple(events)))
+        except DragomanError as error:
+            failure = Failure.of(error)
+        self._post(Progress(key, ended=True, failure=failure))
+
+    def _post(self, progress: Progress) -> None:
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(progress)
+
+    def _flush(self) -> None:
+        step = Step(tuple(self._outbox))
+        self._outbox.clear()
+        self.send(step)
+
+    async def _answer(self, message: Tokenize | Detokenize) -> None:
+        try:
+            if isinstance(message, Tokenize):
+                tokens = await call(self._engine.tokenize, message.text, message.special)
+                answer = Answer(message.id, tokens=tuple(tokens))
+            else:
+                answer = Answer(message.id, text=await call(self._engine.detokenize, message.tokens))
+        except DragomanError as error:
+            answer = Answer(message.id, failure=Failure.of(error))
+        except Exception as error:
+            log.exception("the engine raised")
+            failed = EngineFailed(f"the engine failed ({type(error).__name__})")
+            answer = Answer(message.id, failure=Failure.of(failed))
+        self.send(answer)
+
+    def send(self, message: ToParent) -> None:
+        self._output.write(encode(message))
+        self._output.flush()
+
+
+def _read(source: BinaryIO) -> ToChild:
+    """The next message; at the end of the pipe the process ends."""
+    header = source.read(HEADER.size)
+    if len(header) < HEADER.size:
+        os._exit(0)
+    (length,) = HEADER.unpack(header)
+    body = source.read(length)
+    if len(body) < length:
+        os._exit(0)
+    return decode_to_child(body)
+
+
+async def _load(start: Start) -> Engine:
+    cls = engine_class(start.engine)
+    engine = cls.configured(start.name, msgspec.convert(start.options, cls.Options))
+    await engine.start()
+    return engine
+
+
+async def _main(source: BinaryIO, output: BinaryIO) -> None:
+    start = await asyncio.to_thread(_read, source)
+    assert isinstance(start, Start)
+    inbox: asyncio.Queue[ToChild] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def follow() -> None:
+        while True:
+            loop.call_soon_threadsafe(inbox.put_nowait, _read(source))
+
+    threading.Thread(target=follow, name="dragoman-parent", daemon=True).start()
+    try:
+        engine = await _load(start)
+    except Exception as error:
+        mistake = isinstance(error, ConfigError | msgspec.ValidationError)
+        if not mistake:
+            log.exception("the engine could not be loaded")
+        output.write(encode(Broken(str(error) or type(error).__name__, mistake)))
+        output.flush()
+        return
+    child = Child(engine, output)
+    child.send(Ready(tuple(engine.models()), engine.supports(), engine.device, engine.slots))
+    while True:
+        child.handle(await inbox.get())
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # What the engine or a library prints must not get among the messages.
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    asyncio.run(_main(sys.stdin.buffer, output))
+    # Threads of a library may never end by themselves.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

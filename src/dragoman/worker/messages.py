@@ -1,0 +1,123 @@
+"""The messages between the server and a worker: a length of four bytes, then MessagePack.
+
+    parent -> child   Start, then Generate | Cancel | Tokenize | Detokenize; the end of the pipe means: end
+    child -> parent   Ready | Broken, then Step | Answer
+
+A `Step` carries everything that became ready since the last one, of all requests.
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import ModelInfo
+from dragoman.errors import DragomanError, by_name
+from dragoman.events import Event
+
+HEADER = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    engine: str
+    name: str
+    options: Mapping[str, Any]
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    text: str
+    special: bool
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    tokens: tuple[int, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine has loaded: what it said of itself."""
+
+    models: tuple[ModelInfo, ...]
+    supports: frozenset[str]
+    device: str
+    slots: int | None
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not be loaded, and why. `mistake`: the operator can mend it; another try would not help."""
+
+    reason: str
+    mistake: bool
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error on its way to the other process."""
+
+    name: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, error: DragomanError) -> "Failure":
+        return cls(type(error).__name__, error.message, error.param, error.retry_after)
+
+    def error(self) -> DragomanError:
+        error = by_name(self.name)(self.message, param=self.param)
+        error.retry_after = self.retry_after
+        return error
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """What one request has new. `ended`: nothing more will come for it."""
+
+    id: int
+    events: tuple[Event, ...] = ()
+    ended: bool = False
+    failure: Failure | None = None
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    progress: tuple[Progress, ...]
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    tokens: tuple[int, ...] | None = None
+    text: str | None = None
+    failure: Failure | None = None
+
+
+ToChild = Start | Generate | Cancel | Tokenize | Detokenize
+ToParent = Ready | Broken | Step | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_to_child = msgspec.msgpack.Decoder(ToChild)
+_to_parent = msgspec.msgpack.Decoder(ToParent)
+
+
+def encode(message: ToChild | ToParent) -> bytes:
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+def decode_to_child(body: bytes) -> ToChild:
+    message: ToChild = _to_child.decode(body)
+    return message
+
+
+def decode_to_parent(body: bytes) -> ToParent:
+    message: ToParent = _to_parent.decode(body)
+    return message
