@@ -37,6 +37,7 @@ class Host:
         self._limits = limits
         self._load: asyncio.Task[Engine] | None = None
         self.engine: Engine | None = None
+        self.supports: frozenset[str] = frozenset()
         self.failure: str | None = None
         self.admission = Admission(None, limits.queue, limits.queue_seconds)
 
@@ -73,6 +74,7 @@ class Host:
         finally:
             self._load = None
         self.failure = None
+        self.supports = engine.supports()
         self.admission = Admission(engine.slots, self._limits.queue, self._limits.queue_seconds)
         self.engine = engine
         return engine

@@ -18,7 +18,7 @@ from dragoman.conversation import GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import run
 from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
-from dragoman.events import Finished, Usage
+from dragoman.events import Event, Finished, Usage
 from dragoman.reply import Batch
 from dragoman.stages import Stage
 from dragoman.stages.blocks import Blocks
@@ -53,14 +53,18 @@ def check(request: GenerationRequest, supports: frozenset[str], strict: bool) ->
 
 
 def check_limits(request: GenerationRequest, choices: int, stop_strings: int) -> None:
-    params = {asked.feature: asked.param for asked in request.asked}
     wanted = max(request.choices, request.best_of) * max(1, len(request.prompts))
     if wanted > choices:
-        raise BadRequest(
-            f"at most {choices} choices can be asked for at once, not {wanted}", param=params.get("choices", "prompt")
-        )
+        param = _param(request, "choices", "best_of", "completion")
+        raise BadRequest(f"at most {choices} choices can be asked for at once, not {wanted}", param=param)
     if len(request.stop) > stop_strings:
-        raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=params["stop"])
+        raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=_param(request, "stop"))
+
+
+def _param(request: GenerationRequest, *features: str) -> str | None:
+    """The path of the field that asked for the first of the features that was asked for."""
+    params = {asked.feature: asked.param for asked in request.asked}
+    return next((params[feature] for feature in features if feature in params), None)
 
 
 def generate(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Batch, None]:
@@ -102,10 +106,11 @@ async def _choice(engine: Engine, request: GenerationRequest, index: int) -> Asy
                 events = stage(events)
             if not events:
                 continue
-            if isinstance(events[-1], Finished):
-                yield Batch(index, [*events[:-1], msgspec.structs.replace(events[-1], usage=tally.usage)])
+            last = events[-1]
+            if type(last) is Finished:
+                yield index, [*events[:-1], msgspec.structs.replace(last, usage=tally.usage)]
                 return
-            yield Batch(index, events)
+            yield index, events
 
 
 def _stages(engine: Engine, request: GenerationRequest, tally: Tally) -> list[Stage]:
@@ -127,8 +132,8 @@ async def _side_by_side(
     async def follow(batches: AsyncGenerator[Batch, None]) -> None:
         try:
             async with aclosing(batches):
-                async for batch in batches:
-                    await queue.put(_share(batch) if batch.choice % per_prompt else batch)
+                async for index, events in batches:
+                    await queue.put((index, _share(events) if index % per_prompt else events))
             await queue.put(None)
         except Exception as error:  # noqa: BLE001 (the reader below raises it)
             await queue.put(error)
@@ -150,11 +155,11 @@ async def _side_by_side(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _share(batch: Batch) -> Batch:
-    """The batch of a further choice of a prompt, whose tokens the first choice has counted."""
-    last = batch.events[-1]
+def _share(events: Sequence[Event]) -> Sequence[Event]:
+    """The events of a further choice of a prompt, whose tokens the first choice has counted."""
+    last = events[-1]
     if not isinstance(last, Finished):
-        return batch
+        return events
     usage = last.usage or Usage()
     own = Usage(completion=usage.completion, reasoning=usage.reasoning)
-    return Batch(batch.choice, [*batch.events[:-1], msgspec.structs.replace(last, usage=own)])
+    return [*events[:-1], msgspec.structs.replace(last, usage=own)]

@@ -1,7 +1,6 @@
 """The collected stream: the only non-streaming path."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,12 +19,8 @@ from dragoman.events import (
     total_usage,
 )
 
-
-class Batch(NamedTuple):
-    """Events of one choice that were ready together."""
-
-    choice: int
-    events: Sequence[Event]
+Batch = tuple[int, Sequence[Event]]
+"""The index of a choice, and events of it that were ready together."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -134,11 +129,24 @@ class _Draft:
         )
 
 
-async def collect(batches: AsyncIterator[Batch]) -> Reply:
-    drafts: dict[int, _Draft] = {}
-    async for index, events in batches:
-        draft = drafts.setdefault(index, _Draft())
+class Collector:
+    def __init__(self) -> None:
+        self._drafts: dict[int, _Draft] = {}
+
+    def add(self, index: int, events: Sequence[Event]) -> None:
+        draft = self._drafts.get(index)
+        if draft is None:
+            draft = self._drafts[index] = _Draft()
         for event in events:
             draft.add(event)
-    choices = tuple(drafts[index].choice(index) for index in sorted(drafts))
-    return Reply(choices, total_usage(choice.usage for choice in choices))
+
+    def reply(self) -> Reply:
+        choices = tuple(self._drafts[index].choice(index) for index in sorted(self._drafts))
+        return Reply(choices, total_usage(choice.usage for choice in choices))
+
+
+async def collect(batches: AsyncIterator[Batch]) -> Reply:
+    collector = Collector()
+    async for index, events in batches:
+        collector.add(index, events)
+    return collector.reply()

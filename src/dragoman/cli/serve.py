@@ -3,7 +3,6 @@
 import argparse
 import errno
 import inspect
-import ipaddress
 import os
 import socket
 import sys
@@ -74,11 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109
     engines = [] if arguments.engine is None else [_own_engine(arguments.engine)]
     settings = _settings(arguments, engines)
-    _check_keys(settings)
-    _check_port(settings.host, settings.port)
-    _fetch_models(settings)
+    # Imported only here: the other commands and mistakes in flags need no server.
     from dragoman.server import serve
 
+    if not settings.api_keys and not serve.is_loopback(settings.host):
+        raise ConfigError(
+            f"{settings.host} can be reached from other machines, and no API key is set; "
+            "give --api-key KEY or set DRAGOMAN_API_KEY"
+        )
+    _check_port(settings.host, settings.port)
+    _fetch_models(settings)
     serve.run(settings, engines)
     return 0
 
@@ -109,22 +113,6 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         if model.name in offered:
             raise ConfigError(f"model {model.name}: the engine {arguments.engine} offers this name too; rename one")
     return settings
-
-
-def _check_keys(settings: Settings) -> None:
-    """A server that others can reach is not open to everybody by accident."""
-    if not settings.api_keys and not _is_loopback(settings.host):
-        raise ConfigError(
-            f"{settings.host} can be reached from other machines, and no API key is set; "
-            "give --api-key KEY or set DRAGOMAN_API_KEY"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_port(host: str, port: int) -> None:

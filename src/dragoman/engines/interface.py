@@ -48,6 +48,9 @@ class Engine:
     Options: ClassVar[type[msgspec.Struct]] = NoOptions
     """What a configuration may say about a model of this engine, beside its name."""
 
+    streams_events: ClassVar[bool] = False
+    """Its `generate` is an async generator of lists of events from `Started` to `Finished`: nothing has to be added."""
+
     device: str = "cpu"
     slots: int | None = None
     """How many requests it takes at once; the others queue. None: as many as come."""

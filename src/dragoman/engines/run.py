@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, Output
@@ -23,8 +23,14 @@ MAX_BACKLOG = 256
 """Outputs that a threaded generator may be ahead of its reader."""
 
 
-async def run(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+def run(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
     """The events of one generation, `Started` first and `Finished` last whatever the engine yields."""
+    if engine.streams_events:
+        return cast("AsyncGenerator[Sequence[Event], None]", engine.generate(request))
+    return _completed(engine, request)
+
+
+async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
     try:
         source = engine.generate(request)
         outputs = source.__aiter__() if isinstance(source, AsyncIterable) else _in_thread(source)

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Self
 
 import msgspec
@@ -43,6 +43,7 @@ class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ScriptedEngine(Engine):
     Options = ScriptedOptions
+    streams_events = True
 
     def __init__(self, name: str = "scripted", options: ScriptedOptions | None = None) -> None:
         self.name = name
@@ -70,7 +71,7 @@ class ScriptedEngine(Engine):
     def supports(self) -> frozenset[str]:
         return super().supports() | {"max_tokens"}
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sequence[Event]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         pieces = self._pieces(self._output(request.last_user_text))
         prompt_tokens = self._prompt_tokens(request)
         room = self._room(request, prompt_tokens)
@@ -78,8 +79,14 @@ class ScriptedEngine(Engine):
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
         yield [Started(prompt_tokens)]
-        async for batch in self._paced(played):
-            yield batch
+        fault = self._fault_at(len(played))
+        begun, burst = time.monotonic(), self.options.burst
+        end = len(played) if fault is None else fault
+        for at in range(0, end, burst):
+            await asyncio.sleep(self._delay(begun, at))
+            yield [TextDelta(piece) for piece in played[at : min(at + burst, end)]]
+        if fault is not None:
+            await self._fault(fault)
         reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
         yield [Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
 
@@ -109,18 +116,11 @@ class ScriptedEngine(Engine):
         left = context - prompt_tokens
         return left if request.max_tokens is None else min(left, request.max_tokens)
 
-    async def _paced(self, pieces: list[str]) -> AsyncIterator[Sequence[Event]]:
-        """The pieces in bursts, at the speed asked for, up to the first fault; others have their turn in between."""
+    def _fault_at(self, tokens: int) -> int | None:
+        """After how many of the reply's tokens something goes wrong."""
         options = self.options
         faults = [at for at in (options.fail_after, options.hang_after, options.crash_after) if at is not None]
-        faulty = bool(faults) and min(faults) <= len(pieces)
-        played = pieces[: min(faults)] if faulty else pieces
-        begun = time.monotonic()
-        for at in range(0, len(played), options.burst):
-            await asyncio.sleep(self._delay(begun, at))
-            yield [TextDelta(piece) for piece in played[at : at + options.burst]]
-        if faulty:
-            await self._fault(len(played))
+        return min(faults) if faults and min(faults) <= tokens else None
 
     def _delay(self, begun: float, at: int) -> float:
         rate = self.options.tokens_per_second

@@ -171,6 +171,11 @@ class StreamEncoder:
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         head, tail = self._halves.get(choice) or self._cut(choice)
         encode = msgspec.json.encode
+        if len(events) == 1 and self._plain:
+            # One token at a time is the rule; it deserves the short way.
+            event = events[0]
+            if type(event) is TextDelta and event.text:
+                return head + encode(event.text) + tail
         frames = []
         for event in events:
             if type(event) is TextDelta and self._plain:

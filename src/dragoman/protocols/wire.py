@@ -114,5 +114,5 @@ def _bad_field(words: str) -> BadRequest:
 
 
 def unknown_fields(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> list[str]:
-    known = {field.encode_name for field in msgspec.structs.fields(shape)}
+    known = shape.__struct_encode_fields__
     return [name for name in parsed if name not in known]

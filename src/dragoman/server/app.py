@@ -1,7 +1,6 @@
 """The ASGI app: a route table, and an answer for everything that can go wrong."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ import msgspec
 from dragoman.catalog import Catalog
 from dragoman.config import Settings
 from dragoman.engines.interface import Engine
-from dragoman.errors import DragomanError, EngineFailed, MethodNotAllowed, NotFound
+from dragoman.errors import DragomanError, MethodNotAllowed, NotFound
 from dragoman.protocols import PROTOCOLS, openai
 from dragoman.server import listing
 from dragoman.server.auth import Keys
@@ -19,8 +18,6 @@ from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.respond import answer, new_id
 from dragoman.server.watch import Watch
 from dragoman.telemetry import EventLog
-
-log = logging.getLogger("dragoman.server")
 
 Handler = Callable[["App", Exchange], Awaitable[None]]
 
@@ -64,16 +61,15 @@ class App:
             await send({"type": "websocket.close"})
 
     async def _http(self, exchange: Exchange) -> None:
+        self.watch.add(exchange)
         try:
-            await self._dispatch(exchange)
-        except DragomanError as error:
-            await self._fail(exchange, error)
+            with exchange.abort_as_error():
+                await self._dispatch(exchange)
         except asyncio.CancelledError:
             if not exchange.gone:
                 raise
-        except Exception:
-            log.exception("request %s failed", exchange.record.id)
-            await self._fail(exchange, EngineFailed("an internal error; the server's log says more"))
+        except Exception as error:  # noqa: BLE001 (told to the caller, and to the log)
+            await self._fail(exchange, exchange.told(error))
         finally:
             self.watch.discard(exchange)
             exchange.close()
@@ -101,7 +97,6 @@ class App:
         raise NotFound(f"there is nothing at {path[:100]}")
 
     async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
-        exchange.record.error = error.code
         exchange.record.status = error.status
         if exchange.begun:
             return

@@ -2,11 +2,13 @@
 
 Rules
 1. Every response carries `x-request-id`; a response is begun once and ended once.
-2. When the client leaves, the task that answers is cancelled; so it is by `abort`, which also says why.
+2. When the client leaves, the task that answers is cancelled; so it is when it is overdue, as an error.
 3. A body is read whole, within its size and its time, before anything is done with it.
 """
 
 import asyncio
+import logging
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -16,13 +18,15 @@ from typing import Any
 import msgspec
 
 from dragoman.config import Limits
-from dragoman.errors import BadRequest, DragomanError, RequestTimeout, TooLarge, UnsupportedMedia
+from dragoman.errors import BadRequest, DragomanError, EngineFailed, RequestTimeout, TooLarge, UnsupportedMedia
 from dragoman.telemetry import RequestRecord
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+log = logging.getLogger("dragoman.server")
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -43,7 +47,10 @@ class Exchange:
         self.begun = False
         self.gone = False
         self.streaming = False
+        self._body_read = False
         self.started = self.heard = self.written = time.monotonic()
+        self.due = math.inf
+        self._overdue: DragomanError | None = None
         self._aborted: DragomanError | None = None
         self._task = asyncio.current_task()
         self._listener: asyncio.Task[None] | None = None
@@ -62,22 +69,23 @@ class Exchange:
             raise self._too_large(limits)
         chunks: list[bytes] = []
         size = 0
-        try:
-            async with asyncio.timeout(limits.body_seconds):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self.gone = True
-                        raise asyncio.CancelledError
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    if size > limits.body_bytes:
-                        raise self._too_large(limits)
-                    if not message.get("more_body", False):
-                        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        except TimeoutError:
-            self.extra_headers.append((b"connection", b"close"))
-            raise RequestTimeout(f"the body did not arrive within {limits.body_seconds:g} s") from None
+        self.expect(
+            limits.body_seconds, RequestTimeout(f"the body took longer than {limits.body_seconds:g} s to arrive")
+        )
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                raise asyncio.CancelledError
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > limits.body_bytes:
+                raise self._too_large(limits)
+            if not message.get("more_body", False):
+                break
+        self._body_read = True
+        self.due = math.inf
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _check_media(self) -> None:
         media = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -92,8 +100,9 @@ class Exchange:
         return TooLarge(f"the body is larger than {limits.body_bytes} bytes")
 
     def listen(self) -> None:
-        """From now on, cancel the task that answers when the client leaves."""
-        self._listener = asyncio.create_task(self._until_gone())
+        """From now on, cancel the task that answers when the client leaves. While the body is read that task sees it."""
+        if self._listener is None and self._body_read:
+            self._listener = asyncio.create_task(self._until_gone())
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -102,9 +111,29 @@ class Exchange:
         if self._task is not None:
             self._task.cancel()
 
-    def abort(self, error: DragomanError) -> None:
+    def told(self, error: Exception) -> DragomanError:
+        """The error as the caller hears of it; one that nobody expected goes to the log with all it has."""
+        if not isinstance(error, DragomanError):
+            log.error("request %s failed", self.record.id, exc_info=error)
+            error = EngineFailed("an internal error; the server's log says more")
+        self.record.error = error.code
+        return error
+
+    def expect(self, seconds: float, otherwise: DragomanError) -> None:
+        """What comes next must come within that time."""
+        self.heard = time.monotonic()
+        self.due = self.heard + seconds
+        self._overdue = otherwise
+
+    def note_progress(self) -> None:
+        """Something came: the time allowed for the next thing begins anew."""
+        now = time.monotonic()
+        self.due += now - self.heard
+        self.heard = now
+
+    def abort_overdue(self) -> None:
         if self._aborted is None and self._task is not None:
-            self._aborted = error
+            self._aborted = self._overdue
             self._task.cancel()
 
     @contextmanager
@@ -136,12 +165,16 @@ class Exchange:
         """More of a stream; the first piece begins it."""
         if not self.begun:
             await self._begin(200, EVENT_STREAM, None)
-        self.written = time.monotonic()
+        self.written = self.heard
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     def ping(self) -> None:
         if self._pinging is None or self._pinging.done():
-            self._pinging = asyncio.create_task(self.write(COMMENT))
+            self._pinging = asyncio.create_task(self._comment())
+
+    async def _comment(self) -> None:
+        await self.write(COMMENT)
+        self.written = time.monotonic()
 
     async def end(self, data: bytes) -> None:
         self.streaming = False

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dragoman.conversation import GenerationRequest
-from dragoman.errors import DragomanError
+from dragoman.errors import EngineTimeout
 from dragoman.events import Event, Finished, Started
 from dragoman.generate import check, check_limits, generate
 from dragoman.protocols import Protocol
-from dragoman.reply import Batch, collect
+from dragoman.reply import Batch, Collector
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
     exchange.record.id = new_id(protocol.id_prefix)
     body = await exchange.body(app.settings.limits)
     decoded = await asyncio.to_thread(protocol.decode, body) if len(body) > LARGE_BODY else protocol.decode(body)
-    exchange.listen()
-    with exchange.abort_as_error():
-        await _generate(app, exchange, protocol, decoded)
+    await _generate(app, exchange, protocol, decoded)
 
 
 async def _generate(app: "App", exchange: Exchange, protocol: Protocol, decoded: GenerationRequest) -> None:
@@ -51,27 +49,29 @@ async def _generate(app: "App", exchange: Exchange, protocol: Protocol, decoded:
     request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
     check_limits(request, limits.choices, limits.stop_strings)
     engine = await model.host.ready()
-    ignored = check(request, engine.supports(), app.is_strict(exchange))
+    ignored = check(request, model.host.supports, app.is_strict(exchange))
     if ignored:
         exchange.extra_headers.append((b"x-dragoman-ignored", ", ".join(ignored).encode("ascii", "replace")))
     async with model.host.admission.slot(record.principal), aclosing(generate(engine, request)) as batches:
-        app.watch.add(exchange)
-        exchange.heard = time.monotonic()
+        exchange.expect(limits.stall_seconds, EngineTimeout(f"the engine was silent for {limits.stall_seconds:g} s"))
         if request.delivery.stream:
             await _stream(exchange, protocol, request, batches)
         else:
-            reply = await collect(_noted(exchange, batches))
-            await exchange.reply_json(protocol.encode_reply(request, int(time.time()), reply))
+            await _whole(exchange, protocol, request, batches)
 
 
-async def _noted(exchange: Exchange, batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
-    async for batch in batches:
-        _note(exchange, batch.events)
-        yield batch
+async def _whole(
+    exchange: Exchange, protocol: Protocol, request: GenerationRequest, batches: AsyncGenerator[Batch, None]
+) -> None:
+    collector = Collector()
+    async for choice, events in batches:
+        _note(exchange, events)
+        collector.add(choice, events)
+    await exchange.reply_json(protocol.encode_reply(request, int(time.time()), collector.reply()))
 
 
 def _note(exchange: Exchange, events: Sequence[Event]) -> None:
-    exchange.heard = time.monotonic()
+    exchange.note_progress()
     record = exchange.record
     if record.first_event_us is None:
         record.first_event_us = int((exchange.heard - exchange.started) * 1e6)
@@ -98,10 +98,9 @@ async def _stream(
                 elif held or frames:
                     await exchange.write(held + frames)
                     held = b""
-    except DragomanError as error:
+    except Exception as error:
         if not exchange.begun:
             raise
-        exchange.record.error = error.code
-        await exchange.end(encoder.fail(error))
+        await exchange.end(encoder.fail(exchange.told(error)))
         return
     await exchange.end(encoder.end())

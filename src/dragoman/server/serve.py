@@ -89,6 +89,7 @@ def server_for(app: App) -> Server:
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=round(settings.grace_seconds),
     )

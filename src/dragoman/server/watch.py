@@ -1,7 +1,9 @@
-"""Silence: who has heard nothing for too long.
+"""What takes long: one timer looks at every request that is not answered yet.
 
-One timer looks at all streams. A silent stream gets a comment frame so that nobody in between closes it; a request
-whose engine says nothing for too long is ended.
+Rules
+1. A request past its `due` time is aborted with the error it has ready for that.
+2. A silent stream gets a comment frame, so that nobody in between closes it.
+3. Whether the client has left is listened for only from the first look on: most requests are answered before.
 """
 
 import asyncio
@@ -9,24 +11,26 @@ import time
 from typing import Protocol
 
 from dragoman.config import Limits
-from dragoman.errors import DragomanError, EngineTimeout
+
+LOOK_SECONDS = 0.25
 
 
 class Watched(Protocol):
     streaming: bool
     written: float
-    heard: float
+    due: float
+
+    def listen(self) -> None: ...
 
     def ping(self) -> None: ...
 
-    def abort(self, error: DragomanError) -> None: ...
+    def abort_overdue(self) -> None: ...
 
 
 class Watch:
     def __init__(self, limits: Limits) -> None:
         self._keepalive = limits.keepalive_seconds
-        self._stall = limits.stall_seconds
-        self._interval = min(1.0, self._keepalive / 4, self._stall / 4)
+        self._interval = min(LOOK_SECONDS, self._keepalive / 4, limits.stall_seconds / 4, limits.body_seconds / 4)
         self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -42,8 +46,9 @@ class Watch:
         self._timer = None
         now = time.monotonic()
         for exchange in self._watched:
-            if now - exchange.heard > self._stall:
-                exchange.abort(EngineTimeout(f"the engine gave no answer within {self._stall:g} s"))
+            exchange.listen()
+            if now > exchange.due:
+                exchange.abort_overdue()
             elif exchange.streaming and now - exchange.written > self._keepalive:
                 exchange.ping()
         if self._watched:

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -162,6 +162,8 @@ class _Child:
 
 
 class WorkerEngine(Engine):
+    streams_events = True
+
     def __init__(self, engine: str, name: str, options: Mapping[str, Any], stall_seconds: float = 600.0) -> None:
         self._start = Start(engine, name, options)
         self._stall_seconds = stall_seconds
@@ -193,7 +195,7 @@ class WorkerEngine(Engine):
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sequence[Event]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         child = await self._running()
         key, stream = child.open(request)
         try:

@@ -1,0 +1,58 @@
+# python3 and make are all that is needed: everything else is installed into .venv, in the versions of the lock files.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CHECKOUT := --no-deps --no-build-isolation --editable .
+LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+	--generate-hashes --no-header --no-annotate
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint bench lock clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
+
+serve: $(VENV)/.installed ## serve the built-in model; ARGS="--port 9000" hands flags on
+	@exec $(BIN)/dragoman serve $(ARGS)
+
+test: lint ## lint, types and all tests
+	@$(BIN)/dragoman pull smollm2
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/.installed-dev ## frames and requests per second of the front end
+	@$(BIN)/python bench/frontend.py $(ARGS)
+
+lock: ## resolve the lock files anew, for every Python and system that is supported
+	@$(PYTHON) -m venv $(VENV)/lock
+	@$(VENV)/lock/bin/python -m pip --disable-pip-version-check --quiet install uv
+	@$(LOCK) --extra dev pyproject.toml --output-file requirements-dev.lock
+	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
+
+clean: ## remove .venv and everything else that was made here
+	@rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: requirements.lock pyproject.toml $(VENV)/.made
+	@echo "installing into $(VENV) ..."
+	@$(PIP) install --require-hashes --requirement requirements.lock
+	@$(PIP) install $(CHECKOUT)
+	@touch $@
+
+# It holds everything that serving needs, in the same versions.
+$(VENV)/.installed-dev: requirements-dev.lock pyproject.toml $(VENV)/.made
+	@echo "installing into $(VENV) what development needs ..."
+	@$(PIP) install --require-hashes --requirement requirements-dev.lock
+	@$(PIP) install $(CHECKOUT)
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,11 @@
+"""Models in GGUF files, run by llama.cpp.
+
+engine      what the server sees: options, checks, one async generator per request
+intake      from a request to a checked prompt in tokens
+generation  one request's way from logits to events
+runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
+scheduler   which rows the next decode has: pure, without model, thread or clock
+sampling    from logits to a token, and log probabilities
+binding     a model, its decoder, its samplers
+library     the C functions
+"""

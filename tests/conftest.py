@@ -1,0 +1,48 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dragoman import sources
+from tests.serving import Running, serving
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    return sources.fetch("smollm2")
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One server with scripted models for all that need no settings of their own."""
+    config = {
+        "models": {
+            "echo": {"engine": "scripted"},
+            "poet": {
+                "engine": "scripted",
+                "replies": [
+                    {"match": "(?i)weather", "output": "It is sunny in Paris today."},
+                    {"match": "(?i)emoji", "output": "a 😀 b"},
+                    {"output": "Roses are red, violets are blue."},
+                ],
+            },
+            "slow": {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick " * 400}], "slots": 2},
+            "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
+            "failing-at-once": {"engine": "scripted", "fail_after": 0, "replies": [{"output": "one"}]},
+            "crashing": {"engine": "scripted", "crash_after": 2, "replies": [{"output": "one two three four"}]},
+            "short": {"engine": "scripted", "context": 20},
+            "org/nested": {"engine": "scripted"},
+        },
+        "aliases": {"gpt-*": "poet"},
+        "default": "echo",
+    }
+    with serving(tmp_path_factory.mktemp("scripted"), config) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Running]:
+    """One server with the real model."""
+    config = {"models": {"smollm2": {"source": str(smollm2_path), "context": 2048, "slots": 4}}}
+    with serving(tmp_path_factory.mktemp("smollm2"), config) as running:
+        yield running

@@ -1,0 +1,83 @@
+import math
+
+import numpy as np
+import pytest
+
+from dragoman.conversation import Sampling
+from dragoman.engines.llama import sampling
+from dragoman.engines.llama.binding import Logits
+from dragoman.engines.llama.sampling import Recipe
+from dragoman.errors import EngineFailed
+
+
+def logits_of(*values: float) -> Logits:
+    return np.array(values, dtype=np.float32)
+
+
+def name(token: int) -> bytes:
+    return b"t%d" % token
+
+
+def test_defaults_come_from_the_model_file_then_from_us() -> None:
+    metadata = {
+        "general.sampling.temp": "0.600000",
+        "general.sampling.top_k": "20",
+        "general.sampling.top_p": "high",
+        "general.name": "x",
+    }
+    found = sampling.defaults(metadata)
+    assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 0.95)
+    assert sampling.defaults({}) == Recipe(temperature=1.0, top_p=0.95, top_k=64)
+
+
+def test_a_request_overrides_the_model_and_an_explicit_zero_counts() -> None:
+    model = Recipe(temperature=0.6, top_k=20)
+    asked = sampling.recipe(Sampling(temperature=0, presence_penalty=0.5, logit_bias={3: 1.0}), model, suppressed=(9,))
+    assert (asked.temperature, asked.top_k, asked.presence_penalty) == (0, 20, 0.5)
+    assert asked.logit_bias == {3: 1.0, 9: -math.inf}
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, 0xFFFFFFFF])
+def test_every_seed_is_one_that_c_takes_literally(seed: int) -> None:
+    found = sampling.recipe(Sampling(seed=seed), Recipe()).seed
+    assert 0 <= found < 0xFFFFFFFF
+    assert found == sampling.recipe(Sampling(seed=seed), Recipe()).seed
+
+
+def test_requests_without_a_seed_differ() -> None:
+    assert len({sampling.recipe(Sampling(), Recipe()).seed for _ in range(8)}) > 1
+
+
+def test_presence_and_frequency_count_the_reply() -> None:
+    logits = logits_of(1, 1, 1, 1)
+    sampling.penalise(logits, Recipe(presence_penalty=0.5, frequency_penalty=0.25), {1: 1, 2: 4}, set())
+    assert logits.tolist() == [1, 0.25, -0.5, 1]
+
+
+def test_repetition_concerns_prompt_and_reply_alike() -> None:
+    logits = logits_of(2, -2, 2, -2)
+    sampling.penalise(logits, Recipe(repetition_penalty=2.0), {0: 3}, {1})
+    assert logits.tolist() == [1, -4, 2, -2]
+
+
+def test_log_probabilities_add_up_and_the_likeliest_come_first() -> None:
+    logits = logits_of(0, 3, 1, 2)
+    found = sampling.token_logprob(logits, 2, 4, name)
+    assert [rival.token for rival in found.top] == [1, 3, 2, 0]
+    assert sum(math.exp(rival.logprob or 0) for rival in found.top) == pytest.approx(1)
+    assert found.logprob == pytest.approx(found.top[2].logprob)
+    assert (found.text, found.top[0].text) == (b"t2", b"t1")
+
+
+def test_more_rivals_than_tokens_are_all_tokens() -> None:
+    assert len(sampling.token_logprob(logits_of(0, 1), 0, 20, name).top) == 2
+
+
+def test_an_impossible_token_has_a_number_that_json_can_say() -> None:
+    assert sampling.token_logprob(logits_of(0, -math.inf), 1, 0, name).logprob == -9999.0
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1), (-math.inf, -math.inf), (math.inf, 0)])
+def test_logits_that_are_not_numbers_fail_the_request(values: tuple[float, ...]) -> None:
+    with pytest.raises(EngineFailed, match="not numbers"):
+        sampling.token_logprob(logits_of(*values), 0, 0, name)

