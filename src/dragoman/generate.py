@@ -1,6 +1,6 @@
 """From a request to events: what is asked is checked, the engine runs, the stages shape what it says.
 
-    request -> check -> one choice at a time or several side by side -> engine -> tally, limit, stop, blocks -> batches
+    request -> check -> one choice at a time or several side by side -> engine -> limit, stop, tally, blocks -> batches
 
 Rules
 1. The only list of stages is here.
@@ -114,13 +114,12 @@ async def _choice(engine: Engine, request: GenerationRequest, index: int) -> Asy
 
 
 def _stages(engine: Engine, request: GenerationRequest, tally: Tally) -> list[Stage]:
-    stages: list[Stage] = [tally]
+    stages: list[Stage] = []
     if request.max_tokens is not None and "max_tokens" not in engine.supports():
         stages.append(Limit(request.max_tokens))
     if request.stop:
         stages.append(Stop(request.stop))
-    stages.append(Blocks())
-    return stages
+    return [*stages, tally, Blocks()]
 
 
 async def _side_by_side(

@@ -92,6 +92,15 @@ async def idle(engine: LlamaEngine) -> None:
     assert len(scheduler.free) + len(scheduler.used) == engine.options.slots
 
 
+async def reading(engine: LlamaEngine) -> None:
+    """Until the first part of a prompt is in memory."""
+    assert engine.loaded is not None
+    scheduler = engine.loaded.runner.scheduler
+    async with asyncio.timeout(5):
+        while not any(seat.done for seat in list(scheduler.seats.values())):  # noqa: ASYNC110  (as above)
+            await asyncio.sleep(0.001)
+
+
 def test_greedy_text_is_sensible_and_the_same_twice(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         first, second = await collect(engine, completion()), await collect(engine, completion())
@@ -272,7 +281,7 @@ def test_closing_a_stream_ends_the_work(with_engine: Run) -> None:
 def test_closing_while_the_prompt_is_read(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 2000)))))
-        await asyncio.sleep(0.4)
+        await reading(engine)
         assert not prefilling.done()
         prefilling.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -293,7 +302,7 @@ def test_a_short_prompt_passes_a_long_one(with_engine: Run) -> None:
 
         async with asyncio.timeout(30):
             long = asyncio.create_task(note("long", completion(tuple(range(100, 900)), max_tokens=1)))
-            await asyncio.sleep(0.1)
+            await reading(engine)
             await asyncio.gather(long, note("short", completion(max_tokens=1)))
         assert order == ["short", "long"]
 
@@ -473,6 +482,13 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(tmp_path: Path, content:
     with pytest.raises(ConfigError, match=r"broken\.gguf") as caught:
         asyncio.run(LlamaEngine("broken", LlamaOptions(path=str(path))).start())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("context", [2**28, 2**40])
+def test_a_context_that_does_not_fit_is_refused(smollm2_path: Path, context: int) -> None:
+    engine = LlamaEngine("large", LlamaOptions(path=str(smollm2_path), context=context))
+    with pytest.raises(ConfigError, match="lower context or slots"):
+        asyncio.run(engine.start())
 
 
 def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ Rules
 1. The stop that completes first wins; of several that complete at the same character, the longest.
 2. Text that may still become a stop is held back; all other text goes on at once.
 3. Every character is looked at once: an Aho-Corasick automaton, whose depth is the length of what must be held.
-4. Only visible text is looked at. Anything else in between (reasoning, a tool call) ends a possible stop.
+4. The tokens of the text that is cut away were generated all the same: a delta without text tells their number.
+5. Only visible text is looked at. Anything else in between (reasoning, a tool call) ends a possible stop.
 """
 
 import re
@@ -102,6 +103,8 @@ class Stop:
             if found is not None:
                 end, stop = found
                 self._release(before + end - len(stop), out, last=True)
+                if cut := sum(delta.count for delta in self._held):
+                    out.append(TextDelta("", cut))
                 out.append(Finished("stop", stop=stop))
                 return out
             self._release(self._held_length - self._matcher.pending, out)

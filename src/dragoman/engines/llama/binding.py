@@ -33,7 +33,7 @@ class Model:
         log.errors.clear()
         self.handle = c.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
-            raise ConfigError(f"{path} is not a model that can be loaded: {log.reason()}")
+            raise ConfigError(f"llama: {path} is not a model that can be loaded: {log.reason()}")
         self.vocab = vocab = c.llama_model_get_vocab(self.handle)
         self.vocab_size: int = c.llama_vocab_n_tokens(vocab)
         self.bos: int = c.llama_vocab_bos(vocab)
@@ -184,9 +184,12 @@ class Context:
         self.handle = c.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise ConfigError(
-                f"no room for {sequences} slots of {length} tokens ({log.reason()}): lower context or slots"
+                f"llama: no room for {sequences} slots of {length} tokens ({log.reason()}): lower context or slots"
             )
         self.memory = c.llama_get_memory(self.handle)
+        if not self.memory:
+            self.close()
+            raise ConfigError("llama: this model keeps nothing of a text in memory: it makes embeddings, not text")
         self.length: int = c.llama_n_ctx_seq(self.handle)
         self._allocate(rows)
 

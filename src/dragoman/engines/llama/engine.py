@@ -158,6 +158,7 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
         if not model.generates:
             raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
         length = options.context or _default_context(model, options.slots)
+        _check_memory(model, options.slots, length)
         context = Context(
             model,
             sequences=options.slots,
@@ -172,6 +173,16 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
         loaded = _Loaded(model, context, Intake(model, min(length, context.length)), runner)
         undo.pop_all()
         return loaded
+
+
+def _check_memory(model: Model, slots: int, length: int) -> None:
+    """llama.cpp would try, and the system would kill the process."""
+    needed = slots * length * model.state_bytes
+    if needed > _memory() and not model.forgets:
+        raise ConfigError(
+            f"llama: {slots} slots of {length} tokens need {needed / 1e9:.0f} GB of memory, "
+            f"the machine has {_memory() / 1e9:.0f}: lower context or slots"
+        )
 
 
 def _default_context(model: Model, slots: int) -> int:

@@ -49,7 +49,7 @@ class Pace:
             return
         ratio = min(max(STEP_SECONDS / max(seconds, 1e-6), 0.5), 2)
         # Half the way, because one slow step may only mean that the machine was busy.
-        wanted = int(self.chunk * (1 + ratio) / 2)
+        wanted = round(self.chunk * (1 + ratio) / 2)
         self.chunk = min(max(wanted, self.least), self.most)
 
 

@@ -1,0 +1,124 @@
+"""Completions: JSON to values, events to frames."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from dragoman.conversation import Delivery, GenerationRequest, Logprobs
+from dragoman.errors import BadRequest
+from dragoman.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
+from dragoman.protocols import PROTOCOLS
+from dragoman.reply import Collector
+from tests.protocols.test_chat import parse
+
+COMPLETIONS = PROTOCOLS["completions"]
+
+
+def decode(**fields: Any) -> GenerationRequest:
+    return COMPLETIONS.decode(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hi", ("hi",)),
+        ("", ("",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2, 3], ((1, 2, 3),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+    ],
+)
+def test_a_prompt_has_four_shapes(prompt: Any, prompts: tuple[Any, ...]) -> None:
+    request = decode(prompt=prompt)
+    assert request.prompts == prompts
+    by_tokens = any(entry.feature == "token_prompt" for entry in request.asked)
+    assert by_tokens == any(isinstance(entry, tuple) for entry in prompts)
+
+
+MISTAKES = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt[0]"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["x"] * 2000}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 2, "prompt": ["a", "b"]}, "best_of"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), MISTAKES)
+def test_mistakes_name_their_place(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(**fields)
+    assert caught.value.param == param
+
+
+def test_what_is_asked() -> None:
+    request = decode(echo=True, max_tokens=0, logprobs=2, suffix="end", best_of=3, n=2, return_token_ids=True)
+    assert request.logprobs == Logprobs(2, prompt=True)
+    assert (request.echo, request.max_tokens, request.choices, request.best_of) == (True, 0, 2, 3)
+    assert {(entry.feature, entry.param) for entry in request.asked} == {
+        ("completion", "prompt"),
+        ("infill", "suffix"),
+        ("prompt_logprobs", "logprobs"),
+        ("token_ids", "return_token_ids"),
+        ("logprobs", "best_of"),
+        ("choices", "n"),
+    }
+
+
+REQUEST = GenerationRequest(id="cmpl-1", model="m", prompts=("Hello",))
+STARTED = Started(1, prompt_logprobs=(TokenLogprob(1, b"Hello", None),))
+WORLD = TokenLogprob(2, b" world", -0.5, (TokenLogprob(2, b" world", -0.5), TokenLogprob(3, b" moon", -1.5)))
+
+
+def frames(request: GenerationRequest, events: list[Event]) -> list[Any]:
+    encoder = COMPLETIONS.encoder(request, 1700000000)
+    return parse(encoder.feed(0, events) + encoder.end())
+
+
+def test_frames_of_a_stream() -> None:
+    told = frames(REQUEST, [Started(1), TextDelta(" world"), Finished("length", usage=Usage(1, 1))])
+    assert [entry["choices"][0]["text"] for entry in told[:-1]] == [" world", ""]
+    assert [entry["choices"][0]["finish_reason"] for entry in told[:-1]] == [None, "length"]
+    assert told[0]["object"] == "text_completion"
+    assert told[-1] == "data: [DONE]"
+
+
+def test_echo_with_logprobs_and_ids() -> None:
+    delivery = Delivery(stream=True, usage=True, token_ids=True)
+    request = msgspec.structs.replace(REQUEST, echo=True, logprobs=Logprobs(2, prompt=True), delivery=delivery)
+    events = [STARTED, TextDelta(" world", tokens=(2,), logprobs=(WORLD,)), Finished(usage=Usage(1, 1))]
+    prompt, text, end, usage, _ = frames(request, events)
+    assert prompt["choices"][0]["text"] == "Hello"
+    assert prompt["choices"][0]["logprobs"] == {
+        "tokens": ["Hello"],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    assert text["choices"][0]["ids"] == [2]
+    assert text["choices"][0]["logprobs"] == {
+        "tokens": [" world"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{" world": -0.5, " moon": -1.5}],
+        "text_offset": [5],
+    }
+    assert end["choices"][0]["finish_reason"] == "stop"
+    assert usage["usage"]["total_tokens"] == 2
+
+    collector = Collector()
+    collector.add(0, events)
+    choice = COMPLETIONS.encode_reply(request, 1, collector.reply())["choices"][0]
+    assert (choice["text"], choice["ids"]) == ("Hello world", [2])
+    assert choice["logprobs"]["text_offset"] == [0, 5]

@@ -1,0 +1,99 @@
+import asyncio
+
+import pytest
+
+from dragoman.admission import Admission
+from dragoman.errors import QueueFull
+
+
+async def hold(admission: Admission, principal: str, log: list[str], release: asyncio.Event, name: str = "") -> None:
+    async with admission.slot(principal):
+        log.append(name or principal)
+        await release.wait()
+
+
+async def turn() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_principals_take_turns() -> None:
+    async def scenario() -> list[str]:
+        admission, log, release = Admission(1, 10, 10), list[str](), asyncio.Event()
+        names = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1")]
+        tasks = []
+        for principal, name in names:
+            tasks.append(asyncio.create_task(hold(admission, principal, log, release, name)))
+            await turn()
+        assert log == ["a1"]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert admission.running == admission.waiting == 0
+        return log
+
+    assert asyncio.run(scenario()) == ["a1", "a2", "b1", "c1", "a3"]
+
+
+def test_a_full_queue_says_so_at_once() -> None:
+    async def scenario() -> None:
+        admission, release = Admission(1, 1, 10), asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, "a", [], release)) for _ in range(2)]
+        await turn()
+        with pytest.raises(QueueFull) as caught:
+            async with admission.slot("a"):
+                pass
+        assert caught.value.status == 503
+        assert caught.value.retry_after
+        release.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_for_ever() -> None:
+    async def scenario() -> None:
+        admission, release = Admission(1, 5, 0.05), asyncio.Event()
+        task = asyncio.create_task(hold(admission, "a", [], release))
+        await turn()
+        with pytest.raises(QueueFull):
+            async with admission.slot("b"):
+                pass
+        assert admission.waiting == 0
+        release.set()
+        await task
+        assert admission.running == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("after_the_turn_came", [False, True])
+def test_one_who_leaves_blocks_nobody(after_the_turn_came: bool) -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 5, 10), list[str](), asyncio.Event()
+        first = asyncio.create_task(hold(admission, "a", log, release))
+        await turn()
+        leaver = asyncio.create_task(hold(admission, "b", log, release))
+        last = asyncio.create_task(hold(admission, "c", log, release))
+        await turn()
+        if after_the_turn_came:
+            first.cancel()  # passes its slot on to b in the moment in which b is cancelled
+            await asyncio.sleep(0)
+        leaver.cancel()
+        release.set()
+        await asyncio.gather(first, leaver, last, return_exceptions=True)
+        assert "c" in log
+        assert admission.running == admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_no_limit_means_no_waiting() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(None, 0, 1), list[str](), asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, "a", log, release)) for _ in range(50)]
+        await turn()
+        assert len(log) == admission.running == 50
+        release.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())

@@ -1,0 +1,235 @@
+"""From a request to events, with engines that misbehave in all the ways they may."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+import pytest
+
+from dragoman.conversation import Asked, GenerationRequest, Message, Sampling, Text
+from dragoman.engines.interface import Engine, Output
+from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
+from dragoman.errors import BadRequest, EngineFailed, NotSupported, UnsupportedParameter
+from dragoman.events import Finished, Started, TextDelta, Usage
+from dragoman.generate import check, check_limits, generate
+from dragoman.reply import Reply, collect
+
+CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
+
+
+def reply(engine: Engine, request: GenerationRequest) -> Reply:
+    return asyncio.run(collect(generate(engine, request)))
+
+
+class Shout(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        for word in request.last_user_text.upper().split():
+            yield word + " "
+
+
+class AsyncShout(Engine):
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        for word in request.last_user_text.upper().split():
+            yield [TextDelta(word), TextDelta(" ")]
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("engine", [Shout(), AsyncShout()])
+def test_an_engine_is_a_generator(engine: Engine) -> None:
+    choice = reply(engine, CHAT).choices[0]
+    assert (choice.text, choice.reason) == ("HELLO THERE ", "stop")
+    assert engine.supports() == {"chat", "completion"}
+
+
+def test_text_counts_as_one_token_and_an_engine_may_say_better() -> None:
+    class Counting(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            yield Started(7)
+            yield TextDelta("three tokens", count=3)
+            yield Finished("length")
+
+    assert reply(Shout(), CHAT).usage == Usage(completion=2)
+    told = reply(Counting(), CHAT)
+    assert told.usage == Usage(prompt=7, completion=3)
+    assert told.choices[0].reason == "length"
+
+
+def test_max_tokens_is_kept_for_engines_that_do_not() -> None:
+    choice = reply(Shout(), msgspec.structs.replace(CHAT, max_tokens=1)).choices[0]
+    assert (choice.text, choice.reason, choice.usage.completion) == ("HELLO ", "length", 1)
+
+
+def test_a_stop_string_ends_the_engine_and_is_counted() -> None:
+    closed = threading.Event()
+
+    class Endless(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            try:
+                while True:
+                    yield "again "
+            finally:
+                closed.set()
+
+    choice = reply(Endless(), msgspec.structs.replace(CHAT, stop=("n a",))).choices[0]
+    assert (choice.text, choice.reason, choice.stop, choice.usage.completion) == ("agai", "stop", "n a", 2)
+    assert closed.wait(5)
+
+
+def test_choices_are_generations_of_their_own() -> None:
+    class Seeded(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            assert (request.choices, len(request.prompts)) == (1, 1)
+            yield Started(3)
+            yield f"{request.prompt}:{request.sampling.seed}"
+
+    request = GenerationRequest(prompts=("a", "b"), choices=2, sampling=Sampling(seed=10))
+    told = reply(Seeded(), request)
+    assert [(choice.index, choice.text) for choice in told.choices] == [(0, "a:10"), (1, "a:11"), (2, "b:10"), (3, "b:11")]
+    assert told.usage == Usage(prompt=6, completion=4)  # each prompt once
+
+
+def test_one_choice_that_fails_ends_the_others() -> None:
+    ended = []
+
+    class Half(Engine):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+            try:
+                if request.sampling.seed == 1:
+                    raise ValueError("boom")
+                while True:
+                    yield "x"
+                    await asyncio.sleep(0.001)
+            finally:
+                ended.append(request.sampling.seed)
+
+    request = msgspec.structs.replace(CHAT, choices=3, sampling=Sampling(seed=0))
+    with pytest.raises(EngineFailed):
+        reply(Half(), request)
+    assert sorted(ended) == [0, 1, 2]
+
+
+class Raising(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "one"
+        raise RuntimeError("boom at /secret/path")
+
+
+class WrongType(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("engine", [Raising(), WrongType()])
+def test_an_exception_of_the_engine_is_told_without_its_words(engine: Engine) -> None:
+    with pytest.raises(EngineFailed) as caught:
+        reply(engine, CHAT)
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_closing_the_stream_stops_the_engine(asynchronous: bool) -> None:
+    made, closed = [0], threading.Event()
+
+    class Counting(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            try:
+                while True:
+                    made[0] += 1
+                    yield "x"
+                    time.sleep(0.001)
+            finally:
+                closed.set()
+
+    class AsyncCounting(Engine):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+            try:
+                while True:
+                    made[0] += 1
+                    yield "x"
+                    await asyncio.sleep(0.001)
+            finally:
+                closed.set()
+
+    async def scenario() -> None:
+        stream = generate(AsyncCounting() if asynchronous else Counting(), CHAT)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(scenario())
+    assert closed.wait(5)
+    before = made[0]
+    time.sleep(0.05)
+    assert made[0] == before
+
+
+def test_a_fast_generator_waits_for_a_slow_reader() -> None:
+    made = [0]
+
+    class Fast(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            for _ in range(100_000):
+                made[0] += 1
+                yield "x"
+
+    async def scenario() -> None:
+        stream = generate(Fast(), CHAT)
+        await anext(stream)
+        await asyncio.sleep(0.1)
+        assert made[0] < 2000
+        await stream.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_parameters_are_honoured_reported_or_refused() -> None:
+    request = GenerationRequest(
+        model="m", asked=(Asked("chat", "messages"), Asked("temperature", "temperature"), Asked("unknown", "foo"))
+    )
+    assert check(request, frozenset({"chat", "temperature"}), strict=False) == ("foo",)
+    assert check(request, frozenset({"chat"}), strict=False) == ("temperature", "foo")
+    with pytest.raises(UnsupportedParameter) as refused:
+        check(request, frozenset({"chat"}), strict=True)
+    assert refused.value.param == "temperature"
+    with pytest.raises(NotSupported) as missing:
+        check(request, frozenset(), strict=False)
+    assert (missing.value.status, missing.value.param) == (501, "messages")
+
+
+def test_limits_name_the_field_that_broke_them() -> None:
+    many = GenerationRequest(choices=9, asked=(Asked("choices", "n"),))
+    with pytest.raises(BadRequest) as caught:
+        check_limits(many, choices=8, stop_strings=1)
+    assert caught.value.param == "n"
+    stops = GenerationRequest(stop=("a", "b"), asked=(Asked("stop", "stop_sequences"),))
+    with pytest.raises(BadRequest) as caught:
+        check_limits(stops, choices=8, stop_strings=1)
+    assert caught.value.param == "stop_sequences"
+
+
+def test_the_best_of_several() -> None:
+    class Likely(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            from dragoman.events import TokenLogprob
+
+            assert request.logprobs is not None
+            seed = request.sampling.seed or 0
+            yield TextDelta(f"{seed}", logprobs=(TokenLogprob(0, b"x", -abs(seed - 2.0)),))
+
+    request = GenerationRequest(prompts=("a",), best_of=4, sampling=Sampling(seed=0))
+    assert [choice.text for choice in reply(Likely(), request).best(1).choices] == ["2"]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_scripted_pieces_are_tokens(chunk: int) -> None:
+    options = ScriptedOptions(replies=(ScriptedReply("twelve chars", match="hello"),), chunk=chunk)
+    told = reply(ScriptedEngine("s", options), CHAT)
+    assert told.choices[0].text == "twelve chars"
+    assert told.usage.completion == -(-12 // chunk)
+    assert told.usage.prompt == -(-11 // chunk)
+
+
+def test_scripted_echoes_where_nothing_matches() -> None:
+    options = ScriptedOptions(replies=(ScriptedReply("no", match="^nothing$"),))
+    assert reply(ScriptedEngine("s", options), CHAT).choices[0].text == "hello there"

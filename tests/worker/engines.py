@@ -1,0 +1,79 @@
+"""Engines for the worker's tests; the child process imports them from here."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Self
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine, ModelInfo, Output
+from dragoman.errors import BadRequest, ConfigError
+from dragoman.events import TextDelta
+
+
+class Obedient(Engine):
+    """Does what the last user message says."""
+
+    device = "pretend"
+    slots = 3
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo("obedient", owner="tests", context=99)]
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        command, _, rest = request.last_user_text.partition(" ")
+        if command == "refuse":
+            raise BadRequest(rest, param="messages[0]")
+        if command == "raise":
+            raise RuntimeError(rest)
+        if command == "print":
+            print("this must not get among the messages", flush=True)
+        for at in range(int(rest)):
+            yield [TextDelta(f"{at} ", tokens=(at,))]
+            await asyncio.sleep(0.01 if command == "slowly" else 0)
+
+    def tokenize(self, text: str, special: bool) -> Sequence[int]:
+        return [len(text), int(special)]
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        if not tokens:
+            raise BadRequest("nothing to detokenize", param="tokens")
+        return " ".join(map(str, tokens))
+
+
+class Blocking(Engine):
+    """Keeps its whole process busy, as a library stuck in native code would."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield "one "
+        await asyncio.sleep(0.05)
+        time.sleep(60)  # noqa: ASYNC251 (that is the point)
+
+
+class Broken(Engine):
+    async def start(self) -> None:
+        raise ConfigError("this model file is not one")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield ""
+
+
+class BirthdayOptions(msgspec.Struct, frozen=True):
+    greeting: str
+
+
+class Configured(Engine):
+    Options = BirthdayOptions
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        assert isinstance(options, BirthdayOptions)
+        return cls(f"{options.greeting} {name}")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield self.text

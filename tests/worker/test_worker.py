@@ -1,0 +1,254 @@
+"""An engine in a child process behaves as if it were here, and the server outlives it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.errors import BadRequest, ConfigError, DragomanError, EngineDied, EngineFailed, EngineTimeout
+from dragoman.events import Event, Finished, Started, TextDelta
+from dragoman.worker.parent import WorkerEngine
+
+
+def ask(text: str) -> GenerationRequest:
+    return GenerationRequest(id="1", messages=(Message("user", (Text(text),)),))
+
+
+def worker(name: str = "Obedient", stall_seconds: float = 60.0, **options: Any) -> WorkerEngine:
+    return WorkerEngine(f"tests.worker.engines:{name}", name.lower(), options, stall_seconds)
+
+
+def run(engine: WorkerEngine, scenario: Coroutine[Any, Any, None]) -> None:
+    async def whole() -> None:
+        try:
+            await scenario
+        finally:
+            await engine.stop()
+
+    asyncio.run(whole())
+
+
+async def events(engine: WorkerEngine, text: str) -> list[Event]:
+    return [event async for ready in engine.generate(ask(text)) for event in ready]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until_gone(pid: int) -> None:
+    for _ in range(100):
+        if not alive(pid):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_it_is_the_engine_it_runs() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        assert [(info.name, info.owner, info.context) for info in engine.models()] == [("obedient", "tests", 99)]
+        assert (engine.device, engine.slots) == ("pretend", 3)
+        assert engine.supports() == {"chat", "completion", "tokenize"}
+        said = await events(engine, "count 3")
+        assert said == [Started(), *(TextDelta(f"{at} ", tokens=(at,)) for at in range(3)), Finished()]
+        assert list(await engine.tokenize("héllo", True)) == [5, 1]
+        assert await engine.detokenize([1, 2]) == "1 2"
+
+    run(engine, scenario())
+
+
+def test_options_and_name_arrive() -> None:
+    engine = worker("Configured", greeting="happy birthday")
+
+    async def scenario() -> None:
+        assert await events(engine, "x") == [Started(), TextDelta("happy birthday configured"), Finished()]
+
+    run(engine, scenario())
+
+
+def test_errors_arrive_as_what_they_were() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        with pytest.raises(BadRequest) as refused:
+            await events(engine, "refuse not like that")
+        assert (refused.value.message, refused.value.param) == ("not like that", "messages[0]")
+        with pytest.raises(EngineFailed):
+            await events(engine, "raise boom")
+        with pytest.raises(BadRequest):
+            await engine.detokenize([])
+        assert await events(engine, "print 1")
+
+    run(engine, scenario())
+
+
+def test_many_at_once_keep_apart() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        told = await asyncio.gather(*(events(engine, f"count {length}") for length in range(1, 60)))
+        assert [len(said) - 2 for said in told] == list(range(1, 60))
+
+    run(engine, scenario())
+
+
+def test_closing_the_iterator_cancels_in_the_child() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        stream = engine.generate(ask("slowly 100000"))
+        await anext(stream)
+        await stream.aclose()
+        child = engine._child
+        assert child is not None
+        for _ in range(40):
+            if not child.streams:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("the child was not told, or did not stop")
+
+    run(engine, scenario())
+
+
+def test_cancelled_before_it_began() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        tasks = [asyncio.create_task(events(engine, "slowly 1000")) for _ in range(20)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(await events(engine, "count 2")) == 4
+        assert engine._child is not None
+        assert not engine._child.streams
+
+    run(engine, scenario())
+
+
+def test_its_death_is_an_error_and_then_a_new_life() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        first = engine.pid
+        assert first is not None
+        running = asyncio.create_task(events(engine, "slowly 10000"))
+        await asyncio.sleep(0.2)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(EngineDied):
+            await running
+        assert len(await events(engine, "count 2")) == 4
+        assert engine.pid not in (None, first)
+
+    run(engine, scenario())
+
+
+def test_it_is_started_again_without_being_asked() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        first = engine.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if engine.pid not in (None, first):
+                return
+        raise AssertionError("no new child")
+
+    run(engine, scenario())
+
+
+def test_one_that_hangs_is_ended() -> None:
+    engine = worker("Blocking", stall_seconds=0.5)
+
+    async def scenario() -> None:
+        await engine.start()
+        first = engine.pid
+        assert first is not None
+        with pytest.raises(EngineTimeout):
+            await events(engine, "x")
+        await until_gone(first)
+
+    run(engine, scenario())
+
+
+def test_one_that_cannot_start_says_why() -> None:
+    engine = worker("Broken")
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="not one"):
+            await engine.start()
+        with pytest.raises((ConfigError, DragomanError)):
+            await events(engine, "x")
+
+    run(engine, scenario())
+
+
+def test_many_who_ask_start_one_child() -> None:
+    engine = worker()
+    pids = set()
+
+    async def one() -> None:
+        await events(engine, "count 1")
+        pids.add(engine.pid)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(one() for _ in range(10)))
+        assert len(pids) == 1
+
+    run(engine, scenario())
+
+
+def test_stopping_leaves_no_child() -> None:
+    engine = worker()
+    pids: list[int | None] = []
+
+    async def scenario() -> None:
+        await engine.start()
+        pids.append(engine.pid)
+
+    run(engine, scenario())
+    assert pids[0] is not None
+    assert not alive(pids[0])
+
+
+PARENT = """
+import asyncio, sys
+from dragoman.worker.parent import WorkerEngine
+async def main():
+    engine = WorkerEngine("tests.worker.engines:Blocking", "b", {})
+    await engine.start()
+    print(engine.pid, flush=True)
+    from tests.worker.test_worker import events
+    await events(engine, "x")
+asyncio.run(main())
+"""
+
+
+def test_kill_9_of_the_parent_leaves_no_child() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=os.environ)
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(0.3)  # by now it is stuck in a call that never returns
+        assert alive(child)
+        parent.kill()
+    asyncio.run(until_gone(child))
