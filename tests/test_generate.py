@@ -86,7 +86,12 @@ def test_choices_are_generations_of_their_own() -> None:
 
     request = GenerationRequest(prompts=("a", "b"), choices=2, sampling=Sampling(seed=10))
     told = reply(Seeded(), request)
-    assert [(choice.index, choice.text) for choice in told.choices] == [(0, "a:10"), (1, "a:11"), (2, "b:10"), (3, "b:11")]
+    assert [(choice.index, choice.text) for choice in told.choices] == [
+        (0, "a:10"),
+        (1, "a:11"),
+        (2, "b:10"),
+        (3, "b:11"),
+    ]
     assert told.usage == Usage(prompt=6, completion=4)  # each prompt once
 
 

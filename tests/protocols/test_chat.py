@@ -193,7 +193,9 @@ def chunk(delta: dict[str, Any], index: int = 0, logprobs: Any = None, finish: s
 
 
 def test_frames_of_a_stream() -> None:
-    told = frames(REQUEST, (0, [Started(3)]), (0, [TextDelta('a"\n'), TextDelta(""), TextDelta("é😀")]), (0, [Finished()]))
+    told = frames(
+        REQUEST, (0, [Started(3)]), (0, [TextDelta('a"\n'), TextDelta(""), TextDelta("é😀")]), (0, [Finished()])
+    )
     assert told == [
         chunk({"role": "assistant", "content": ""}),
         chunk({"content": 'a"\n'}),
@@ -250,7 +252,12 @@ def test_logprobs() -> None:
     entry = TokenLogprob(5, b"\xc3", -0.5, (TokenLogprob(6, b"x", -0.1),))
     told = frames(request, (0, [TextDelta("", logprobs=(entry,))]), (0, [Finished()]))
     content = [
-        {"token": "�", "logprob": -0.5, "bytes": [0xC3], "top_logprobs": [{"token": "x", "logprob": -0.1, "bytes": [120]}]}
+        {
+            "token": "�",
+            "logprob": -0.5,
+            "bytes": [0xC3],
+            "top_logprobs": [{"token": "x", "logprob": -0.1, "bytes": [120]}],
+        }
     ]
     assert told[0] == chunk({"content": ""}, logprobs={"content": content, "refusal": None})
 

@@ -1,25 +1,34 @@
 """One HTTP connection, guarded: what uvicorn's own does not bound, this one does.
 
 Rules
-1. Headers that are too large get 431, headers that take too long 408; then the connection is closed.
+1. Headers that are too large get 431, headers that take too long 408, what is not HTTP 400; then the connection is
+   closed. These replies look like all others and are in the event log like all others.
 2. A client that does not read for `write_seconds` while there is something to read is cut off.
 """
 
 import asyncio
 from http import HTTPStatus
 
+import httptools
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dragoman.config import Limits
+from dragoman.errors import BadRequest, DragomanError, HeadersTooLarge, RequestTimeout
+from dragoman.protocols import openai
+from dragoman.server.respond import new_id
+from dragoman.telemetry import EventLog, RequestRecord
 
 
-def guarded(limits: Limits) -> type[HttpToolsProtocol]:
+def guarded(limits: Limits, log: EventLog) -> type[HttpToolsProtocol]:
     """The connection class for these limits."""
-    return type("GuardedConnection", (_Connection,), {"limits": limits})
+    return type("GuardedConnection", (_Connection,), {"limits": limits, "log": log})
 
 
 class _Connection(HttpToolsProtocol):
     limits: Limits
+    log: EventLog
+    _is_too_large = False
     _in_head = True
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
@@ -41,13 +50,26 @@ class _Connection(HttpToolsProtocol):
                 self._await_head()
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.limits.header_bytes and not self.transport.is_closing():
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        if self._in_head and self._head_bytes > self.limits.header_bytes:
+            self._refuse(self._too_large())
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._cancel_head_timer()
+        # What has arrived may include some of the body: only where it could be too much are the headers counted.
+        if self._head_bytes > self.limits.header_bytes and self._head_size() > self.limits.header_bytes:
+            self._is_too_large = True
+            raise httptools.HttpParserError
         super().on_headers_complete()
+
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+
+    def _too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(f"the headers are larger than {self.limits.header_bytes} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._too_large() if self._is_too_large else BadRequest("this is not a valid HTTP request"))
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -55,18 +77,28 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.limits.body_seconds, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+        self._head_timer = self.loop.call_later(self.limits.body_seconds, self._give_up_on_head)
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, status: HTTPStatus) -> None:
-        if not self.transport.is_closing():
-            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            self.transport.write(head.encode())
+    def _give_up_on_head(self) -> None:
+        if not self._head_bytes:
             self.transport.close()
+            return
+        self._refuse(RequestTimeout(f"the headers took longer than {self.limits.body_seconds:g} s to arrive"))
+
+    def _refuse(self, error: DragomanError) -> None:
+        if self.transport.is_closing():
+            return
+        # In the middle of another response nothing can be said any more.
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            record = RequestRecord(id=new_id("req-"), route="", status=error.status, error=error.code)
+            self.transport.write(_response(error, record.id))
+            self.log.request(record)
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -77,3 +109,15 @@ class _Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def _response(error: DragomanError, request_id: str) -> bytes:
+    body = msgspec.json.encode(openai.encode_error(error))
+    lines = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"x-request-id: {request_id}",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

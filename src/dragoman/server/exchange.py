@@ -134,6 +134,9 @@ class Exchange:
     def abort_overdue(self) -> None:
         if self._aborted is None and self._task is not None:
             self._aborted = self._overdue
+            if not self._body_read:
+                # The rest of the body may go on coming for ever.
+                self.extra_headers.append((b"connection", b"close"))
             self._task.cancel()
 
     @contextmanager

@@ -9,6 +9,7 @@ Rules
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 LARGE_BODY = 256 * 1024
 """Bodies above this many bytes are decoded in a thread: meanwhile others stream."""
+
+LONGEST_LIST = 1000
+"""Characters of a header that lists names."""
 
 
 def new_id(prefix: str) -> str:
@@ -51,13 +55,20 @@ async def _generate(app: "App", exchange: Exchange, protocol: Protocol, decoded:
     engine = await model.host.ready()
     ignored = check(request, model.host.supports, app.is_strict(exchange))
     if ignored:
-        exchange.extra_headers.append((b"x-dragoman-ignored", ", ".join(ignored).encode("ascii", "replace")))
+        exchange.extra_headers.append((b"x-dragoman-ignored", _listed(ignored)))
     async with model.host.admission.slot(record.principal), aclosing(generate(engine, request)) as batches:
         exchange.expect(limits.stall_seconds, EngineTimeout(f"the engine was silent for {limits.stall_seconds:g} s"))
         if request.delivery.stream:
             await _stream(exchange, protocol, request, batches)
         else:
             await _whole(exchange, protocol, request, batches)
+
+
+def _listed(params: Sequence[str]) -> bytes:
+    """Names as the value of a header. A caller may have called a field anything, so that it needs care."""
+    names = ", ".join(params)
+    shown = names if len(names) <= LONGEST_LIST else names[:LONGEST_LIST] + "..."
+    return re.sub(rb"[^ -~]", b"?", shown.encode("ascii", "replace"))
 
 
 async def _whole(

@@ -82,7 +82,7 @@ def server_for(app: App) -> Server:
         app,
         host=settings.host,
         port=settings.port,
-        http=guarded(settings.limits),
+        http=guarded(settings.limits, app.log),
         ws="none",
         lifespan="on",
         log_config=None,

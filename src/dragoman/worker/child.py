@@ -77,8 +77,8 @@ class Child:
             async with aclosing(run(self._engine, request)) as stream:
                 async for events in stream:
                     self._post(Progress(key, tuple(events)))
-        except DragomanError as error:
-            failure = Failure.of(error)
+        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
+            failure = _failure(error)
         self._post(Progress(key, ended=True, failure=failure))
 
     def _post(self, progress: Progress) -> None:
@@ -98,17 +98,20 @@ class Child:
                 answer = Answer(message.id, tokens=tuple(tokens))
             else:
                 answer = Answer(message.id, text=await call(self._engine.detokenize, message.tokens))
-        except DragomanError as error:
-            answer = Answer(message.id, failure=Failure.of(error))
-        except Exception as error:
-            log.exception("the engine raised")
-            failed = EngineFailed(f"the engine failed ({type(error).__name__})")
-            answer = Answer(message.id, failure=Failure.of(failed))
+        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
+            answer = Answer(message.id, failure=_failure(error))
         self.send(answer)
 
     def send(self, message: ToParent) -> None:
         self._output.write(encode(message))
         self._output.flush()
+
+
+def _failure(error: Exception) -> Failure:
+    if not isinstance(error, DragomanError):
+        log.error("the engine raised", exc_info=error)
+        error = EngineFailed(f"the engine failed ({type(error).__name__}); the server's log says more")
+    return Failure.of(error)
 
 
 def _read(source: BinaryIO) -> ToChild:

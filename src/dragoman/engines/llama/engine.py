@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
@@ -36,7 +36,7 @@ LEAST_DEFAULT_CONTEXT = 4096
 
 FEATURES = frozenset(
     {
-        *("chat", "completion", "token_prompt", "tokenize", "logprobs", "prompt_logprobs"),
+        *("chat", "completion", "token_prompt", "tokenize", "token_ids", "logprobs", "prompt_logprobs"),
         *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("stop_token_ids", "ignore_eos", "max_tokens"),
@@ -63,6 +63,7 @@ class _Loaded(msgspec.Struct, frozen=True):
 
 class LlamaEngine(Engine):
     Options = LlamaOptions
+    streams_events = True
 
     def __init__(self, name: str, options: LlamaOptions) -> None:
         _check(options)
@@ -102,7 +103,7 @@ class LlamaEngine(Engine):
             loaded.runner.close()
         await asyncio.to_thread(self._free, loaded)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sequence[Event]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         loaded = self._running()
         generation = await self._aside(loaded.intake.generation, request)
         loaded.runner.submit(generation)

@@ -1,0 +1,139 @@
+"""How the tests of this folder talk to a server: requests, raw bytes, and what every refusal has."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.serving import Running
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+SMALLEST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "hello"}}
+"""The least that each route must be told."""
+
+JSON_BODY = {"content-type": "application/json"}
+
+
+@contextmanager
+def talking(running: Running, headers: Mapping[str, str] | None = None) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=30, headers=headers) as client:
+        yield client
+
+
+def ask(client: httpx.Client, path: str, /, **fields: Any) -> httpx.Response:
+    return client.post(path, json=SMALLEST[path] | fields)
+
+
+def text_of(response: httpx.Response, choice: int = 0) -> str:
+    assert response.status_code == 200, response.text
+    entry = response.json()["choices"][choice]
+    text: str = entry["text"] if "text" in entry else entry["message"]["content"]
+    return text
+
+
+def refused(response: httpx.Response, status: int, *, param: str | None = None, code: str | None = None) -> str:
+    """The message of a refusal, which has all that a refusal must have."""
+    assert response.status_code == status, response.text
+    assert response.headers["x-request-id"]
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    error = body["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["param"] == param
+    assert error["type"]
+    assert code is None or error["code"] == code
+    message: str = error["message"]
+    assert message
+    return message
+
+
+def frames(body: str) -> list[Any]:
+    """The payloads of an event stream, its end mark among them; comments are left out."""
+    assert body.endswith("\n\n")
+    blocks = [block for block in body.removesuffix("\n\n").split("\n\n") if not block.startswith(":")]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    data = [block.removeprefix("data: ") for block in blocks]
+    return [entry if entry == "[DONE]" else json.loads(entry) for entry in data]
+
+
+@dataclass
+class Answer:
+    """The bytes that came back, and whether the server then closed the connection."""
+
+    head: bytes
+    body: bytes
+    closed: bool
+
+    @property
+    def status(self) -> int:
+        return int(self.head.split(b" ")[1])
+
+    @property
+    def response(self) -> httpx.Response:
+        lines = [line.split(b": ", 1) for line in self.head.split(b"\r\n")[1:]]
+        return httpx.Response(self.status, headers=[(name, value) for name, value in lines], content=self.body)
+
+
+def connect(running: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", running.port), timeout=10)
+
+
+def raw(running: Running, data: bytes, patience: float = 2.0) -> Answer:
+    with connect(running) as sock:
+        sock.sendall(data)
+        return read(sock, patience)
+
+
+def read(sock: socket.socket, patience: float = 2.0) -> Answer:
+    """What comes until the connection is closed, or until nothing came for a while."""
+    sock.settimeout(patience)
+    received, closed = bytearray(), False
+    try:
+        while piece := sock.recv(65536):
+            received += piece
+        closed = True
+    except TimeoutError:
+        pass
+    except ConnectionResetError:
+        closed = True
+    head, _, body = bytes(received).partition(b"\r\n\r\n")
+    return Answer(head, body, closed)
+
+
+def request_bytes(path: str, body: Mapping[str, Any], *headers: str) -> bytes:
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(content)}"]).encode() + b"\r\n\r\n" + content
+
+
+def sent(running: Running, path: str, /, **fields: Any) -> socket.socket:
+    """A connection on which a request is under way."""
+    sock = connect(running)
+    sock.sendall(request_bytes(path, SMALLEST[path] | fields))
+    return sock
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def recorded(running: Running, seconds: float = 3.0, **wanted: Any) -> list[dict[str, Any]]:
+    """The records of the event log that have these values; one is waited for."""
+
+    def found() -> list[dict[str, Any]]:
+        return [event for event in running.events() if wanted.items() <= event.items()]
+
+    eventually(lambda: bool(found()), seconds)
+    return found()
