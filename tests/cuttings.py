@@ -1,17 +1,19 @@
 """Ways to cut a text into pieces: whole, character by character, at random."""
 
+import itertools
+
 from hypothesis import strategies as st
 
 
 def cut(text: str, places: list[int]) -> list[str]:
     """The text cut at these places, taken modulo its length; pieces may be empty."""
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def cut_bytes(data: bytes, places: list[int]) -> list[bytes]:
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def cuttings() -> st.SearchStrategy[list[int]]:

@@ -107,7 +107,7 @@ def test_one_choice_that_fails_ends_the_others() -> None:
                     yield "x"
                     await asyncio.sleep(0.001)
             finally:
-                ended.append(request.sampling.seed)
+                ended.append(request.sampling.seed or 0)
 
     request = msgspec.structs.replace(CHAT, choices=3, sampling=Sampling(seed=0))
     with pytest.raises(EngineFailed):

@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from dragoman.conversation import GenerationRequest, Logprobs, Message, Sampling, Text
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
 from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineFailed, UnsupportedParameter
-from dragoman.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
+from dragoman.events import Finished, Started, TextDelta, TokenLogprob, Usage
 
 GREEDY = Sampling(temperature=0)
 FRANCE = "The capital of France is"
@@ -69,12 +69,8 @@ def chat(text: str, **fields: Any) -> GenerationRequest:
     return GenerationRequest(**{"messages": messages, "sampling": GREEDY, "max_tokens": 8, **fields})
 
 
-def stream(engine: LlamaEngine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-    return cast("AsyncGenerator[Sequence[Event], None]", engine.generate(request))
-
-
 async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
-    batches = [batch async for batch in stream(engine, request)]
+    batches = [batch async for batch in engine.generate(request)]
     assert all(batches)
     started, *deltas, finished = [event for batch in batches for event in batch]
     assert isinstance(started, Started)
@@ -264,7 +260,7 @@ def same_but_for_ties(one: Collected, other: Collected) -> bool:
 
 def test_closing_a_stream_ends_the_work(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        decoding = stream(engine, completion(max_tokens=None, ignore_eos=True))
+        decoding = engine.generate(completion(max_tokens=None, ignore_eos=True))
         await anext(decoding)
         waiting = asyncio.create_task(collect(engine, chat("I wait.", max_tokens=None)))
         await asyncio.sleep(0.05)

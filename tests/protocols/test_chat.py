@@ -130,15 +130,17 @@ def test_what_cannot_be_ignored_is_named() -> None:
     }
 
 
+TEXT = {"type": "text", "text": "a"}
+CALL: dict[str, Any] = {"function": {}}
 MISTAKES = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "bob", "content": "x"}]}, "messages[1].role"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "zip"}]}]}, "messages[0].content[1].type"),
+    ({"messages": [{"role": "user", "content": [TEXT, {"type": "zip"}]}]}, "messages[0].content[1].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0].function.name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.name"),
     ({"n": 0}, "n"),
     ({"n": 1.5}, "n"),
     ({"n": True}, "n"),
@@ -275,7 +277,7 @@ def test_the_reply_is_the_collected_stream() -> None:
     collector.add(0, [ToolCallDelta("{"), ToolCallDelta("}"), Finished("tool_calls", usage=Usage(3, 5))])
     told = CHAT.encode_reply(REQUEST, 1700000000, collector.reply())
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    message = {"role": "assistant", "content": "ab", "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": "ab", "refusal": None}
     message |= {"reasoning_content": "hm", "reasoning": "hm", "tool_calls": [call]}
     assert told["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}]
     assert (told["object"], told["usage"]["total_tokens"]) == ("chat.completion", 8)

@@ -98,7 +98,7 @@ def test_frames_of_a_stream() -> None:
 def test_echo_with_logprobs_and_ids() -> None:
     delivery = Delivery(stream=True, usage=True, token_ids=True)
     request = msgspec.structs.replace(REQUEST, echo=True, logprobs=Logprobs(2, prompt=True), delivery=delivery)
-    events = [STARTED, TextDelta(" world", tokens=(2,), logprobs=(WORLD,)), Finished(usage=Usage(1, 1))]
+    events: list[Event] = [STARTED, TextDelta(" world", tokens=(2,), logprobs=(WORLD,)), Finished(usage=Usage(1, 1))]
     prompt, text, end, usage, _ = frames(request, events)
     assert prompt["choices"][0]["text"] == "Hello"
     assert prompt["choices"][0]["logprobs"] == {

@@ -45,7 +45,7 @@ def test_limit_ends_after_the_last_token(sizes: list[int]) -> None:
 
 
 def test_limit_leaves_a_short_reply_alone() -> None:
-    events = [TextDelta("a"), Finished("stop")]
+    events: list[Event] = [TextDelta("a"), Finished("stop")]
     assert Limit(2)(events) == events
 
 
@@ -56,7 +56,12 @@ def test_limit_of_nothing_lets_no_token_through() -> None:
 @given(sizes=SIZES)
 def test_tally_counts_tokens_not_pieces(sizes: list[int]) -> None:
     tally = Tally()
-    events = [Started(5, 2), TextDelta("abc", count=3), ReasoningDelta("x", count=2), ToolCallDelta("{", count=1)]
+    events: list[Event] = [
+        Started(5, 2),
+        TextDelta("abc", count=3),
+        ReasoningDelta("x", count=2),
+        ToolCallDelta("{", count=1),
+    ]
     assert feed(tally, events, sizes) == events
     assert tally.usage == Usage(prompt=5, completion=6, cached=2, reasoning=2)
 
@@ -69,7 +74,7 @@ def test_tally_believes_the_engine() -> None:
 
 @given(sizes=SIZES)
 def test_blocks_follow_one_another(sizes: list[int]) -> None:
-    events = [
+    events: list[Event] = [
         Started(),
         ReasoningDelta("hm"),
         TextDelta("a"),

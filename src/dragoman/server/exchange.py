@@ -100,7 +100,7 @@ class Exchange:
         return TooLarge(f"the body is larger than {limits.body_bytes} bytes")
 
     def listen(self) -> None:
-        """From now on, cancel the task that answers when the client leaves. While the body is read that task sees it."""
+        """From now on, cancel the task that answers when the client leaves. Until the body is read it sees it."""
         if self._listener is None and self._body_read:
             self._listener = asyncio.create_task(self._until_gone())
 
