@@ -1,10 +1,12 @@
-"""How fast the front end is: frames and requests per second of one server process on one core.
+"""How fast the front end is: frames and requests per second of one core.
 
     python -m bench.frontend [--quick]
 
 Dragoman with the scripted engine and the whole pipeline in place, side by side with a FastAPI + pydantic server of the
-same route (bench/peer.py), once on plain uvicorn and once on uvicorn with uvloop and httptools. Server and load
-generator each have a core of their own where there are two. Rounds alternate; medians are shown.
+same route (bench/peer.py), once on plain uvicorn and once on uvicorn with uvloop and httptools. Figures are per second
+of CPU time that the server used, so that what else the machine does matters little; once of all its CPU time, once of
+what it spent in user space, without the kernel's work of sending, which no server can avoid. Server and load generator
+each have a core of their own where there are two. Rounds alternate; medians are shown.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -41,11 +43,13 @@ def free_port() -> int:
         return port
 
 
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 def pinned(core: int) -> Callable[[], None] | None:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < 2:
+    if len(CORES) < 2:
         return None
-    return lambda: os.sched_setaffinity(0, {cores[core]})
+    return lambda: os.sched_setaffinity(0, {CORES[core]})
 
 
 @contextmanager
@@ -101,6 +105,18 @@ def request_bytes(stream: bool) -> bytes:
     return head.encode() + body
 
 
+class Speed(NamedTuple):
+    """Per second of all CPU time, and per second of CPU time in user space."""
+
+    overall: float
+    user: float
+
+    @classmethod
+    def of(cls, count: int, begun: tuple[float, float], ended: tuple[float, float]) -> "Speed":
+        user, kernel = ended[0] - begun[0], ended[1] - begun[1]
+        return cls(count / (user + kernel), count / user)
+
+
 class Stream(asyncio.Protocol):
     """One streaming request: counts frames and notes when they came."""
 
@@ -129,12 +145,12 @@ class Stream(asyncio.Protocol):
             self.done.set_exception(ConnectionError("the stream broke off"))
 
 
-async def frames_per_second(port: int, streams: int) -> float:
+async def frames_per_second(port: int, pid: int, streams: int) -> Speed:
     loop = asyncio.get_running_loop()
-    begun = time.perf_counter()
+    begun = cpu_times(pid)
     opened = [await loop.create_connection(Stream, "127.0.0.1", port) for _ in range(streams)]
     counts = await asyncio.gather(*(stream.done for _, stream in opened))
-    return sum(counts) / (time.perf_counter() - begun)
+    return Speed.of(sum(counts), begun, cpu_times(pid))
 
 
 class Caller(asyncio.Protocol):
@@ -164,17 +180,23 @@ class Caller(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def requests_per_second(port: int, connections: int, calls: int) -> float:
+async def requests_per_second(port: int, pid: int, connections: int, calls: int) -> Speed:
     loop = asyncio.get_running_loop()
-    begun = time.perf_counter()
+    begun = cpu_times(pid)
     opened = [await loop.create_connection(lambda: Caller(calls), "127.0.0.1", port) for _ in range(connections)]
     await asyncio.gather(*(caller.done for _, caller in opened))
-    return connections * calls / (time.perf_counter() - begun)
+    return Speed.of(connections * calls, begun, cpu_times(pid))
+
+
+def cpu_times(pid: int) -> tuple[float, float]:
+    """Seconds in user space and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    tick = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / tick, int(fields[12]) / tick
 
 
 def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(cpu_times(pid))
 
 
 def resident_bytes(pid: int) -> int:
@@ -242,23 +264,25 @@ def run(work: Any) -> Any:
         return runner.run(work)
 
 
-def side_by_side(rounds: int, measure: Callable[[int], Any], text: str, burst: int) -> dict[str, float]:
+def side_by_side(rounds: int, measure: Callable[[int, int], Any], text: str, burst: int) -> dict[str, Speed]:
     """Medians, the servers taking turns."""
-    results: dict[str, list[float]] = {OURS: [], **{name: [] for name in PEERS}}
+    results: dict[str, list[Speed]] = {OURS: [], **{name: [] for name in PEERS}}
     for _ in range(rounds):
-        with dragoman(replies=[{"output": text}], burst=burst) as (port, _):
-            results[OURS].append(run(measure(port)))
+        with dragoman(replies=[{"output": text}], burst=burst) as (port, pid):
+            results[OURS].append(run(measure(port, pid)))
         for name, (loop, http) in PEERS.items():
-            with peer(text, burst, loop, http) as (port, _):
-                results[name].append(run(measure(port)))
-    return {name: statistics.median(figures) for name, figures in results.items()}
+            with peer(text, burst, loop, http) as (port, pid):
+                results[name].append(run(measure(port, pid)))
+    return {name: Speed(*map(statistics.median, zip(*figures, strict=True))) for name, figures in results.items()}
 
 
-def show(title: str, figures: dict[str, float], target: str) -> None:
+def show(title: str, figures: dict[str, Speed], target: str) -> None:
     print(f"\n{title}   (target: {target})")
-    for name, figure in figures.items():
-        ratio = "" if name == OURS else f"   Dragoman / this: {figures[OURS] / figure:5.1f}"
-        print(f"  {name:<28}{figure:>12,.0f} per second{ratio}")
+    print(f"  {'per second of CPU time':<28}{'all':>12}{'ratio':>7}{'user':>14}{'ratio':>7}")
+    ours = figures[OURS]
+    for name, speed in figures.items():
+        overall, user = ours.overall / speed.overall, ours.user / speed.user
+        print(f"  {name:<28}{speed.overall:>12,.0f}{overall:>7.1f}{speed.user:>14,.0f}{user:>7.1f}")
 
 
 def main() -> None:
@@ -270,12 +294,12 @@ def main() -> None:
     rounds, tokens = (1, 300) if quick else (3, 1000)
     text = "word " * (tokens * CHUNK // 5)
 
-    figures = side_by_side(rounds, lambda port: frames_per_second(port, STREAMS), text, 1)
+    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text, 1)
     show(f"frames, {STREAMS} streams, one token ready at a time", figures, "4 times plain FastAPI")
-    figures = side_by_side(rounds, lambda port: frames_per_second(port, STREAMS), text * 4, 16)
+    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text * 4, 16)
     show(f"frames, {STREAMS} streams, 16 tokens ready at a time", figures, "20 times plain FastAPI")
     calls = 50 if quick else 200
-    figures = side_by_side(rounds, lambda port: requests_per_second(port, 64, calls), SHORT, 1)
+    figures = side_by_side(rounds, lambda port, pid: requests_per_second(port, pid, 64, calls), SHORT, 1)
     show("requests, 64 connections, short reply", figures, "6 times plain FastAPI")
 
     long = 20_000 if quick else 100_000

@@ -7,9 +7,12 @@ from dragoman.errors import QueueFull
 
 
 async def hold(admission: Admission, principal: str, log: list[str], release: asyncio.Event, name: str = "") -> None:
-    async with admission.slot(principal):
+    await admission.enter(principal)
+    try:
         log.append(name or principal)
         await release.wait()
+    finally:
+        admission.leave()
 
 
 async def turn() -> None:
@@ -40,8 +43,7 @@ def test_a_full_queue_says_so_at_once() -> None:
         tasks = [asyncio.create_task(hold(admission, "a", [], release)) for _ in range(2)]
         await turn()
         with pytest.raises(QueueFull) as caught:
-            async with admission.slot("a"):
-                pass
+            await admission.enter("a")
         assert caught.value.status == 503
         assert caught.value.retry_after
         release.set()
@@ -56,8 +58,7 @@ def test_nobody_waits_for_ever() -> None:
         task = asyncio.create_task(hold(admission, "a", [], release))
         await turn()
         with pytest.raises(QueueFull):
-            async with admission.slot("b"):
-                pass
+            await admission.enter("b")
         assert admission.waiting == 0
         release.set()
         await task
@@ -95,5 +96,22 @@ def test_no_limit_means_no_waiting() -> None:
         assert len(log) == admission.running == 50
         release.set()
         await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_one_who_is_leaving_is_passed_over() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 5, 10), list[str](), asyncio.Event()
+        await admission.enter("a")
+        leaver = asyncio.create_task(hold(admission, "b", log, release))
+        last = asyncio.create_task(hold(admission, "c", log, release))
+        await turn()
+        leaver.cancel()
+        admission.leave()
+        release.set()
+        await asyncio.gather(leaver, last, return_exceptions=True)
+        assert log == ["c"]
+        assert admission.running == admission.waiting == 0
 
     asyncio.run(scenario())

@@ -88,6 +88,14 @@ def test_everything_else() -> None:
     )
 
 
+def test_characters_that_json_escapes_in_two_halves() -> None:
+    Path("conf.json").write_text(json.dumps({"models": {"a": "x/😀.gguf"}}))
+    assert load_settings("conf.json", Flags(), {}).models[0].source == "x/😀.gguf"
+    Path("conf.json").write_text(json.dumps({"models": {"a": "x/\ud83d.gguf"}}))
+    with pytest.raises(ConfigError, match=r"conf\.json:1: models\.a: half a character"):
+        load_settings("conf.json", Flags(), {})
+
+
 def test_json_is_read_too_with_tabs() -> None:
     Path("conf.json").write_text(json.dumps({"models": {"a": {"source": "x/a.gguf"}}, "port": 1}, indent="\t"))
     settings = load_settings("conf.json", Flags(), {})

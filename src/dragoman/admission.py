@@ -9,8 +9,6 @@ Rules
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from dragoman.errors import QueueFull
 
@@ -24,16 +22,26 @@ class Admission:
         self.running = 0
         self.waiting = 0
 
-    @asynccontextmanager
-    async def slot(self, principal: str) -> AsyncIterator[None]:
+    async def enter(self, principal: str) -> None:
+        """Return when a slot is granted; who has entered must `leave`."""
         if self._slots is None or (self.running < self._slots and not self.waiting):
             self.running += 1
         else:
             await self._wait(principal)
-        try:
-            yield
-        finally:
-            self._pass_on()
+
+    def leave(self) -> None:
+        """The slot goes to the next in line, if there is one; `running` counts it all the while."""
+        while self._lines:
+            principal, line = self._lines.popitem(last=False)
+            turn = line.popleft()
+            if line:
+                self._lines[principal] = line
+            self.waiting -= 1
+            # One who is being cancelled right now has not had the time to step out of the line.
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.running -= 1
 
     async def _wait(self, principal: str) -> None:
         if self.waiting >= self._queue:
@@ -47,28 +55,17 @@ class Admission:
         except (asyncio.CancelledError, TimeoutError) as error:
             if turn.done() and not turn.cancelled():
                 # The turn came in the same moment: somebody else takes it.
-                self._pass_on()
+                self.leave()
             else:
-                self._leave(principal, turn)
+                self._give_up(principal, turn)
             if isinstance(error, TimeoutError):
                 raise QueueFull(f"no slot became free within {self._seconds:g} s; try again later") from None
             raise
 
-    def _leave(self, principal: str, turn: asyncio.Future[None]) -> None:
-        self.waiting -= 1
-        line = self._lines[principal]
-        line.remove(turn)
-        if not line:
-            del self._lines[principal]
-
-    def _pass_on(self) -> None:
-        """The slot goes to the next in line, if there is one; `running` counts it all the while."""
-        if not self._lines:
-            self.running -= 1
-            return
-        principal, line = self._lines.popitem(last=False)
-        turn = line.popleft()
-        if line:
-            self._lines[principal] = line
-        self.waiting -= 1
-        turn.set_result(None)
+    def _give_up(self, principal: str, turn: asyncio.Future[None]) -> None:
+        line = self._lines.get(principal, deque())
+        if turn in line:
+            self.waiting -= 1
+            line.remove(turn)
+            if not line:
+                del self._lines[principal]

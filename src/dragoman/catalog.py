@@ -67,7 +67,8 @@ class Host:
         except ConfigError as error:
             self.failure = str(error)
             log.error("%s", error)
-            raise ModelFailed(f"the model could not be loaded: {error}", retry_after=10) from error
+            # The words are for the operator: they name files.
+            raise ModelFailed("the model could not be loaded; the server's log says why", retry_after=10) from error
         except Exception as error:
             self.failure = str(error) or type(error).__name__
             raise

@@ -311,7 +311,15 @@ class _Reader:
             return self.mapping(node, key)
         if isinstance(node, yaml.SequenceNode):
             return [self.item(inner, f"{key}[{index}]") for index, inner in enumerate(node.value)]
-        return self.loader.construct_object(node)
+        plain = self.loader.construct_object(node)
+        return self.text(plain, node, key) if isinstance(plain, str) else plain
+
+    def text(self, plain: str, node: yaml.Node, key: str) -> str:
+        """JSON escapes a character beyond the first 65,536 as two halves; PyYAML leaves it in them."""
+        try:
+            return plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path}:{node.start_mark.line + 1}: {key}: half a character") from error
 
     def item(self, node: yaml.Node, key: str) -> Any:
         self.lines[key] = node.start_mark.line + 1

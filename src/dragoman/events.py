@@ -1,13 +1,12 @@
 """What a model does, as a stream of plain values.
 
-    stream := Started (TextDelta | ReasoningDelta | call | BlockStart | BlockEnd)* Finished
+    stream := Started (TextDelta | ReasoningDelta | call)* Finished
     call   := ToolCallStart ToolCallDelta*
 
 Rules
 1. `Started` comes first and `Finished` last, each exactly once per choice; nothing follows `Finished`.
 2. `count` is the number of the engine's tokens behind a delta. A delta may have tokens and no text yet (a character
    spread over several tokens) and text without tokens of its own (what a stage held back).
-3. Blocks follow one another: a `BlockStart` comes only after the `BlockEnd` of the block before it.
 """
 
 from collections.abc import Iterable
@@ -72,19 +71,6 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, tag="arguments
     count: int = 0
 
 
-BlockKind = Literal["text", "reasoning", "tool_call"]
-
-
-class BlockStart(msgspec.Struct, frozen=True, array_like=True, tag="block_start"):
-    index: int
-    kind: BlockKind
-
-
-class BlockEnd(msgspec.Struct, frozen=True, array_like=True, tag="block_end"):
-    index: int
-    kind: BlockKind
-
-
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
@@ -96,7 +82,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     usage: Usage | None = None
 
 
-Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | BlockStart | BlockEnd | Finished
+Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished
 
 
 def total_usage(usages: Iterable[Usage]) -> Usage:

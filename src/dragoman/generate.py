@@ -1,6 +1,6 @@
 """From a request to events: what is asked is checked, the engine runs, the stages shape what it says.
 
-    request -> check -> one choice at a time or several side by side -> engine -> limit, stop, tally, blocks -> batches
+    request -> check -> one choice at a time or several side by side -> engine -> limit, stop, tally -> batches
 
 Rules
 1. The only list of stages is here.
@@ -21,7 +21,6 @@ from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
 from dragoman.events import Event, Finished, Usage
 from dragoman.reply import Batch
 from dragoman.stages import Stage
-from dragoman.stages.blocks import Blocks
 from dragoman.stages.limit import Limit
 from dragoman.stages.stop import Stop
 from dragoman.stages.tally import Tally
@@ -97,29 +96,28 @@ def _single(request: GenerationRequest) -> list[GenerationRequest]:
 
 
 async def _choice(engine: Engine, request: GenerationRequest, index: int) -> AsyncGenerator[Batch, None]:
-    tally = Tally()
-    stages = _stages(engine, request, tally)
+    stages = _stages(engine, request)
     async with aclosing(run(engine, request)) as source:
         async for ready in source:
             events = ready
             for stage in stages:
                 events = stage(events)
-            if not events:
-                continue
-            last = events[-1]
-            if type(last) is Finished:
-                yield index, [*events[:-1], msgspec.structs.replace(last, usage=tally.usage)]
-                return
-            yield index, events
+            if events:
+                yield index, events
+                if type(events[-1]) is Finished:
+                    return
 
 
-def _stages(engine: Engine, request: GenerationRequest, tally: Tally) -> list[Stage]:
+def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
+    supports = engine.supports()
     stages: list[Stage] = []
-    if request.max_tokens is not None and "max_tokens" not in engine.supports():
+    if request.max_tokens is not None and "max_tokens" not in supports:
         stages.append(Limit(request.max_tokens))
     if request.stop:
         stages.append(Stop(request.stop))
-    return [*stages, tally, Blocks()]
+    if stages or "usage" not in supports:
+        stages.append(Tally())
+    return stages
 
 
 async def _side_by_side(

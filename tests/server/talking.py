@@ -114,9 +114,9 @@ def request_bytes(path: str, body: Mapping[str, Any], *headers: str) -> bytes:
 
 
 def sent(running: Running, path: str, /, **fields: Any) -> socket.socket:
-    """A connection on which a request is under way."""
+    """A connection on which its only request is under way."""
     sock = connect(running)
-    sock.sendall(request_bytes(path, SMALLEST[path] | fields))
+    sock.sendall(request_bytes(path, SMALLEST[path] | fields, "Connection: close"))
     return sock
 
 

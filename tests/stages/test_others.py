@@ -1,4 +1,4 @@
-"""The small stages: limit, tally, blocks."""
+"""The small stages: limit and tally."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.events import (
-    BlockEnd,
-    BlockStart,
     Event,
     Finished,
     ReasoningDelta,
     Started,
     TextDelta,
     ToolCallDelta,
-    ToolCallStart,
     Usage,
 )
 from dragoman.stages import Stage
-from dragoman.stages.blocks import Blocks
 from dragoman.stages.limit import Limit
 from dragoman.stages.tally import Tally
 
@@ -55,56 +51,12 @@ def test_limit_of_nothing_lets_no_token_through() -> None:
 
 @given(sizes=SIZES)
 def test_tally_counts_tokens_not_pieces(sizes: list[int]) -> None:
-    tally = Tally()
-    events: list[Event] = [
-        Started(5, 2),
-        TextDelta("abc", count=3),
-        ReasoningDelta("x", count=2),
-        ToolCallDelta("{", count=1),
-    ]
-    assert feed(tally, events, sizes) == events
-    assert tally.usage == Usage(prompt=5, completion=6, cached=2, reasoning=2)
+    calls: list[Event] = [ReasoningDelta("x", count=2), ToolCallDelta("{", count=1)]
+    events: list[Event] = [Started(5, 2), TextDelta("abc", count=3), *calls, Finished("stop", "END")]
+    told = Finished("stop", "END", Usage(prompt=5, completion=6, cached=2, reasoning=2))
+    assert feed(Tally(), events, sizes) == [*events[:-1], told]
 
 
 def test_tally_believes_the_engine() -> None:
-    tally, told = Tally(), Usage(prompt=9, completion=4)
-    tally([TextDelta("a"), Finished(usage=told)])
-    assert tally.usage == told
-
-
-@given(sizes=SIZES)
-def test_blocks_follow_one_another(sizes: list[int]) -> None:
-    events: list[Event] = [
-        Started(),
-        ReasoningDelta("hm"),
-        TextDelta("a"),
-        TextDelta(""),
-        TextDelta("b"),
-        ToolCallStart("1", "f"),
-        ToolCallDelta("{}"),
-        ToolCallStart("2", "g"),
-        Finished(),
-    ]
-    assert feed(Blocks(), events, sizes) == [
-        Started(),
-        BlockStart(0, "reasoning"),
-        ReasoningDelta("hm"),
-        BlockEnd(0, "reasoning"),
-        BlockStart(1, "text"),
-        TextDelta("a"),
-        TextDelta(""),
-        TextDelta("b"),
-        BlockEnd(1, "text"),
-        BlockStart(2, "tool_call"),
-        ToolCallStart("1", "f"),
-        ToolCallDelta("{}"),
-        BlockEnd(2, "tool_call"),
-        BlockStart(3, "tool_call"),
-        ToolCallStart("2", "g"),
-        BlockEnd(3, "tool_call"),
-        Finished(),
-    ]
-
-
-def test_a_delta_without_text_opens_no_block() -> None:
-    assert Blocks()([TextDelta(""), Finished()]) == [TextDelta(""), Finished()]
+    events: list[Event] = [TextDelta("a"), Finished(usage=Usage(prompt=9, completion=4))]
+    assert Tally()(events) == events

@@ -6,7 +6,9 @@ parameter by being reported as ignored.
 
 Features an engine may declare
     chat, completion, token_prompt, tokenize, embeddings, infill     what it can be asked for at all
-    token_ids, logprobs, prompt_logprobs, images, tools, constraint, thinking   what it can do beyond text
+    token_ids, logprobs, prompt_logprobs, images, tools, constraint, thinking
+                                                                     what it can do beyond text
+    usage                                                            it tells the usage in `Finished` itself
     temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
     stop_token_ids, ignore_eos, max_tokens                           parameters it honours itself
 Stop strings, the number of choices and streaming are the server's business and work with every engine; so does

@@ -42,8 +42,9 @@ async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerat
                     started = True
                     if type(events[0]) is not Started:
                         events = [Started(), *events]
-                yield events
-                if events and type(events[-1]) is Finished:
+                finished = _up_to_finished(events)
+                yield finished or events
+                if finished:
                     return
             yield [Finished()] if started else [Started(), Finished()]
         finally:
@@ -54,6 +55,12 @@ async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerat
     except Exception as error:
         log.exception("request %s: the engine raised", request.id)
         raise EngineFailed(f"the engine failed ({type(error).__name__}); the server's log says more") from error
+
+
+def _up_to_finished(events: Sequence[Event]) -> Sequence[Event]:
+    """The events with which a stream ends; nothing where it goes on."""
+    end = next((at for at, event in enumerate(events, 1) if type(event) is Finished), 0)
+    return events[:end]
 
 
 def _events(output: Output) -> Sequence[Event]:

@@ -20,6 +20,8 @@ from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, ContextTooLong, EngineFailed
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, Usage
 
+FEATURES = frozenset({"chat", "completion", "max_tokens", "usage"})
+
 
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: str
@@ -69,26 +71,30 @@ class ScriptedEngine(Engine):
         return [ModelInfo(self.name, context=self.options.context)]
 
     def supports(self) -> frozenset[str]:
-        return super().supports() | {"max_tokens"}
+        return FEATURES
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         pieces = self._pieces(self._output(request.last_user_text))
         prompt_tokens = self._prompt_tokens(request)
         room = self._room(request, prompt_tokens)
         played = pieces if room is None else pieces[:room]
+        fault = self._fault_at(len(played))
+        end = len(played) if fault is None else fault
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
-        yield [Started(prompt_tokens)]
-        fault = self._fault_at(len(played))
         begun, burst = time.monotonic(), self.options.burst
-        end = len(played) if fault is None else fault
+        ready: list[Event] = [Started(prompt_tokens)]
         for at in range(0, end, burst):
+            if at:
+                yield ready
+                ready = []
             await asyncio.sleep(self._delay(begun, at))
-            yield [TextDelta(piece) for piece in played[at : min(at + burst, end)]]
+            ready += [TextDelta(piece) for piece in played[at : min(at + burst, end)]]
         if fault is not None:
+            yield ready
             await self._fault(fault)
         reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
-        yield [Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
+        yield [*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
 
     def _output(self, text: str) -> str:
         return next((output for pattern, output in self.replies if pattern.search(text)), text)

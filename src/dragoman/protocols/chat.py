@@ -281,6 +281,8 @@ class ChatEncoder(openai.StreamEncoder):
 
     def _frame(self, choice: int, event: Event) -> bytes:
         if isinstance(event, TextDelta):
+            if self._plain:
+                return self._text_frames(choice, [event.text]) if event.text else b""
             if not event.text and not event.logprobs:
                 return b""
             return self._chunk(_entry(choice, {"content": event.text}, _logprobs(event.logprobs)))

@@ -6,6 +6,7 @@
 The choices of the first prompt come first. With `echo` a choice begins with the prompt's own text and tokens.
 """
 
+import codecs
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ MAX_PROMPTS = 1024
 
 class CompletionFields(openai.SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[Any]
-    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -122,15 +123,16 @@ class LegacyLogprobs:
 
     def __init__(self) -> None:
         self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def encode(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        texts = [openai.token_text(entry) for entry in entries]
         offsets = []
-        for text in texts:
+        for entry in entries:
             offsets.append(self._offset)
-            self._offset += len(text)
+            # A character spread over several tokens is one character of the text.
+            self._offset += len(self._utf8.decode(entry.text))
         return {
-            "tokens": texts,
+            "tokens": [_token(entry) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [_rivals(entry) for entry in entries],
             "text_offset": offsets,
@@ -140,7 +142,15 @@ class LegacyLogprobs:
 def _rivals(entry: TokenLogprob) -> dict[str, float | None] | None:
     if entry.logprob is None:
         return None
-    return {openai.token_text(rival): rival.logprob for rival in entry.top}
+    return {_token(rival): rival.logprob for rival in entry.top}
+
+
+def _token(entry: TokenLogprob) -> str:
+    """The token's text; of one that is a piece of a character its bytes, so that no two have the same name."""
+    try:
+        return entry.text.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.text)
 
 
 class CompletionEncoder(openai.StreamEncoder):
@@ -153,6 +163,8 @@ class CompletionEncoder(openai.StreamEncoder):
         return {"text": text, "index": choice, "logprobs": None, "finish_reason": None}
 
     def _frame(self, choice: int, event: Event) -> bytes:
+        if self._plain and isinstance(event, TextDelta):
+            return self._text_frames(choice, [event.text]) if event.text else b""
         entry = self._text(choice, "")
         if isinstance(event, TextDelta):
             if not event.text and not event.tokens:

@@ -11,7 +11,7 @@ from dragoman.events import Event, TextDelta, TokenLogprob, Usage, total_usage
 from dragoman.protocols.wire import unknown_fields
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -151,13 +151,13 @@ def frame(payload: object) -> bytes:
 
 
 class StreamEncoder:
-    """A frame for every delta. Plain text, nearly all there is, goes between two ready-made halves of its frame."""
+    """A frame for every delta. Plain text, nearly all there is, goes between the ready-made halves of its frame."""
 
     def __init__(self, request: GenerationRequest, created: int, kind: str) -> None:
         self._stamp = {"id": request.id, "object": kind, "created": created, "model": request.model}
         self._with_usage = request.delivery.usage
         self._plain = request.logprobs is None and not request.delivery.token_ids
-        self._halves: dict[int, tuple[bytes, bytes]] = {}
+        self._halves: dict[int, tuple[bytes, bytes, bytes]] = {}
         self._usages: list[Usage] = []
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
@@ -169,27 +169,23 @@ class StreamEncoder:
         raise NotImplementedError
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
-        head, tail = self._halves.get(choice) or self._cut(choice)
-        encode = msgspec.json.encode
-        if len(events) == 1 and self._plain:
-            # One token at a time is the rule; it deserves the short way.
-            event = events[0]
-            if type(event) is TextDelta and event.text:
-                return head + encode(event.text) + tail
-        frames = []
-        for event in events:
-            if type(event) is TextDelta and self._plain:
-                if event.text:
-                    frames.append(head + encode(event.text) + tail)
-            else:
-                frames.append(self._frame(choice, event))
-        return b"".join(frames)
+        if self._plain:
+            texts = [event.text for event in events if type(event) is TextDelta and event.text]
+            if len(texts) == len(events):
+                return self._text_frames(choice, texts)
+        return b"".join(self._frame(choice, event) for event in events)
 
-    def _cut(self, choice: int) -> tuple[bytes, bytes]:
+    def _text_frames(self, choice: int, texts: list[str]) -> bytes:
+        head, between, tail = self._halves.get(choice) or self._cut(choice)
+        # Inside a JSON string a quote is always escaped, so `","` is found between two texts and nowhere else.
+        return head + msgspec.json.encode(texts)[2:-2].replace(b'","', between) + tail
+
+    def _cut(self, choice: int) -> tuple[bytes, bytes, bytes]:
+        """What stands before the first text, between two texts and after the last, quotes included."""
         hole = "\x00the text goes here\x00"
-        head, tail = self._chunk(self._text(choice, hole)).split(msgspec.json.encode(hole))
-        self._halves[choice] = head, tail
-        return head, tail
+        head, tail = self._chunk(self._text(choice, hole)).split(msgspec.json.encode(hole)[1:-1])
+        self._halves[choice] = head, tail + head, tail
+        return head, tail + head, tail
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
         chunk = {**self._stamp, "choices": [entry]}

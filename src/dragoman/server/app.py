@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -11,7 +12,7 @@ from dragoman.catalog import Catalog
 from dragoman.config import Settings
 from dragoman.engines.interface import Engine
 from dragoman.errors import DragomanError, MethodNotAllowed, NotFound
-from dragoman.protocols import PROTOCOLS, openai
+from dragoman.protocols import PROTOCOLS, Protocol, openai
 from dragoman.server import listing
 from dragoman.server.auth import Keys
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
@@ -21,21 +22,31 @@ from dragoman.telemetry import EventLog
 
 Handler = Callable[["App", Exchange], Awaitable[None]]
 
-ROUTES: dict[str, dict[str, Handler]] = {
-    "/": {"GET": listing.root},
-    "/health": {"GET": listing.health},
-    "/ready": {"GET": listing.ready},
-    "/v1/models": {"GET": listing.models},
-    "/v1/models/": {"GET": listing.one_model},
-    "/v1/chat/completions": {"POST": partial(answer, protocol=PROTOCOLS["chat"])},
-    "/v1/completions": {"POST": partial(answer, protocol=PROTOCOLS["completions"])},
-    "/tokenize": {"POST": listing.tokenize},
-    "/detokenize": {"POST": listing.detokenize},
-}
-"""A path that ends in a slash stands for everything below it."""
 
-OPEN = frozenset({"/", "/health", "/ready"})
-"""Paths that need no key."""
+@dataclass(frozen=True)
+class Route:
+    handler: Handler
+    id_prefix: str = "req-"
+    is_open: bool = False
+    """Whether it needs no key."""
+
+
+def _generates(protocol: Protocol) -> Route:
+    return Route(partial(answer, protocol=protocol), protocol.id_prefix)
+
+
+ROUTES = {
+    "/": {"GET": Route(listing.root, is_open=True)},
+    "/health": {"GET": Route(listing.health, is_open=True)},
+    "/ready": {"GET": Route(listing.ready, is_open=True)},
+    "/v1/models": {"GET": Route(listing.models)},
+    "/v1/models/*": {"GET": Route(listing.one_model)},
+    "/v1/chat/completions": {"POST": _generates(PROTOCOLS["chat"])},
+    "/v1/completions": {"POST": _generates(PROTOCOLS["completions"])},
+    "/tokenize": {"POST": Route(listing.tokenize)},
+    "/detokenize": {"POST": Route(listing.detokenize)},
+}
+"""Path, method, route. A path that ends in `*` stands for everything below it."""
 
 
 class App:
@@ -63,10 +74,12 @@ class App:
     async def _http(self, exchange: Exchange) -> None:
         self.watch.add(exchange)
         try:
-            with exchange.abort_as_error():
-                await self._dispatch(exchange)
+            await self._dispatch(exchange)
         except asyncio.CancelledError:
-            if not exchange.gone:
+            error = exchange.why_cancelled()
+            if error is not None:
+                await self._fail(exchange, exchange.told(error))
+            elif not exchange.gone:
                 raise
         except Exception as error:  # noqa: BLE001 (told to the caller, and to the log)
             await self._fail(exchange, exchange.told(error))
@@ -76,25 +89,15 @@ class App:
             self.log.request(exchange.record)
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        exchange.record.id = new_id("req-")
+        methods = _methods(exchange.path)
+        route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        exchange.record.id = new_id(route.id_prefix if route else "req-")
         exchange.check_host(self._hosts)
-        if exchange.path not in OPEN:
+        if route is None or not route.is_open:
             exchange.record.principal = self._keys.principal(exchange.headers)
-        methods = self._methods(exchange.path)
-        handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
-        if handler is None:
-            exchange.extra_headers.append((b"allow", ", ".join(methods).encode()))
-            raise MethodNotAllowed(f"{exchange.path} takes {' or '.join(methods)}, not {exchange.method[:20]}")
-        await handler(self, exchange)
-
-    def _methods(self, path: str) -> dict[str, Handler]:
-        methods = ROUTES.get(path)
-        if methods is not None and (not path.endswith("/") or path == "/"):
-            return methods
-        for route, below in ROUTES.items():
-            if route != "/" and route.endswith("/") and path.startswith(route) and len(path) > len(route):
-                return below
-        raise NotFound(f"there is nothing at {path[:100]}")
+        if route is None:
+            raise _no_route(exchange, methods)
+        await route.handler(self, exchange)
 
     async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
         exchange.record.status = error.status
@@ -118,6 +121,23 @@ class App:
     async def stop(self) -> None:
         await self.catalog.stop()
         self.log.close()
+
+
+def _methods(path: str) -> Mapping[str, Route]:
+    """The routes at a path, by method; none where there is nothing."""
+    if path in ROUTES and not path.endswith("*"):
+        return ROUTES[path]
+    for pattern, methods in ROUTES.items():
+        if pattern.endswith("*") and path.startswith(pattern[:-1]) and len(path) >= len(pattern):
+            return methods
+    return {}
+
+
+def _no_route(exchange: Exchange, methods: Mapping[str, Route]) -> DragomanError:
+    if not methods:
+        return NotFound(f"there is nothing at {exchange.path[:100]}")
+    exchange.extra_headers.append((b"allow", ", ".join(methods).encode()))
+    return MethodNotAllowed(f"{exchange.path} takes {' or '.join(methods)}, not {exchange.method[:20]}")
 
 
 def create_app(*engines: Engine, settings: Settings | None = None) -> App:

@@ -11,8 +11,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -25,6 +24,8 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Overdue = Callable[[float], DragomanError]
+"""The error for something that did not come within so many seconds."""
 
 log = logging.getLogger("dragoman.server")
 
@@ -32,11 +33,18 @@ JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 CLIENT_LEFT = 499
+DIRECT = "dragoman.direct"
+"""An extension of the ASGI scope: the connection itself, to which a piece of a stream can be handed with one call."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+def _slow_body(seconds: float) -> DragomanError:
+    return RequestTimeout(f"the body took longer than {seconds:g} s to arrive")
 
 
 class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
         self._receive = receive
         self._send = send
         self.method: str = scope["method"]
@@ -50,7 +58,8 @@ class Exchange:
         self._body_read = False
         self.started = self.heard = self.written = time.monotonic()
         self.due = math.inf
-        self._overdue: DragomanError | None = None
+        self._allowed = 0.0
+        self._overdue: Overdue | None = None
         self._aborted: DragomanError | None = None
         self._task = asyncio.current_task()
         self._listener: asyncio.Task[None] | None = None
@@ -69,9 +78,7 @@ class Exchange:
             raise self._too_large(limits)
         chunks: list[bytes] = []
         size = 0
-        self.expect(
-            limits.body_seconds, RequestTimeout(f"the body took longer than {limits.body_seconds:g} s to arrive")
-        )
+        self.expect(limits.body_seconds, _slow_body)
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -119,36 +126,31 @@ class Exchange:
         self.record.error = error.code
         return error
 
-    def expect(self, seconds: float, otherwise: DragomanError) -> None:
+    def expect(self, seconds: float, otherwise: Overdue) -> None:
         """What comes next must come within that time."""
-        self.heard = time.monotonic()
-        self.due = self.heard + seconds
+        self._allowed = seconds
         self._overdue = otherwise
+        self.note_progress()
 
     def note_progress(self) -> None:
         """Something came: the time allowed for the next thing begins anew."""
-        now = time.monotonic()
-        self.due += now - self.heard
-        self.heard = now
+        self.heard = now = time.monotonic()
+        self.due = now + self._allowed
 
     def abort_overdue(self) -> None:
-        if self._aborted is None and self._task is not None:
-            self._aborted = self._overdue
+        if self._aborted is None and self._overdue is not None and self._task is not None:
+            self._aborted = self._overdue(self._allowed)
             if not self._body_read:
                 # The rest of the body may go on coming for ever.
                 self.extra_headers.append((b"connection", b"close"))
             self._task.cancel()
 
-    @contextmanager
-    def abort_as_error(self) -> Iterator[None]:
-        """Within: an abort is raised as the error it was made with."""
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._aborted is None or self.gone or self._task is None:
-                raise
-            self._task.uncancel()
-            raise self._aborted from None
+    def why_cancelled(self) -> DragomanError | None:
+        """The error behind the cancellation at hand, which thereby ends; None where it came from elsewhere."""
+        if self._aborted is None or self.gone or self._task is None:
+            return None
+        self._task.uncancel()
+        return self._aborted
 
     async def _begin(self, status: int, content_type: bytes, length: int | None) -> None:
         self.begun = True
@@ -170,6 +172,14 @@ class Exchange:
             await self._begin(200, EVENT_STREAM, None)
         self.written = self.heard
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def write_now(self, data: bytes) -> bool:
+        """The same without waiting, where the connection offers it; False where it does not, now or ever."""
+        connection = self._scope.get("extensions", {}).get(DIRECT)
+        if connection is None or not self.begun or not connection.write_directly(self._scope, data):
+            return False
+        self.written = self.heard
+        return True
 
     def ping(self) -> None:
         if self._pinging is None or self._pinging.done():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dragoman.conversation import GenerationRequest
-from dragoman.errors import EngineTimeout
+from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
 from dragoman.generate import check, check_limits, generate
 from dragoman.protocols import Protocol
@@ -40,7 +40,6 @@ def new_id(prefix: str) -> str:
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
-    exchange.record.id = new_id(protocol.id_prefix)
     body = await exchange.body(app.settings.limits)
     decoded = await asyncio.to_thread(protocol.decode, body) if len(body) > LARGE_BODY else protocol.decode(body)
     await _generate(app, exchange, protocol, decoded)
@@ -56,12 +55,19 @@ async def _generate(app: "App", exchange: Exchange, protocol: Protocol, decoded:
     ignored = check(request, model.host.supports, app.is_strict(exchange))
     if ignored:
         exchange.extra_headers.append((b"x-dragoman-ignored", _listed(ignored)))
-    async with model.host.admission.slot(record.principal), aclosing(generate(engine, request)) as batches:
-        exchange.expect(limits.stall_seconds, EngineTimeout(f"the engine was silent for {limits.stall_seconds:g} s"))
-        if request.delivery.stream:
-            await _stream(exchange, protocol, request, batches)
-        else:
-            await _whole(exchange, protocol, request, batches)
+    admission = model.host.admission
+    await admission.enter(record.principal)
+    try:
+        exchange.expect(limits.stall_seconds, _silent_engine)
+        async with aclosing(generate(engine, request)) as batches:
+            respond = _stream if request.delivery.stream else _whole
+            await respond(exchange, protocol, request, batches)
+    finally:
+        admission.leave()
+
+
+def _silent_engine(seconds: float) -> DragomanError:
+    return EngineTimeout(f"the engine was silent for {seconds:g} s")
 
 
 def _listed(params: Sequence[str]) -> bytes:
@@ -100,18 +106,19 @@ async def _stream(
     exchange.streaming = True
     held = b""
     try:
-        with exchange.abort_as_error():
-            async for choice, events in batches:
-                _note(exchange, events)
-                frames = encoder.feed(choice, events)
-                if not exchange.begun and all(type(event) is Started for event in events):
-                    held += frames
-                elif held or frames:
-                    await exchange.write(held + frames)
-                    held = b""
-    except Exception as error:
-        if not exchange.begun:
+        async for choice, events in batches:
+            _note(exchange, events)
+            frames = encoder.feed(choice, events)
+            if not exchange.begun and all(type(event) is Started for event in events):
+                held += frames
+                continue
+            frames, held = held + frames, b""
+            if frames and not exchange.write_now(frames):
+                await exchange.write(frames)
+    except (Exception, asyncio.CancelledError) as error:
+        failure = exchange.why_cancelled() if isinstance(error, asyncio.CancelledError) else error
+        if failure is None or not exchange.begun:
             raise
-        await exchange.end(encoder.fail(exchange.told(error)))
+        await exchange.end(encoder.fail(exchange.told(failure)))
         return
     await exchange.end(encoder.end())

@@ -1,6 +1,9 @@
-"""Counts the engine's tokens as they pass, so that a generation that is cut short has a usage too."""
+"""Counts the engine's tokens as they pass, so that a generation has a usage even if it is cut short or its engine does
+not tell one."""
 
 from collections.abc import Sequence
+
+import msgspec
 
 from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, Usage
 
@@ -10,28 +13,24 @@ class Tally:
         self._started = Started()
         self._completion = 0
         self._reasoning = 0
-        self._reported: Usage | None = None
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
-            kind = type(event)
-            if kind is TextDelta:
-                self._completion += event.count  # type: ignore[union-attr]
+            if isinstance(event, TextDelta | ToolCallDelta):
+                self._completion += event.count
             elif isinstance(event, ReasoningDelta):
                 self._completion += event.count
                 self._reasoning += event.count
-            elif isinstance(event, ToolCallDelta):
-                self._completion += event.count
             elif isinstance(event, Started):
                 self._started = event
-            elif isinstance(event, Finished):
-                self._reported = event.usage
+        last = events[-1] if events else None
+        if isinstance(last, Finished) and last.usage is None:
+            return [*events[:-1], msgspec.structs.replace(last, usage=self._usage)]
         return events
 
     @property
-    def usage(self) -> Usage:
-        """What the engine reported at its end, or what was counted until it was cut short."""
-        return self._reported or Usage(
+    def _usage(self) -> Usage:
+        return Usage(
             prompt=self._started.prompt_tokens,
             completion=self._completion,
             cached=self._started.cached_tokens,

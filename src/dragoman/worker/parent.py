@@ -105,8 +105,8 @@ class _Child:
         key, stream = next(self._keys), _Stream()
         if not self.streams:
             self.heard = time.monotonic()
-        self.streams[key] = stream
         self.send(Generate(key, request))
+        self.streams[key] = stream
         return key, stream
 
     def close(self, key: int, stream: _Stream) -> None:
@@ -172,6 +172,7 @@ class WorkerEngine(Engine):
         self._starting: asyncio.Task[_Child] | None = None
         self._followers: set[asyncio.Task[None]] = set()
         self._deaths = 0
+        self._started = False
         self._stopped = False
 
     def models(self) -> Sequence[ModelInfo]:
@@ -182,6 +183,7 @@ class WorkerEngine(Engine):
 
     async def start(self) -> None:
         await self._running()
+        self._started = True
 
     async def stop(self) -> None:
         self._stopped = True
@@ -196,7 +198,7 @@ class WorkerEngine(Engine):
         return self._child.process.pid if self._child else None
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        child = await self._running()
+        child = await self._asked()
         key, stream = child.open(request)
         try:
             while events := await stream.take():
@@ -205,14 +207,21 @@ class WorkerEngine(Engine):
             child.close(key, stream)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        child = await self._running()
+        child = await self._asked()
         key = child.next_key()
         return (await child.ask(key, Tokenize(key, text, special))).tokens or ()
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        child = await self._running()
+        child = await self._asked()
         key = child.next_key()
         return (await child.ask(key, Detokenize(key, tuple(tokens)))).text or ""
+
+    async def _asked(self) -> _Child:
+        """The child, for a request: the operator's mistakes are not the caller's to read."""
+        try:
+            return await self._running()
+        except ConfigError as error:
+            raise self._failed() from error
 
     async def _running(self) -> _Child:
         """The child, started if need be; many who ask at once start one."""
@@ -225,7 +234,8 @@ class WorkerEngine(Engine):
 
     def _launched(self, task: "asyncio.Task[_Child]") -> None:
         self._starting = None
-        if not task.cancelled() and task.exception() is not None:
+        # What goes wrong with the first start is told by whoever asked for it.
+        if self._started and not task.cancelled() and task.exception() is not None:
             log.error("model %s: %s", self._start.name, task.exception())
 
     async def _launch(self) -> _Child:
@@ -256,13 +266,14 @@ class WorkerEngine(Engine):
         return child
 
     def _refusal(self, answer: object) -> Exception:
-        name = self._start.name
         if isinstance(answer, Broken):
-            if answer.mistake:
-                return ConfigError(answer.reason)
-            return ModelFailed(f"model '{name}' could not be loaded; the server's log says more", retry_after=10)
+            return ConfigError(answer.reason) if answer.mistake else self._failed()
         self._deaths += 1
+        name = self._start.name
         return ModelFailed(f"model '{name}' could not be loaded: its process died", retry_after=10)
+
+    def _failed(self) -> ModelFailed:
+        return ModelFailed(f"model '{self._start.name}' could not be loaded; the server's log says why", retry_after=10)
 
     async def _follow(self, child: _Child) -> None:
         """Hand out what the child says until it dies, then start another."""

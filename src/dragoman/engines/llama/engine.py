@@ -39,7 +39,7 @@ FEATURES = frozenset(
         *("chat", "completion", "token_prompt", "tokenize", "token_ids", "logprobs", "prompt_logprobs"),
         *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop_token_ids", "ignore_eos", "max_tokens"),
+        *("stop_token_ids", "ignore_eos", "max_tokens", "usage"),
     }
 )
 

@@ -1,0 +1,107 @@
+"""The routes that generate nothing."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dragoman import __version__
+from tests.server.talking import CHAT, ask, raw, refused, talking, text_of
+from tests.serving import Running, serving
+
+
+@pytest.fixture
+def client(scripted: Running) -> Iterator[httpx.Client]:
+    with talking(scripted) as made:
+        yield made
+
+
+def test_models(client: httpx.Client) -> None:
+    response = client.get("/v1/models")
+    assert response.headers["x-request-id"].startswith("req-")
+    listed = response.json()
+    assert listed["object"] == "list"
+    names = [model["id"] for model in listed["data"]]
+    assert names[:3] == ["echo", "poet", "slow"]
+    assert "org/nested" in names
+    assert "gpt-*" not in names
+    for model in listed["data"]:
+        assert model["object"] == "model"
+        assert model["owned_by"] == "dragoman"
+        assert 0 < model["created"] <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("echo", "echo"),
+        ("ECHO", "echo"),
+        ("org/nested", "org/nested"),
+        ("org%2Fnested", "org/nested"),
+        ("org%2fnested", "org/nested"),
+        ("gpt-4o", "poet"),
+    ],
+)
+def test_one_model(client: httpx.Client, path: str, name: str) -> None:
+    model = client.get(f"/v1/models/{path}").json()
+    assert (model["id"], model["object"]) == (name, "model")
+    assert set(model) >= {"id", "object", "created", "owned_by"}
+
+
+def test_context_of_a_model_is_told_once_it_is_loaded(client: httpx.Client) -> None:
+    assert text_of(ask(client, CHAT, model="short")) == "hello"
+    model = client.get("/v1/models/short").json()
+    assert model["max_model_len"] == 20
+    assert model["state"] == "ready"
+
+
+@pytest.mark.parametrize("name", ["nothing", "org", "org/nested/more", "echo/"])
+def test_unknown_model(client: httpx.Client, name: str) -> None:
+    message = refused(client.get(f"/v1/models/{name}"), 404, param="model", code="model_not_found")
+    assert "echo" in message
+
+
+def test_query_is_no_part_of_the_path(client: httpx.Client) -> None:
+    assert client.get("/v1/models/echo?x=1").json()["id"] == "echo"
+    assert client.get("/v1/models?limit=1").is_success
+
+
+def test_path_is_not_walked(scripted: Running) -> None:
+    answer = raw(scripted, b"GET /v1/models/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    refused(answer.response, 404, param="model", code="model_not_found")
+
+
+def test_root_and_health(client: httpx.Client) -> None:
+    assert client.get("/").json() == {"name": "dragoman", "version": __version__}
+    assert client.get("/health").json() == {"status": "ok"}
+    for path in ("/", "/health", "/v1/models", "/v1/models/echo"):
+        response = client.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+        assert int(response.headers["content-length"]) > 0
+        assert response.headers["x-request-id"]
+
+
+def test_ready(client: httpx.Client) -> None:
+    response = client.get("/ready")
+    assert response.status_code == 200
+    assert response.json()["status"] == "ready"
+    assert response.json()["models"]["echo"] == "ready"
+    assert set(response.json()["models"]["failing"]) <= set("coldready")
+
+
+def test_first_model_is_the_default(tmp_path: Path) -> None:
+    config = {"models": {"one": {"engine": "scripted"}, "two": {"engine": "scripted"}}, "aliases": {"*": "two"}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert ask(client, CHAT).json()["model"] == "one"
+        assert ask(client, CHAT, model="one").json()["model"] == "one"
+        assert ask(client, CHAT, model="anything").json()["model"] == "two"
+
+
+def test_hosts_of_the_configuration(tmp_path: Path) -> None:
+    config = {"models": {"one": {"engine": "scripted"}}, "hosts": ["127.0.0.1", "LLM.example"]}
+    with serving(tmp_path, config) as running:
+        for host, status in [("llm.example:8000", 200), ("localhost", 400), ("other.example", 400)]:
+            with talking(running, {"host": host}) as client:
+                assert client.get("/health").status_code == status

@@ -1,0 +1,431 @@
+"""Engines of a user's own: ten lines, and they have every API; in another app, and from the command line."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from fastapi.requests import Request
+from fastapi.responses import Response
+
+import dragoman
+from dragoman import Engine, ModelInfo, create_app
+from dragoman.config import Limits, Settings
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Output
+from dragoman.errors import BadRequest
+from dragoman.events import Finished, Started, TextDelta, Usage
+from tests.server.talking import CHAT, COMPLETIONS, HELLO, SMALLEST, eventually, frames, refused, text_of
+from tests.serving import free_port
+
+SOURCE = Path(dragoman.__file__).parents[1]
+WORDS = ["one", "two", "three", "four", "five"]
+
+
+class Shout(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[str]:
+        for word in request.last_user_text.upper().split():
+            yield word + " "
+
+
+class Counting(Engine):
+    """A plain generator that never waits."""
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo("counting", owner="me", context=100), ModelInfo("org/counting")]
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield from (f"{word} " for word in WORDS)
+
+
+class CountingAsync(Counting):
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:  # type: ignore[override]
+        for word in WORDS:
+            await asyncio.sleep(0)
+            yield f"{word} "
+
+
+class CountingEvents(Counting):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield Started(prompt_tokens=7)
+        for word in WORDS:
+            yield TextDelta(f"{word} ")
+        yield Finished("stop", usage=Usage(prompt=7, completion=5))
+
+
+class CountingLists(Counting):
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:  # type: ignore[override]
+        yield []
+        yield [TextDelta("one "), TextDelta("two ")]
+        yield [TextDelta("three "), TextDelta("four "), TextDelta("five ")]
+
+
+class CountingList(Counting):
+    """No generator at all."""
+
+    def generate(self, request: GenerationRequest) -> list[str]:  # type: ignore[override]
+        return [f"{word} " for word in WORDS]
+
+
+COUNTING = [Counting, CountingAsync, CountingEvents, CountingLists, CountingList]
+
+
+def talk(app: Any, script: Callable[[httpx.AsyncClient], Any]) -> Any:
+    async def run() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await script(client)
+
+    return asyncio.run(run())
+
+
+def ask(app: Any, path: str, /, prefix: str = "", **fields: Any) -> httpx.Response:
+    response: httpx.Response = talk(app, lambda client: client.post(prefix + path, json=SMALLEST[path] | fields))
+    return response
+
+
+def streamed(response: httpx.Response) -> list[str]:
+    """The text of every choice of a stream that ended well."""
+    *chunks, done = frames(response.text)
+    assert done == "[DONE]"
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] = found.get(choice["index"], "") + piece
+    return [found[index] for index in range(len(found))]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("engine", COUNTING)
+class TestEveryKind:
+    def test_text_and_stream(self, engine: type[Engine], path: str) -> None:
+        whole = ask(create_app(engine()), path)
+        assert text_of(whole) == "one two three four five "
+        assert whole.json()["choices"][0]["finish_reason"] == "stop"
+        assert whole.json()["usage"]["completion_tokens"] == 5
+        assert whole.json()["model"] == "counting"
+        assert streamed(ask(create_app(engine()), path, stream=True)) == ["one two three four five "]
+
+    def test_stop_strings(self, engine: type[Engine], path: str) -> None:
+        app = create_app(engine())
+        assert text_of(ask(app, path, stop=["e four", "zebra"])) == "one two thre"
+        assert streamed(ask(app, path, stop="three", stream=True)) == ["one two "]
+
+    def test_max_tokens(self, engine: type[Engine], path: str) -> None:
+        app = create_app(engine())
+        response = ask(app, path, max_tokens=3)
+        assert response.json()["usage"]["completion_tokens"] == 3
+        assert text_of(response) == "one two three "
+        assert response.json()["choices"][0]["finish_reason"] == "length"
+        assert streamed(ask(app, path, max_tokens=3, stream=True)) == ["one two three "]
+
+    def test_choices(self, engine: type[Engine], path: str) -> None:
+        app = create_app(engine())
+        response = ask(app, path, n=3)
+        assert [text_of(response, at) for at in range(3)] == ["one two three four five "] * 3
+        assert response.json()["usage"]["completion_tokens"] == 15
+        assert streamed(ask(app, path, n=3, max_tokens=1, stream=True)) == ["one "] * 3
+
+
+def test_models_of_an_engine() -> None:
+    app = create_app(Counting(), Shout())
+
+    async def script(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        await client.post(CHAT, json=SMALLEST[CHAT])
+        return await client.get("/v1/models"), await client.get("/v1/models/org%2Fcounting")
+
+    listed, one = talk(app, script)
+    models = {model["id"]: model for model in listed.json()["data"]}
+    assert list(models) == ["counting", "org/counting", "shout"]
+    assert models["counting"]["owned_by"] == "me"
+    assert models["counting"]["max_model_len"] == 100
+    assert one.json()["id"] == "org/counting"
+    assert text_of(ask(app, CHAT, model="shout")) == "HELLO "
+
+
+def test_what_an_engine_does_not_support_is_a_501() -> None:
+    app = create_app(Counting())
+    refused(ask(app, COMPLETIONS, prompt=[1, 2]), 501, param="prompt", code="not_implemented")
+    refused(ask(app, COMPLETIONS, suffix="x"), 501, param="suffix")
+    refused(ask(app, CHAT, tools=[{"type": "function", "function": {"name": "f"}}]), 501, param="tools")
+    refused(talk(app, lambda client: client.post("/tokenize", json={"content": "x"})), 501)
+    silent = create_app(Engine())
+    refused(ask(silent, CHAT), 501, param="messages", code="not_implemented")
+    refused(ask(silent, COMPLETIONS), 501, param="prompt", code="not_implemented")
+
+
+def test_what_an_engine_ignores_is_told() -> None:
+    response = ask(create_app(Counting()), CHAT, temperature=0, seed=1, max_tokens=2, stop="x", n=2)
+    assert response.headers["x-dragoman-ignored"] == "temperature, seed"
+
+
+class TokenEngine(Counting):
+    def supports(self) -> frozenset[str]:
+        return super().supports() | {"temperature", "token_prompt"}
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield f"{request.prompt} at {request.sampling.temperature}"
+
+    def tokenize(self, text: str, special: bool) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return " ".join("x" * token for token in tokens)
+
+
+def test_what_an_engine_declares_reaches_it() -> None:
+    app = create_app(TokenEngine())
+    response = ask(app, COMPLETIONS, prompt=[1, 2], temperature=0)
+    assert text_of(response) == "(1, 2) at 0.0"
+    assert "x-dragoman-ignored" not in response.headers
+    tokens = talk(app, lambda client: client.post("/tokenize", json={"content": "one three"})).json()
+    assert tokens == {"tokens": [3, 5], "count": 2, "max_model_len": 100}
+    text = talk(app, lambda client: client.post("/detokenize", json={"tokens": [3, 5]})).json()
+    assert text == {"content": "xxx xxxxx", "prompt": "xxx xxxxx"}
+
+
+class Raising(Engine):
+    """Fails after so many words as the message has."""
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield from request.last_user_text.split()
+        raise ValueError("a secret")
+
+
+class RaisingAsync(Engine):
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+        for word in request.last_user_text.split():
+            yield word
+        raise ValueError("a secret")
+
+
+class RaisingAtOnce(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        if request.last_user_text:
+            yield request.last_user_text
+        raise ValueError("a secret")
+
+
+class WrongKind(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield from request.last_user_text.split()
+        yield 42  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("engine", [Raising, RaisingAsync, RaisingAtOnce, WrongKind])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_engine_that_raises(engine: type[Engine], path: str) -> None:
+    app = create_app(engine())
+    nothing: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if path == CHAT else {"prompt": ""}
+    for response in (ask(app, path), ask(app, path, **nothing), ask(app, path, stream=True, **nothing)):
+        message = refused(response, 500, code="inference_error")
+        assert "secret" not in message
+    late = ask(app, path, stream=True)
+    assert late.status_code == 200
+    *chunks, last = frames(late.text)
+    assert last["error"]["code"] == "inference_error"
+    assert "hello" in str(chunks)
+
+
+class Choosy(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        raise BadRequest("messages: this model talks of nothing but cats", param="messages")
+
+
+def test_error_of_an_engines_choice_reaches_the_caller() -> None:
+    message = refused(ask(create_app(Choosy()), CHAT, stream=True), 400, param="messages")
+    assert "cats" in message
+
+
+class Late(Engine):
+    """Takes its time to load."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.starts = 0
+        self.stops = 0
+
+    async def start(self) -> None:
+        self.starts += 1
+        await asyncio.sleep(self.seconds)
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+def test_model_that_is_loading() -> None:
+    engine = Late(0.4)
+    app = create_app(engine, settings=Settings(limits=Limits(queue_seconds=0.1)))
+
+    async def script(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/ready")).status_code == 503
+        early = await asyncio.gather(*(client.post(CHAT, json=SMALLEST[CHAT]) for _ in range(5)))
+        for response in early:
+            refused(response, 503, code="model_loading")
+            assert int(response.headers["retry-after"]) >= 1
+        assert (await client.get("/ready")).json()["models"] == {"late": "loading"}
+        await asyncio.sleep(0.5)
+        assert (await client.get("/ready")).status_code == 200
+        assert text_of(await client.post(CHAT, json=SMALLEST[CHAT])) == "here"
+
+    talk(app, script)
+    assert engine.starts == 1
+
+
+class Broken(Engine):
+    attempts = 0
+
+    async def start(self) -> None:
+        Broken.attempts += 1
+        if Broken.attempts == 1:
+            raise OSError("no such thing as /secret/path")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "mended"
+
+
+def test_model_that_cannot_be_loaded_is_tried_again() -> None:
+    app = create_app(Broken())
+    response = ask(app, CHAT)
+    assert response.status_code in (500, 503)
+    assert "secret" not in response.text
+    assert text_of(ask(app, CHAT)) == "mended"
+
+
+class TestMounted:
+    """In somebody's FastAPI app, below a prefix."""
+
+    def app(self, engine: Engine, settings: Settings | None = None) -> FastAPI:
+        ours = create_app(engine, settings=settings)
+
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            ours.start()
+            yield
+            await ours.stop()
+
+        api = FastAPI(lifespan=lifespan)
+
+        @api.middleware("http")
+        async def sign(request: Request, call_next: Callable[[Request], Any]) -> Response:
+            response: Response = await call_next(request)
+            response.headers["x-theirs"] = "yes"
+            return response
+
+        @api.get("/theirs")
+        def theirs() -> dict[str, str]:
+            return {"whose": "theirs"}
+
+        api.mount("/llm", ours)
+        return api
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+    def test_routes(self, path: str) -> None:
+        api = self.app(Counting())
+        whole = ask(api, path, prefix="/llm")
+        assert text_of(whole) == "one two three four five "
+        assert whole.headers["x-theirs"] == "yes"
+        assert whole.headers["x-request-id"] == whole.json()["id"]
+        assert streamed(ask(api, path, prefix="/llm", stream=True, n=2)) == ["one two three four five "] * 2
+        refused(ask(api, path, prefix="/llm", n=0), 400, param="n")
+        assert talk(api, lambda client: client.get("/theirs")).json() == {"whose": "theirs"}
+        assert talk(api, lambda client: client.get("/llm/health")).json() == {"status": "ok"}
+        assert talk(api, lambda client: client.get("/llm/v1/models/org%2Fcounting")).json()["id"] == "org/counting"
+        refused(talk(api, lambda client: client.get("/llm/nowhere")), 404)
+
+    def test_on_a_socket(self, tmp_path: Path) -> None:
+        engine = Patient()
+        api = self.app(engine, Settings(event_log=str(tmp_path / "events.jsonl")))
+        port = free_port()
+        with in_thread(api, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            with client.stream("POST", "/llm" + CHAT, json={"messages": HELLO, "stream": True}) as response:
+                assert len(list(response.iter_lines())) > 10
+            whole = client.post("/llm" + CHAT, json={"messages": HELLO})
+            assert text_of(whole) == "tick tick tick tick tick tick tick tick tick tick "
+            with client.stream("POST", "/llm" + CHAT, json={"messages": HELLO, "stream": True}) as response:
+                next(response.iter_lines())
+            assert eventually(lambda: engine.closed == 3, 2)
+        start, *requests, end = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+        assert (start["event"], end["event"]) == ("run_start", "run_end")
+        assert [request["status"] for request in requests] == [200, 200, 499]
+        assert [request["route"] for request in requests] == [f"POST {CHAT}"] * 3
+
+
+class Patient(Engine):
+    closed = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+        try:
+            for _ in range(10):
+                await asyncio.sleep(0.05)
+                yield "tick "
+        finally:
+            self.closed += 1
+
+
+class in_thread:  # noqa: N801 (used like a function)
+    """An app in uvicorn as anybody would run it, beside the test."""
+
+    def __init__(self, app: Any, port: int) -> None:
+        self.server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+        assert eventually(lambda: self.server.started, 10)
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(10)
+
+
+MODULE = """
+from dragoman import Engine
+
+class Shout(Engine):
+    def generate(self, request):
+        for word in request.last_user_text.upper().split():
+            yield word + " "
+"""
+
+
+def test_command_line(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(MODULE)
+    port = free_port()
+    command = [sys.executable, "-m", "dragoman", "serve", "--engine", "loud:Shout", "--port", str(port)]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DRAGOMAN")}
+    environ = kept | {"PYTHONPATH": str(SOURCE)}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "--alias", "gpt-*=shout"], cwd=tmp_path, env=environ, stderr=log)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            assert eventually(lambda: answers(client), 20), (tmp_path / "log").read_text()
+            response = client.post(CHAT, json={"model": "gpt-4o", "messages": HELLO, "stream": True})
+            assert streamed(response) == ["HELLO "]
+            assert client.get("/v1/models").json()["data"][0]["id"] == "shout"
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False

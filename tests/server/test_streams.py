@@ -1,0 +1,355 @@
+"""Streams as they are on the wire, frame by frame."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.talking import CHAT, COMPLETIONS, SMALLEST, ask, frames, talking, text_of
+from tests.serving import Running, serving
+
+ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+ROSES = "Roses are red, violets are blue."
+
+
+@pytest.fixture
+def client(scripted: Running) -> Iterator[httpx.Client]:
+    with talking(scripted) as made:
+        yield made
+
+
+def streamed(client: httpx.Client, path: str, /, **fields: Any) -> tuple[httpx.Response, list[Any]]:
+    response = ask(client, path, stream=True, **fields)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    return response, frames(response.text)
+
+
+def piece(choice: dict[str, Any]) -> str:
+    text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+    return text
+
+
+def texts(chunks: list[Any]) -> dict[int, str]:
+    """The text of every choice of a stream."""
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            found[choice["index"]] = found.get(choice["index"], "") + piece(choice)
+    return found
+
+
+def reasons(chunks: list[Any]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            found.setdefault(choice["index"], [])
+            if choice["finish_reason"]:
+                found[choice["index"]].append(choice["finish_reason"])
+    return found
+
+
+def test_frames_of_a_chat(client: httpx.Client) -> None:
+    before = int(time.time())
+    response, sent = streamed(client, CHAT)
+    created = sent[0]["created"]
+    assert before <= created <= time.time()
+
+    def chunk(delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+        return {
+            "id": response.headers["x-request-id"],
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": "echo",
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
+        }
+
+    assert sent == [
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"content": "hell"}),
+        chunk({"content": "o"}),
+        chunk({}, "stop"),
+        "[DONE]",
+    ]
+    assert response.headers["x-request-id"].startswith("chatcmpl-")
+
+
+def test_frames_of_a_completion(client: httpx.Client) -> None:
+    response, sent = streamed(client, COMPLETIONS)
+    stamp = {
+        "id": response.headers["x-request-id"],
+        "object": "text_completion",
+        "created": sent[0]["created"],
+        "model": "echo",
+    }
+
+    def chunk(text: str, finish: str | None = None) -> dict[str, Any]:
+        return {**stamp, "choices": [{"text": text, "index": 0, "logprobs": None, "finish_reason": finish}]}
+
+    assert sent == [chunk("hell"), chunk("o"), chunk("", "stop"), "[DONE]"]
+    assert response.headers["x-request-id"].startswith("cmpl-")
+
+
+USAGE = {
+    "prompt_tokens": 2,
+    "completion_tokens": 2,
+    "total_tokens": 4,
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
+
+
+@ROUTES
+def test_usage_comes_last_and_only_when_asked_for(client: httpx.Client, path: str) -> None:
+    _, plain = streamed(client, path)
+    *chunks, usage, done = streamed(client, path, stream_options={"include_usage": True})[1]
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"] == USAGE
+    assert usage["id"] == chunks[0]["id"]
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert len(plain) == len(chunks) + 1
+    assert all("usage" not in chunk for chunk in plain[:-1])
+    for options in (None, {}, {"include_usage": False}, {"include_usage": None}):
+        assert "usage" not in streamed(client, path, stream_options=options)[1][-2]
+
+
+@ROUTES
+def test_id_and_creation_are_those_of_the_stream(client: httpx.Client, path: str) -> None:
+    stamps = []
+    for _ in range(2):
+        response, sent = streamed(client, path, model="slow", max_tokens=12, n=2)
+        [stamp] = {(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in sent[:-1]}
+        assert stamp[0] == response.headers["x-request-id"]
+        stamps.append(stamp)
+    assert stamps[0][0] != stamps[1][0]
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "poet"},
+        {"model": "poet", "max_tokens": 3},
+        {"model": "poet", "max_tokens": 8},
+        {"model": "poet", "max_tokens": 9},
+        {"model": "poet", "n": 3},
+        {"model": "poet", "n": 2, "max_tokens": 1},
+        {"model": "poet", "stop": "violets"},
+        {"model": "poet", "stop": ["blue", "red, v", "red"]},
+        {"model": "poet", "stop": "."},
+        {"model": "poet", "stop": "R"},
+        {"model": "poet", "stop": "blue.!"},
+        {"model": "poet", "stop": "zebra", "max_tokens": 5},
+        {"model": "poet", "stop": "s", "n": 3},
+        {"model": "short"},
+        {"model": "crashing"},
+    ],
+    ids=lambda fields: json.dumps(fields),
+)
+def test_stream_equals_the_whole_reply(client: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+    if fields["model"] == "crashing":
+        fields = fields | {"max_tokens": 1}
+    whole = ask(client, path, **fields)
+    assert whole.status_code == 200, whole.text
+    choices = whole.json()["choices"]
+    *chunks, usage, _ = streamed(client, path, stream_options={"include_usage": True}, **fields)[1]
+    assert texts(chunks) == {choice["index"]: text_of(whole, at) for at, choice in enumerate(choices)}
+    assert reasons(chunks) == {choice["index"]: [choice["finish_reason"]] for choice in choices}
+    assert usage["usage"] == whole.json()["usage"]
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("violets", "Roses are red, "),
+        ("red, v", "Roses are "),
+        (["blue", "are"], "Roses "),
+        (["es are", "are"], "Ros"),
+        ("Roses", ""),
+        ("blue.", "Roses are red, violets are "),
+        ("blue. ", ROSES),
+    ],
+)
+def test_stop_string_is_cut_wherever_the_tokens_end(client: httpx.Client, path: str, stop: object, text: str) -> None:
+    response = ask(client, path, model="poet", stop=stop)
+    assert text_of(response) == text
+    assert response.json()["choices"][0]["finish_reason"] == "stop"
+    *chunks, _ = streamed(client, path, model="poet", stop=stop)[1]
+    assert texts(chunks) == {0: text}
+    assert reasons(chunks) == {0: ["stop"]}
+
+
+@ROUTES
+def test_length_is_told_against_the_limit_that_applied(client: httpx.Client, path: str) -> None:
+    def reason(**fields: Any) -> tuple[str, int]:
+        reply = ask(client, path, **fields).json()
+        return reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]
+
+    assert reason(model="poet", max_tokens=7) == ("length", 7)
+    assert reason(model="poet", max_tokens=8) == ("stop", 8)
+    # The script ends with the context: 20 tokens less those of the prompt.
+    long = "x" * 48
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": long}]} if path == CHAT else {"prompt": long}
+    assert reason(model="short", **fields) == ("length", 8)
+
+
+def test_newer_name_of_the_limit_wins(client: httpx.Client) -> None:
+    assert text_of(ask(client, CHAT, model="poet", max_completion_tokens=1, max_tokens=5)) == "Rose"
+
+
+@ROUTES
+def test_choices_are_interleaved(client: httpx.Client, path: str) -> None:
+    _, sent = streamed(client, path, model="slow", n=3, max_tokens=4)
+    order = [choice["index"] for chunk in sent[:-1] for choice in chunk["choices"]]
+    assert all(len(chunk["choices"]) == 1 for chunk in sent[:-1])
+    assert texts(sent[:-1]) == dict.fromkeys(range(3), "tick tick tick t")
+    assert reasons(sent[:-1]) == {index: ["length"] for index in range(3)}
+    firsts = [order.index(index) for index in range(3)]
+    lasts = [len(order) - 1 - order[::-1].index(index) for index in range(3)]
+    assert max(firsts) < min(lasts)
+
+
+@ROUTES
+def test_usage_of_several_choices_counts_the_prompt_once(client: httpx.Client, path: str) -> None:
+    usage = ask(client, path, n=4).json()["usage"]
+    assert usage == USAGE | {"completion_tokens": 8, "total_tokens": 10}
+    assert streamed(client, path, n=4, stream_options={"include_usage": True})[1][-2]["usage"] == usage
+
+
+def test_several_prompts_and_choices_in_order(client: httpx.Client) -> None:
+    fields: dict[str, Any] = {"prompt": ["first", "second", "third"], "n": 2}
+    reply = ask(client, COMPLETIONS, **fields).json()
+    expected = ["first", "first", "second", "second", "third", "third"]
+    assert [choice["text"] for choice in reply["choices"]] == expected
+    assert [choice["index"] for choice in reply["choices"]] == list(range(6))
+    # Each of the three prompts has two tokens, counted once.
+    assert reply["usage"]["prompt_tokens"] == 6
+    assert reply["usage"]["completion_tokens"] == 12
+    *chunks, usage, _ = streamed(client, COMPLETIONS, stream_options={"include_usage": True}, **fields)[1]
+    assert texts(chunks) == dict(enumerate(expected))
+    assert usage["usage"] == reply["usage"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompt": ["one", "two"], "n": 2}, {"max_tokens": 0}])
+def test_echo_begins_with_the_prompt(client: httpx.Client, fields: dict[str, Any]) -> None:
+    fields |= {"model": "poet", "echo": True}
+    prompts = fields.get("prompt", ["hello"])
+    reply = ROSES if "max_tokens" not in fields else ""
+    expected = [prompt + reply for prompt in prompts for _ in range(fields.get("n", 1))]
+    whole = ask(client, COMPLETIONS, **fields)
+    assert [choice["text"] for choice in whole.json()["choices"]] == expected
+    assert texts(streamed(client, COMPLETIONS, **fields)[1][:-1]) == dict(enumerate(expected))
+
+
+@ROUTES
+def test_late_failure_is_an_error_frame_and_no_end(client: httpx.Client, path: str) -> None:
+    _, sent = streamed(client, path, model="failing", stream_options={"include_usage": True})
+    *chunks, last = sent
+    assert texts(chunks) == {0: "one two "}
+    assert reasons(chunks) == {0: []}
+    assert list(last) == ["error"]
+    assert last["error"]["type"] == last["error"]["code"] == "inference_error"
+    assert list(last["error"]) == ["message", "type", "param", "code"]
+
+
+def test_failure_of_one_choice_ends_the_stream_once(client: httpx.Client) -> None:
+    _, sent = streamed(client, CHAT, model="failing", n=3)
+    assert [list(frame) for frame in sent].count(["error"]) == 1
+    assert "error" in sent[-1]
+
+
+@ROUTES
+def test_the_reply_names_the_model_that_answered(client: httpx.Client, path: str) -> None:
+    for asked, answered in [
+        ("gpt-4o", "poet"),
+        ("GPT-4o-mini", "poet"),
+        (" Poet ", "poet"),
+        ("ORG/Nested", "org/nested"),
+        ("", "echo"),
+        (None, "echo"),
+    ]:
+        assert ask(client, path, model=asked).json()["model"] == answered
+        assert {chunk["model"] for chunk in streamed(client, path, model=asked)[1][:-1]} == {answered}
+
+
+def test_text_beyond_ascii(client: httpx.Client) -> None:
+    text = 'naïve 😀 日本語 \x00 \\ " </script> \u2028'
+    messages = [{"role": "user", "content": text}]
+    assert text_of(ask(client, CHAT, messages=messages)) == text
+    assert texts(streamed(client, CHAT, messages=messages)[1][:-1]) == {0: text}
+    assert text_of(ask(client, CHAT, model="poet", messages=[{"role": "user", "content": "an emoji"}])) == "a 😀 b"
+
+
+def test_parts_of_a_message_are_one_text(client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    for role in ("user", "tool"):
+        messages = [{"role": "developer", "content": "be brief"}, {"role": role, "content": parts}]
+        assert text_of(ask(client, CHAT, messages=messages)) == "one two"
+
+
+@ROUTES
+def test_streams_leave_as_they_come(client: httpx.Client, path: str) -> None:
+    body = SMALLEST[path] | {"model": "slow", "max_tokens": 12, "stream": True}
+    with client.stream("POST", path, json=body) as response:
+        arrivals = [time.monotonic() for line in response.iter_lines() if line.startswith("data: {")]
+    # Twelve tokens, twenty a second.
+    assert arrivals[-1] - arrivals[0] > 0.4
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server that soon breaks a silence."""
+    config = {
+        "models": {
+            "slow-to-start": {"engine": "scripted", "prefill_seconds": 1.1},
+            "slow": {"engine": "scripted", "tokens_per_second": 1.2},
+            "failing": {"engine": "scripted", "prefill_seconds": 0.7, "fail_after": 0},
+            "fast": {"engine": "scripted", "tokens_per_second": 20},
+        },
+        "limits": {"keepalive_seconds": 0.3},
+    }
+    with serving(tmp_path_factory.mktemp("quiet"), config) as running:
+        yield running
+
+
+class TestKeepAlive:
+    @ROUTES
+    def test_before_the_first_token(self, quiet: Running, path: str) -> None:
+        begun = time.monotonic()
+        body = SMALLEST[path] | {"stream": True, "stream_options": {"include_usage": True}}
+        with talking(quiet) as client, client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200
+            assert time.monotonic() - begun < 0.9
+            text = response.read().decode()
+        comments = text[: text.index("data:")]
+        assert 2 <= comments.count(": keep-alive\n\n") <= 4
+        assert comments.replace(": keep-alive\n\n", "") == ""
+        sent = frames(text)
+        assert texts(sent[:-2]) == {0: "hello"}
+        assert sent[-1] == "[DONE]"
+        if path == CHAT:
+            assert sent[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+    def test_between_tokens(self, quiet: Running) -> None:
+        with talking(quiet) as client:
+            response, sent = streamed(client, CHAT, model="slow")
+        first, second = response.text.index('"hell"'), response.text.index('"o"')
+        assert 1 <= response.text[first:second].count(": keep-alive\n\n") <= 3
+        assert texts(sent[:-1]) == {0: "hello"}
+
+    def test_none_while_tokens_come(self, quiet: Running) -> None:
+        with talking(quiet) as client:
+            response, _ = streamed(client, COMPLETIONS, model="fast", prompt="hello " * 10)
+        assert ": keep-alive" not in response.text
+
+    def test_failure_after_the_headers_is_an_error_frame(self, quiet: Running) -> None:
+        with talking(quiet) as client:
+            *_, last = streamed(client, CHAT, model="failing")[1]
+            assert last["error"]["code"] == "inference_error"
+            assert ask(client, CHAT, model="failing").status_code == 500
