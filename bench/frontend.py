@@ -217,7 +217,7 @@ async def cpu_per_token(port: int, pid: int, tokens: int) -> list[tuple[int, flo
     return [(after, (cpu - before_cpu) / (after - before) * 1e6) for (before, before_cpu), (after, cpu) in pairs]
 
 
-async def lateness(port: int, streams: int, rate: float) -> list[float]:
+async def lateness(port: int, streams: int, rate: float, tokens: int) -> list[float]:
     """Seconds by which frames came after their time, of all streams."""
     loop = asyncio.get_running_loop()
     late: list[float] = []
@@ -229,7 +229,7 @@ async def lateness(port: int, streams: int, rate: float) -> list[float]:
             arrivals.append((frames, time.perf_counter()))
 
         stream = Stream(note)
-        stream.done.add_done_callback(lambda _: late.extend(_behind(arrivals, rate)))
+        stream.done.add_done_callback(lambda _: late.extend(_behind(arrivals, rate, tokens)))
         return stream
 
     opened = [(await loop.create_connection(follower, "127.0.0.1", port))[1] for _ in range(streams)]
@@ -237,9 +237,10 @@ async def lateness(port: int, streams: int, rate: float) -> list[float]:
     return late
 
 
-def _behind(arrivals: list[tuple[int, float]], rate: float) -> list[float]:
-    """Against the stream's own clock: its tokens are due at a fixed distance from each other."""
-    offsets = [at - frames / rate for frames, at in arrivals[:-1]]
+def _behind(arrivals: list[tuple[int, float]], rate: float, tokens: int) -> list[float]:
+    """Against the stream's own clock: its tokens are due at a fixed distance from each other. The first frame tells the
+    role and comes with the first token; what comes after the last token is not looked at."""
+    offsets = [at - frames / rate for frames, at in arrivals if 1 < frames <= tokens]
     start = min(offsets)
     return [offset - start for offset in offsets]
 
@@ -311,7 +312,7 @@ def main() -> None:
     streams, seconds = (200, 3) if quick else (1000, 10)
     with dragoman(replies=[{"output": "x" * CHUNK * 20 * seconds}], tokens_per_second=20) as (port, pid):
         begun = cpu_seconds(pid)
-        late = sorted(run(lateness(port, streams, 20)))
+        late = sorted(run(lateness(port, streams, 20, 20 * seconds)))
         busy = (cpu_seconds(pid) - begun) / seconds
     print(f"\n{streams} streams of 20 tokens/s for {seconds} s   (target: p99 below 50 ms)")
     print(f"  lateness p50 {late[len(late) // 2] * 1e3:.1f} ms, p99 {late[int(len(late) * 0.99)] * 1e3:.1f} ms")

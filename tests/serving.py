@@ -56,7 +56,10 @@ def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Ru
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--event-log", str(event_log), *flags], stdout=output, stderr=output, env=os.environ | _ENV
+            [*command, "--event-log", str(event_log), *flags],
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"PYTHONWARNINGS": "default"},
         )
     running = Running(port, process, log, event_log)
     try:
@@ -66,9 +69,6 @@ def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Ru
         if process.poll() is None:
             process.kill()
             process.wait()
-
-
-_ENV = {"PYTHONWARNINGS": "default", "PYTHONASYNCIODEBUG": "0"}
 
 
 def _wait_until_ready(running: Running) -> None:

@@ -10,7 +10,6 @@ Rules
 
 import asyncio
 import fnmatch
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -23,8 +22,6 @@ from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, ModelFailed, ModelLoading, ModelNotFound
 from dragoman.worker.parent import WorkerEngine, options_of
-
-log = logging.getLogger("dragoman.catalog")
 
 State = Literal["cold", "loading", "ready", "failed"]
 
@@ -66,8 +63,7 @@ class Host:
             await engine.start()
         except ConfigError as error:
             self.failure = str(error)
-            log.error("%s", error)
-            # The words are for the operator: they name files.
+            # The words are for the operator, since they name files.
             raise ModelFailed("the model could not be loaded; the server's log says why", retry_after=10) from error
         except Exception as error:
             self.failure = str(error) or type(error).__name__

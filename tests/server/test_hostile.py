@@ -80,6 +80,9 @@ WRONG_FIELDS: list[tuple[str, str, str]] = [
     ("n", "-1", "n"),
     ("n", "129", "n"),
     ("n", "1000000000", "n"),
+    ("n", "9" * 4300, "n"),
+    ("max_tokens", "18446744073709551616", "max_tokens"),
+    ("max_tokens", "1e300", "max_tokens"),
     ("n", "1.5", "n"),
     ("n", "true", "n"),
     ("n", '"2"', "n"),
@@ -292,3 +295,8 @@ def test_many_unknown_fields_make_no_endless_header(client: httpx.Client, path: 
     response = ask(client, path, **{f"field_{at}": at for at in range(10_000)})
     assert response.is_success
     assert len(response.headers["x-dragoman-ignored"]) < 2000
+
+
+def test_choices_beyond_counting(client: httpx.Client) -> None:
+    body = b'{"prompt": ["a","a","a","a","a","a","a","a","a","a","a"], "n": 1%s}' % (b"0" * 4299)
+    refused(client.post(COMPLETIONS, content=body, headers=JSON_BODY), 400, param="n")

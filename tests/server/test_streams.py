@@ -311,8 +311,14 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "slow": {"engine": "scripted", "tokens_per_second": 1.2},
             "failing": {"engine": "scripted", "prefill_seconds": 0.7, "fail_after": 0},
             "fast": {"engine": "scripted", "tokens_per_second": 20},
+            "narrow": {
+                "engine": "scripted",
+                "slots": 1,
+                "replies": [{"output": "tick" * 100}],
+                "tokens_per_second": 20,
+            },
         },
-        "limits": {"keepalive_seconds": 0.3},
+        "limits": {"keepalive_seconds": 0.3, "queue_seconds": 1},
     }
     with serving(tmp_path_factory.mktemp("quiet"), config) as running:
         yield running
@@ -353,3 +359,13 @@ class TestKeepAlive:
             *_, last = streamed(client, CHAT, model="failing")[1]
             assert last["error"]["code"] == "inference_error"
             assert ask(client, CHAT, model="failing").status_code == 500
+
+    def test_in_the_queue_and_its_end_is_an_error_frame(self, quiet: Running) -> None:
+        body = SMALLEST[CHAT] | {"model": "narrow", "stream": True}
+        with talking(quiet) as client, client.stream("POST", CHAT, json=body) as first:
+            assert first.status_code == 200
+            with client.stream("POST", CHAT, json=body) as second:
+                assert second.status_code == 200
+                text = second.read().decode()
+        assert text.startswith(": keep-alive\n\n")
+        assert [frame["error"]["code"] for frame in frames(text)] == ["overloaded"]

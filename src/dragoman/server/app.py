@@ -56,6 +56,7 @@ class App:
         self.watch = Watch(settings.limits)
         self.log = EventLog(settings.event_log)
         self.created = int(time.time())
+        self._started = False
         self._keys = Keys(settings.api_keys)
         self._hosts = None if settings.hosts is None else frozenset(name.lower().encode() for name in settings.hosts)
 
@@ -72,6 +73,8 @@ class App:
             await send({"type": "websocket.close"})
 
     async def _http(self, exchange: Exchange) -> None:
+        if not self._started:
+            self.start()
         self.watch.add(exchange)
         try:
             await self._dispatch(exchange)
@@ -116,6 +119,8 @@ class App:
         await send({"type": "lifespan.shutdown.complete"})
 
     def start(self) -> None:
+        """Called by the lifespan; an app that is mounted into another has none, and starts with its first request."""
+        self._started = True
         self.log.start([model.name for model in self.catalog.models.values()])
 
     async def stop(self) -> None:

@@ -17,7 +17,15 @@ from typing import Any
 import msgspec
 
 from dragoman.config import Limits
-from dragoman.errors import BadRequest, DragomanError, EngineFailed, RequestTimeout, TooLarge, UnsupportedMedia
+from dragoman.errors import (
+    BadRequest,
+    ConfigError,
+    DragomanError,
+    EngineFailed,
+    RequestTimeout,
+    TooLarge,
+    UnsupportedMedia,
+)
 from dragoman.telemetry import RequestRecord
 
 Scope = MutableMapping[str, Any]
@@ -123,6 +131,8 @@ class Exchange:
         if not isinstance(error, DragomanError):
             log.error("request %s failed", self.record.id, exc_info=error)
             error = EngineFailed("an internal error; the server's log says more")
+        elif isinstance(error.__cause__, ConfigError):
+            log.error("request %s: model %s: %s", self.record.id, self.record.model, error.__cause__)
         self.record.error = error.code
         return error
 

@@ -2,7 +2,7 @@
 
 Rules
 1. The status goes out with the first event that says something, so that what fails before has a status of its own;
-   after a long silence a stream begins without waiting for it.
+   after a long silence, in the queue too, a stream begins without waiting for it.
 2. A failure after that is the protocol's error frame, and the stream ends without its normal end.
 3. Whatever is ready leaves in one write.
 """
@@ -11,17 +11,19 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dragoman.catalog import Model
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
 from dragoman.generate import check, check_limits, generate
-from dragoman.protocols import Protocol
+from dragoman.protocols import Encoder, Protocol
 from dragoman.reply import Batch, Collector
 from dragoman.server.exchange import Exchange
 
@@ -35,6 +37,10 @@ LONGEST_LIST = 1000
 """Characters of a header that lists names."""
 
 
+Respond = Callable[[Exchange, GenerationRequest, AsyncIterator[Batch]], Awaitable[None]]
+"""Sends the reply that the batches make."""
+
+
 def new_id(prefix: str) -> str:
     return prefix + os.urandom(12).hex()
 
@@ -42,28 +48,40 @@ def new_id(prefix: str) -> str:
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
     body = await exchange.body(app.settings.limits)
     decoded = await asyncio.to_thread(protocol.decode, body) if len(body) > LARGE_BODY else protocol.decode(body)
-    await _generate(app, exchange, protocol, decoded)
-
-
-async def _generate(app: "App", exchange: Exchange, protocol: Protocol, decoded: GenerationRequest) -> None:
-    record, limits = exchange.record, app.settings.limits
     model = app.catalog.resolve(decoded.model)
+    record = exchange.record
     record.model = model.name
     request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
+    if not request.delivery.stream:
+        await _generate(app, exchange, model, request, partial(_whole, protocol=protocol))
+        return
+    exchange.streaming = True
+    encoder = protocol.encoder(request, int(time.time()))
+    try:
+        await _generate(app, exchange, model, request, partial(_stream, encoder=encoder))
+    except (Exception, asyncio.CancelledError) as error:
+        failure = exchange.why_cancelled() if isinstance(error, asyncio.CancelledError) else error
+        if failure is None:
+            raise
+        if not exchange.begun:
+            raise failure from None
+        await exchange.end(encoder.fail(exchange.told(failure)))
+
+
+async def _generate(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, respond: Respond) -> None:
+    host, limits = model.host, app.settings.limits
     check_limits(request, limits.choices, limits.stop_strings)
-    engine = await model.host.ready()
-    ignored = check(request, model.host.supports, app.is_strict(exchange))
+    engine = await host.ready()
+    ignored = check(request, host.supports, app.is_strict(exchange))
     if ignored:
         exchange.extra_headers.append((b"x-dragoman-ignored", _listed(ignored)))
-    admission = model.host.admission
-    await admission.enter(record.principal)
+    await host.admission.enter(request.principal)
     try:
         exchange.expect(limits.stall_seconds, _silent_engine)
         async with aclosing(generate(engine, request)) as batches:
-            respond = _stream if request.delivery.stream else _whole
-            await respond(exchange, protocol, request, batches)
+            await respond(exchange, request, batches)
     finally:
-        admission.leave()
+        host.admission.leave()
 
 
 def _silent_engine(seconds: float) -> DragomanError:
@@ -78,13 +96,29 @@ def _listed(params: Sequence[str]) -> bytes:
 
 
 async def _whole(
-    exchange: Exchange, protocol: Protocol, request: GenerationRequest, batches: AsyncGenerator[Batch, None]
+    exchange: Exchange, request: GenerationRequest, batches: AsyncIterator[Batch], protocol: Protocol
 ) -> None:
     collector = Collector()
     async for choice, events in batches:
         _note(exchange, events)
         collector.add(choice, events)
     await exchange.reply_json(protocol.encode_reply(request, int(time.time()), collector.reply()))
+
+
+async def _stream(
+    exchange: Exchange, request: GenerationRequest, batches: AsyncIterator[Batch], encoder: Encoder
+) -> None:
+    held = b""
+    async for choice, events in batches:
+        _note(exchange, events)
+        frames = encoder.feed(choice, events)
+        if not exchange.begun and all(type(event) is Started for event in events):
+            held += frames
+            continue
+        frames, held = held + frames, b""
+        if frames and not exchange.write_now(frames):
+            await exchange.write(frames)
+    await exchange.end(encoder.end())
 
 
 def _note(exchange: Exchange, events: Sequence[Event]) -> None:
@@ -97,28 +131,3 @@ def _note(exchange: Exchange, events: Sequence[Event]) -> None:
         record.finish = last.reason
         if last.usage is not None:
             record.count(last.usage)
-
-
-async def _stream(
-    exchange: Exchange, protocol: Protocol, request: GenerationRequest, batches: AsyncGenerator[Batch, None]
-) -> None:
-    encoder = protocol.encoder(request, int(time.time()))
-    exchange.streaming = True
-    held = b""
-    try:
-        async for choice, events in batches:
-            _note(exchange, events)
-            frames = encoder.feed(choice, events)
-            if not exchange.begun and all(type(event) is Started for event in events):
-                held += frames
-                continue
-            frames, held = held + frames, b""
-            if frames and not exchange.write_now(frames):
-                await exchange.write(frames)
-    except (Exception, asyncio.CancelledError) as error:
-        failure = exchange.why_cancelled() if isinstance(error, asyncio.CancelledError) else error
-        if failure is None or not exchange.begun:
-            raise
-        await exchange.end(encoder.fail(exchange.told(failure)))
-        return
-    await exchange.end(encoder.end())
