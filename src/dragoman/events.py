@@ -27,7 +27,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Usage(msgspec.Struct, frozen=True, array_like=True):
     """Tokens as the engine counts them. `cached` is a part of `prompt`, `reasoning` a part of `completion`.
 
-    Several choices of one prompt share it: only the first of them counts its tokens.
+    Several choices of one prompt share it: only the first of them to start counts its tokens.
     """
 
     prompt: int = 0

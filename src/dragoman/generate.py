@@ -125,12 +125,15 @@ async def _side_by_side(
 ) -> AsyncGenerator[Batch, None]:
     """All choices at once, their batches as they come. The first failure ends them all."""
     queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(maxsize=2 * len(requests))
+    counting: dict[int, int] = {}
 
     async def follow(batches: AsyncGenerator[Batch, None]) -> None:
         try:
             async with aclosing(batches):
                 async for index, events in batches:
-                    await queue.put((index, _share(events) if index % per_prompt else events))
+                    # The first to start is the one that took the prompt in, if the others shared its work.
+                    first = counting.setdefault(index // per_prompt, index)
+                    await queue.put((index, events if index == first else _share(events)))
             await queue.put(None)
         except Exception as error:  # noqa: BLE001 (the reader below raises it)
             await queue.put(error)
@@ -153,7 +156,7 @@ async def _side_by_side(
 
 
 def _share(events: Sequence[Event]) -> Sequence[Event]:
-    """The events of a further choice of a prompt, whose tokens the first choice has counted."""
+    """The events of a further choice of a prompt, whose tokens another choice counts."""
     last = events[-1]
     if not isinstance(last, Finished):
         return events
