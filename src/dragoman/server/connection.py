@@ -48,12 +48,10 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
-            if self._head_timer is None:
-                self._await_head()
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.limits.header_bytes:
-            self._refuse(self._too_large())
+        if self._in_head and self._head_bytes:
+            self._await_rest_of_head()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -86,6 +84,12 @@ class _Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head = True
         self._head_bytes = 0
+
+    def _await_rest_of_head(self) -> None:
+        if self._head_bytes > self.limits.header_bytes:
+            self._refuse(self._too_large())
+        elif self._head_timer is None:
+            self._await_head()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.limits.body_seconds, self._give_up_on_head)
