@@ -3,7 +3,8 @@
     python -m bench.frontend [--quick]
 
 Dragoman with the scripted engine and the whole pipeline in place, side by side with a FastAPI + pydantic server of the
-same route (bench/peer.py), once on plain uvicorn and once on uvicorn with uvloop and httptools. Figures are per second
+same route (bench/peer.py), once on plain uvicorn and once on uvicorn with uvloop and httptools, and with an ASGI app
+that only sends ready-made bytes (bench/ceiling.py): no server on uvicorn can be faster. Figures are per second
 of CPU time that the server used, so that what else the machine does matters little; once of all its CPU time, once of
 what it spent in user space, without the kernel's work of sending, which no server can avoid. Server and load generator
 each have a core of their own where there are two. Rounds alternate; medians are shown.
@@ -32,7 +33,11 @@ import uvloop
 STREAMS = 100
 CHUNK = 4
 SHORT = "Paris is."
-PEERS = {"FastAPI, plain uvicorn": ("asyncio", "h11"), "FastAPI, uvicorn[standard]": ("uvloop", "httptools")}
+PEERS = {
+    "FastAPI, plain uvicorn": ("bench.peer", "asyncio", "h11"),
+    "FastAPI, uvicorn[standard]": ("bench.peer", "uvloop", "httptools"),
+    "ready-made bytes": ("bench.ceiling", "uvloop", "httptools"),
+}
 OURS = "Dragoman"
 
 
@@ -84,9 +89,9 @@ def dragoman(**options: Any) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def peer(text: str, burst: int, loop: str, http: str) -> Iterator[tuple[int, int]]:
+def peer(text: str, burst: int, module: str, loop: str, http: str) -> Iterator[tuple[int, int]]:
     port = free_port()
-    command = [sys.executable, "-m", "bench.peer", str(port), text, str(burst), loop, http]
+    command = [sys.executable, "-m", module, str(port), text, str(burst), loop, http]
     with process(command, port) as pid:
         yield port, pid
 
@@ -271,8 +276,8 @@ def side_by_side(rounds: int, measure: Callable[[int, int], Any], text: str, bur
     for _ in range(rounds):
         with dragoman(replies=[{"output": text}], burst=burst) as (port, pid):
             results[OURS].append(run(measure(port, pid)))
-        for name, (loop, http) in PEERS.items():
-            with peer(text, burst, loop, http) as (port, pid):
+        for name, how in PEERS.items():
+            with peer(text, burst, *how) as (port, pid):
                 results[name].append(run(measure(port, pid)))
     return {name: Speed(*map(statistics.median, zip(*figures, strict=True))) for name, figures in results.items()}
 

@@ -25,7 +25,7 @@ _ERROR = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 def parse(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode()
-        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
+        parsed = _decoder.decode(text)
     except UnicodeDecodeError:
         raise BadRequest("the body is not valid UTF-8") from None
     except RecursionError:
@@ -67,6 +67,9 @@ def _number(digits: str) -> int | float:
     if math.isinf(value):
         raise ValueError("a number is too large")
     return int(value) if value.is_integer() else value
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
 
 
 def _check_depth(root: object) -> None:
