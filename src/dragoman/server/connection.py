@@ -64,7 +64,9 @@ class _Connection(HttpToolsProtocol):
             raise httptools.HttpParserError
         self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]
         super().on_headers_complete()
-        self.cycle.transport = cast("asyncio.Transport", _HeadHeldBack(self.transport))
+        if self.scope["method"] != "HEAD":
+            # The response to HEAD has no body to wait for.
+            self.cycle.transport = cast("asyncio.Transport", _HeadHeldBack(self.transport))
 
     def write_directly(self, scope: Scope, data: bytes) -> bool:
         """A piece of the response that is being streamed for this scope, if it can be written at once."""
