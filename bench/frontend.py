@@ -61,16 +61,23 @@ def pinned(core: int) -> Callable[[], None] | None:
 def process(command: list[str], port: int) -> Iterator[int]:
     child = subprocess.Popen(command, preexec_fn=pinned(0), stderr=subprocess.DEVNULL)
     try:
-        for _ in range(200):
-            try:
-                urlopen(f"http://127.0.0.1:{port}/ready", timeout=1).close()
-                break
-            except (URLError, OSError):
-                time.sleep(0.1)
+        _wait_until_ready(child, port)
         yield child.pid
     finally:
         child.terminate()
         child.wait(10)
+
+
+def _wait_until_ready(child: subprocess.Popen[bytes], port: int) -> None:
+    for _ in range(200):
+        try:
+            urlopen(f"http://127.0.0.1:{port}/ready", timeout=1).close()
+            return
+        except (URLError, OSError):
+            time.sleep(0.1)
+        if child.poll() is not None:
+            break
+    raise SystemExit(f"the server on port {port} did not start: {child.args!r}")
 
 
 @contextmanager
@@ -138,7 +145,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         data = self.tail + data
         self.tail = data[-5:]
-        self.frames += data.count(b"data: ") - self.tail.count(b"data: ")
+        self.frames += data.count(b"data: ")
         if self.note is not None:
             self.note(self.frames)
         if b"[DONE]" in data:
@@ -183,6 +190,10 @@ class Caller(asyncio.Protocol):
         else:
             self.transport.close()
             self.done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError("the connection broke off"))
 
 
 async def requests_per_second(port: int, pid: int, connections: int, calls: int) -> Speed:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
+from dragoman.admission import Admission, Slots
 from dragoman.conversation import Asked, GenerationRequest, Message, Sampling, Text
 from dragoman.engines.interface import Engine, Output
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
@@ -16,11 +17,21 @@ from dragoman.events import Finished, Started, TextDelta, Usage
 from dragoman.generate import check, check_limits, generate
 from dragoman.reply import Reply, collect
 
+NO_LIMIT = Slots(Admission(None, 0, 1), "somebody")
 CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
 
 
+async def whole(engine: Engine, request: GenerationRequest, admission: Admission | None = None) -> Reply:
+    slots = Slots(admission or Admission(None, 0, 1), "somebody")
+    await slots.first()
+    try:
+        return await collect(generate(engine, request, slots), lambda _: None)
+    finally:
+        slots.close()
+
+
 def reply(engine: Engine, request: GenerationRequest) -> Reply:
-    return asyncio.run(collect(generate(engine, request)))
+    return asyncio.run(whole(engine, request))
 
 
 class Shout(Engine):
@@ -95,6 +106,29 @@ def test_choices_are_generations_of_their_own() -> None:
     assert told.usage == Usage(prompt=6, completion=4)  # each prompt once
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_choices_take_slots(slots: int) -> None:
+    running, most = 0, 0
+
+    class Counting(Engine):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.01)
+            yield "x"
+            running -= 1
+
+    async def scenario() -> None:
+        admission = Admission(slots, 0, 0.001)
+        told = await whole(Counting(), msgspec.structs.replace(CHAT, choices=5), admission)
+        assert len(told.choices) == 5
+        assert admission.running == admission.waiting == 0
+
+    asyncio.run(scenario())
+    assert most == slots
+
+
 def test_one_choice_that_fails_ends_the_others() -> None:
     ended = []
 
@@ -158,7 +192,7 @@ def test_closing_the_stream_stops_the_engine(asynchronous: bool) -> None:
                 closed.set()
 
     async def scenario() -> None:
-        stream = generate(AsyncCounting() if asynchronous else Counting(), CHAT)
+        stream = generate(AsyncCounting() if asynchronous else Counting(), CHAT, NO_LIMIT)
         await anext(stream)
         await stream.aclose()
 
@@ -179,7 +213,7 @@ def test_a_fast_generator_waits_for_a_slow_reader() -> None:
                 yield "x"
 
     async def scenario() -> None:
-        stream = generate(Fast(), CHAT)
+        stream = generate(Fast(), CHAT, NO_LIMIT)
         await anext(stream)
         await asyncio.sleep(0.1)
         assert made[0] < 2000

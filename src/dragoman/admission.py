@@ -5,6 +5,8 @@ Rules
 2. At most `queue` wait. One more is told so at once, with a time after which to try again.
 3. Nobody waits longer than `seconds`.
 4. Principals take turns for a free slot; of one principal's requests the oldest comes first.
+5. Every choice of a request takes a slot. Only the first is subject to rules 2 and 3: the others belong to a request
+   that has been let in.
 """
 
 import asyncio
@@ -22,12 +24,14 @@ class Admission:
         self.running = 0
         self.waiting = 0
 
-    async def enter(self, principal: str) -> None:
-        """Return when a slot is granted; who has entered must `leave`."""
-        if self._slots is None or (self.running < self._slots and not self.waiting):
+    async def enter(self, principal: str, patient: bool = False) -> None:
+        """Return when a slot is granted; who has entered must `leave`. One who is patient waits as long as it takes."""
+        if self._slots is None or (self.running < self._slots and not self._lines):
             self.running += 1
+        elif not patient and self.waiting >= self._queue:
+            raise QueueFull(f"the queue of this model is full ({self._queue} requests wait); try again later")
         else:
-            await self._wait(principal)
+            await self._wait(principal, None if patient else self._seconds)
 
     def leave(self) -> None:
         """The slot goes to the next in line, if there is one; `running` counts it all the while."""
@@ -43,14 +47,12 @@ class Admission:
                 return
         self.running -= 1
 
-    async def _wait(self, principal: str) -> None:
-        if self.waiting >= self._queue:
-            raise QueueFull(f"the queue of this model is full ({self._queue} requests wait); try again later")
+    async def _wait(self, principal: str, seconds: float | None) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(principal, deque()).append(turn)
         self.waiting += 1
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(seconds):
                 await turn
         except (asyncio.CancelledError, TimeoutError) as error:
             if turn.done() and not turn.cancelled():
@@ -59,7 +61,7 @@ class Admission:
             else:
                 self._give_up(principal, turn)
             if isinstance(error, TimeoutError):
-                raise QueueFull(f"no slot became free within {self._seconds:g} s; try again later") from None
+                raise QueueFull(f"no slot became free within {seconds:g} s; try again later") from None
             raise
 
     def _give_up(self, principal: str, turn: asyncio.Future[None]) -> None:
@@ -69,3 +71,28 @@ class Admission:
             line.remove(turn)
             if not line:
                 del self._lines[principal]
+
+
+class Slots:
+    """The slots that one request holds: one for each of its choices that is running."""
+
+    def __init__(self, admission: Admission, principal: str) -> None:
+        self._admission = admission
+        self._principal = principal
+        self._held = 0
+
+    async def first(self) -> None:
+        await self._admission.enter(self._principal)
+        self._held += 1
+
+    async def another(self) -> None:
+        await self._admission.enter(self._principal, patient=True)
+        self._held += 1
+
+    def give_back(self) -> None:
+        self._held -= 1
+        self._admission.leave()
+
+    def close(self) -> None:
+        while self._held:
+            self.give_back()

@@ -58,16 +58,18 @@ class Host:
             raise ModelLoading("the model is still being loaded; try again later", retry_after=5) from None
 
     async def _start(self) -> Engine:
+        engine = None
         try:
             engine = await self._make()
             await engine.start()
-        except ConfigError as error:
-            self.failure = str(error)
-            # The words are for the operator, since they name files.
-            raise ModelFailed("the model could not be loaded; the server's log says why", retry_after=10) from error
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if engine is not None:
+                await engine.stop()
+            if isinstance(error, asyncio.CancelledError):
+                raise
             self.failure = str(error) or type(error).__name__
-            raise
+            # The words are for the operator: they may name files. Who tells the caller tells the log.
+            raise ModelFailed("the model could not be loaded; the server's log says why", retry_after=10) from error
         finally:
             self._load = None
         self.failure = None
@@ -79,6 +81,7 @@ class Host:
     async def stop(self) -> None:
         if self._load is not None:
             self._load.cancel()
+            await asyncio.wait([self._load])
         if self.engine is not None:
             await self.engine.stop()
 

@@ -118,18 +118,19 @@ def load_settings(
 
 
 def _check_names(settings: Settings, offered: Sequence[str], flags: Flags, file: "_File") -> None:
-    """Aliases and the default name models that there are."""
+    """Aliases and the default name models that there are. Upper and lower case are the same here."""
     names = [*(model.name for model in settings.models), *offered]
+    known = {name.lower() for name in names}
     models = f"models: {', '.join(names)}"
     by_flag = dict(map(_alias_flag, flags.aliases))
     for pattern, name in settings.aliases.items():
-        if name in names and pattern not in names:
+        if name.lower() in known and pattern.lower() not in known:
             continue
-        wrong = "a model has this name already" if name in names else f"no model is called {name!r}; {models}"
+        wrong = "a model has this name already" if name.lower() in known else f"no model is called {name!r}; {models}"
         if pattern in by_flag:
             raise ConfigError(f"--alias {pattern}={name}: {wrong}")
         raise file.error(f"aliases.{pattern}", wrong)
-    if settings.default is not None and settings.default not in names:
+    if settings.default is not None and settings.default.lower() not in known:
         wrong = f"no model is called {settings.default!r}; {models}"
         raise ConfigError(f"--default: {wrong}") if flags.default else file.error("default", wrong)
 

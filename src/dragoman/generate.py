@@ -4,7 +4,7 @@
 
 Rules
 1. The only list of stages is here.
-2. Every choice is a generation of its own; an engine sees one prompt and one choice.
+2. Every choice is a generation of its own, with a slot of its own; an engine sees one prompt and one choice.
 3. Closing the iterator closes the engine's iterator, at once and for all choices.
 """
 
@@ -14,6 +14,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from dragoman.admission import Slots
 from dragoman.conversation import GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import run
@@ -25,11 +26,11 @@ from dragoman.stages.limit import Limit
 from dragoman.stages.stop import Stop
 from dragoman.stages.tally import Tally
 
-OURS = frozenset({"max_tokens", "stop", "choices", "echo", "stream"})
+OURS = frozenset({"stop", "choices", "best_of"})
 """Features that work with every engine because the server provides them."""
 
 ESSENTIAL = frozenset(
-    {"chat", "completion", "token_prompt", "infill", "images", "audio", "files", "tools", "constraint", "best_of"}
+    {"chat", "completion", "token_prompt", "infill", "images", "audio", "files", "tools", "constraint"}
 )
 """Features without which a reply would not be an answer to what was asked."""
 
@@ -66,11 +67,12 @@ def _param(request: GenerationRequest, *features: str) -> str | None:
     return next((params[feature] for feature in features if feature in params), None)
 
 
-def generate(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Batch, None]:
+def generate(engine: Engine, request: GenerationRequest, slots: Slots) -> AsyncGenerator[Batch, None]:
+    """The batches of all choices. The caller holds the first slot; further choices wait for their own."""
     requests = _single(request)
     if len(requests) == 1:
         return _choice(engine, requests[0], 0)
-    return _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)))
+    return _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)), slots)
 
 
 def _single(request: GenerationRequest) -> list[GenerationRequest]:
@@ -121,24 +123,15 @@ def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
 
 
 async def _side_by_side(
-    engine: Engine, requests: Sequence[GenerationRequest], per_prompt: int
+    engine: Engine, requests: Sequence[GenerationRequest], per_prompt: int, slots: Slots
 ) -> AsyncGenerator[Batch, None]:
-    """All choices at once, their batches as they come. The first failure ends them all."""
+    """All choices as slots allow, their batches as they come. The first failure ends them all."""
     queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(maxsize=2 * len(requests))
+    tasks = [
+        asyncio.create_task(_follow(_choice(engine, request, at), slots, queue, is_first=at == 0))
+        for at, request in enumerate(requests)
+    ]
     counting: dict[int, int] = {}
-
-    async def follow(batches: AsyncGenerator[Batch, None]) -> None:
-        try:
-            async with aclosing(batches):
-                async for index, events in batches:
-                    # The first to start is the one that took the prompt in, if the others shared its work.
-                    first = counting.setdefault(index // per_prompt, index)
-                    await queue.put((index, events if index == first else _share(events)))
-            await queue.put(None)
-        except Exception as error:  # noqa: BLE001 (the reader below raises it)
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(follow(_choice(engine, request, at))) for at, request in enumerate(requests)]
     try:
         running = len(tasks)
         while running:
@@ -147,15 +140,35 @@ async def _side_by_side(
                 raise item
             if item is None:
                 running -= 1
-            else:
-                yield item
+                continue
+            index, events = item
+            # The first to start is the one that took the prompt in, if the others shared its work.
+            first = counting.setdefault(index // per_prompt, index)
+            yield index, events if index == first else _without_prompt(events)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _share(events: Sequence[Event]) -> Sequence[Event]:
+async def _follow(
+    batches: AsyncGenerator[Batch, None], slots: Slots, queue: asyncio.Queue[Batch | Exception | None], is_first: bool
+) -> None:
+    """One choice from its slot to its end; None says that it has ended, an error that it failed."""
+    if not is_first:
+        await slots.another()
+    try:
+        async with aclosing(batches):
+            async for batch in batches:
+                await queue.put(batch)
+        await queue.put(None)
+    except Exception as error:  # noqa: BLE001 (the reader of the queue raises it)
+        await queue.put(error)
+    finally:
+        slots.give_back()
+
+
+def _without_prompt(events: Sequence[Event]) -> Sequence[Event]:
     """The events of a further choice of a prompt, whose tokens another choice counts."""
     last = events[-1]
     if not isinstance(last, Finished):

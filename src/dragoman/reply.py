@@ -1,6 +1,6 @@
 """The collected stream: the only non-streaming path."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
@@ -129,24 +129,15 @@ class _Draft:
         )
 
 
-class Collector:
-    def __init__(self) -> None:
-        self._drafts: dict[int, _Draft] = {}
-
-    def add(self, index: int, events: Sequence[Event]) -> None:
-        draft = self._drafts.get(index)
+async def collect(batches: AsyncIterator[Batch], heard: Callable[[Sequence[Event]], None]) -> Reply:
+    """The whole reply; `heard` is told of the events of each batch as it comes."""
+    drafts: dict[int, _Draft] = {}
+    async for index, events in batches:
+        heard(events)
+        draft = drafts.get(index)
         if draft is None:
-            draft = self._drafts[index] = _Draft()
+            draft = drafts[index] = _Draft()
         for event in events:
             draft.add(event)
-
-    def reply(self) -> Reply:
-        choices = tuple(self._drafts[index].choice(index) for index in sorted(self._drafts))
-        return Reply(choices, total_usage(choice.usage for choice in choices))
-
-
-async def collect(batches: AsyncIterator[Batch]) -> Reply:
-    collector = Collector()
-    async for index, events in batches:
-        collector.add(index, events)
-    return collector.reply()
+    choices = tuple(drafts[index].choice(index) for index in sorted(drafts))
+    return Reply(choices, total_usage(choice.usage for choice in choices))

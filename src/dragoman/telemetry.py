@@ -7,6 +7,7 @@
 The id of a request is the id of its response and its `x-request-id` header. No prompt and no reply is ever written.
 """
 
+import logging
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from dragoman.errors import ConfigError
 from dragoman.events import Usage
 
 SCHEMA = 1
+log = logging.getLogger("dragoman.telemetry")
 
 
 class RequestRecord(msgspec.Struct, omit_defaults=True):
@@ -82,8 +84,15 @@ class EventLog:
             self._file = None
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(msgspec.json.encode({"event": event, "time": time.time(), **fields}) + b"\n")
+        except OSError as error:
+            # Requests are more important than their record.
+            log.error("the event log cannot be written any more: %s", error.strerror)
+            self._file.close()
+            self._file = None
 
 
 def _open(path: str) -> BinaryIO:

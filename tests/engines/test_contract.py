@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.test_generate import whole
 
 from dragoman.conversation import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.interface import Engine, ModelInfo, Output
@@ -14,8 +15,7 @@ from dragoman.engines.run import call, run
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
-from dragoman.generate import generate
-from dragoman.reply import Choice, collect
+from dragoman.reply import Choice
 from dragoman.worker.parent import WorkerEngine, options_of
 
 FEATURES = {
@@ -141,7 +141,7 @@ async def events(engine: Engine, request: GenerationRequest) -> list[Event]:
 
 
 async def choice(engine: Engine, request: GenerationRequest) -> Choice:
-    return (await collect(generate(engine, request))).choices[0]
+    return (await whole(engine, request)).choices[0]
 
 
 def deltas(said: Sequence[Event]) -> list[TextDelta]:

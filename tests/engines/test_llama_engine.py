@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from dragoman.conversation import GenerationRequest, Logprobs, Message, Sampling, Text
+from dragoman.engines.llama import engine as engine_module
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
 from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineFailed, UnsupportedParameter
 from dragoman.events import Finished, Started, TextDelta, TokenLogprob, Usage
@@ -329,6 +330,45 @@ def test_what_a_request_may_not_say(with_engine: Run) -> None:
     with_engine(test)
 
 
+@pytest.mark.parametrize(
+    ("request_of", "param"),
+    [
+        (lambda text: completion(text), "prompt"),
+        (lambda text: chat(text), "messages"),
+        (lambda text: completion("x", suffix=text), "prompt"),
+    ],
+    ids=["completion", "chat", "infill"],
+)
+def test_a_hopeless_prompt_is_refused_unread(
+    with_engine: Run, request_of: Callable[[str], GenerationRequest], param: str
+) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.loaded is not None
+        model = engine.loaded.model
+        model.infill = (14, 15, 16)
+        read: list[int] = []
+        tokenize = model.tokenize
+
+        def noting(text: str, special: bool) -> list[int]:
+            read.append(len(text))
+            return tokenize(text, special)
+
+        model.tokenize = noting  # type: ignore[method-assign]
+        hopeless = request_of("1" * (64 * model.longest_piece + 1))
+        with pytest.raises(ContextTooLong, match=r"maximum context length is 64 tokens, but .* more than 64") as caught:
+            await collect(engine, hopeless)
+        assert caught.value.param == param
+        assert not read
+        with pytest.raises(ContextTooLong, match=r"but the prompt has [0-9]"):
+            await collect(engine, request_of("1 " * 64))
+        longest = max(range(model.vocab_size), key=lambda token: len(model.pieces[token]))
+        text = model.pieces[longest].decode() * 20
+        assert len(await engine.tokenize(text, True)) < 40
+        assert (await collect(engine, completion(text, max_tokens=1))).finished
+
+    with_engine(test, slots=1, context=64)
+
+
 def test_control_tokens_come_only_where_they_are_meant(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
@@ -419,6 +459,30 @@ def test_a_decode_that_fails_fails_only_the_jobs_concerned(with_engine: Run) -> 
     with_engine(test)
 
 
+def test_a_job_whose_rows_cannot_be_taken_back_fails_alone(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.loaded is not None
+        context = engine.loaded.context
+        decode, trim = context.decode, context.trim
+
+        def failing(tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], *rest: Any) -> int:
+            return 1 if len(set(sequences)) > 1 else decode(tokens, positions, sequences, *rest)
+
+        context.decode = failing  # type: ignore[method-assign,assignment]
+        context.trim = lambda sequence, length: sequence == 0 and trim(sequence, length)  # type: ignore[method-assign]
+        first = asyncio.create_task(collect(engine, completion(max_tokens=40, ignore_eos=True)))
+        await reading(engine)
+        second = asyncio.create_task(collect(engine, completion("Once upon a time")))
+        good, bad = await asyncio.gather(first, second, return_exceptions=True)
+        assert isinstance(good, Collected)
+        assert len(good.tokens) == 40
+        assert isinstance(bad, EngineFailed)
+        assert "code 1" in bad.message
+        await idle(engine)
+
+    with_engine(test)
+
+
 def test_output_that_is_not_a_number_fails_the_request_alone(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
@@ -485,6 +549,29 @@ def test_a_context_that_does_not_fit_is_refused(smollm2_path: Path, context: int
     engine = LlamaEngine("large", LlamaOptions(path=str(smollm2_path), context=context))
     with pytest.raises(ConfigError, match="lower context or slots"):
         asyncio.run(engine.start())
+
+
+@pytest.mark.parametrize(
+    ("limit", "fits"), [("1000000\n", False), ("max\n", True), ("", True), (f"{2**62}\n", True), (None, True)]
+)
+def test_a_containers_limit_is_the_memory_there_is(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, fits: bool
+) -> None:
+    path = tmp_path / "memory.max"
+    if limit is not None:
+        path.write_text(limit)
+    monkeypatch.setattr(engine_module, "MEMORY_LIMIT", path)
+    engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1))
+
+    async def start() -> None:
+        await engine.start()
+        await engine.stop()
+
+    if fits:
+        asyncio.run(start())
+    else:
+        with pytest.raises(ConfigError, match="lower context or slots"):
+            asyncio.run(start())
 
 
 def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:

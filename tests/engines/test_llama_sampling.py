@@ -1,12 +1,15 @@
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dragoman.conversation import Sampling
 from dragoman.engines.llama import sampling
 from dragoman.engines.llama.binding import Logits
-from dragoman.engines.llama.sampling import Recipe
+from dragoman.engines.llama.sampling import Penalties, Recipe
 from dragoman.errors import EngineFailed
 
 
@@ -48,16 +51,48 @@ def test_requests_without_a_seed_differ() -> None:
     assert len({sampling.recipe(Sampling(), Recipe()).seed for _ in range(8)}) > 1
 
 
+def penalised(logits: Logits, recipe: Recipe, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
+    penalties = Penalties(recipe, prompt)
+    for token in reply:
+        penalties.count(token)
+    penalties.apply(logits)
+    return [float(value) for value in logits]
+
+
 def test_presence_and_frequency_count_the_reply() -> None:
-    logits = logits_of(1, 1, 1, 1)
-    sampling.penalise(logits, Recipe(presence_penalty=0.5, frequency_penalty=0.25), {1: 1, 2: 4}, set())
-    assert logits.tolist() == [1, 0.25, -0.5, 1]
+    recipe = Recipe(presence_penalty=0.5, frequency_penalty=0.25)
+    assert penalised(logits_of(1, 1, 1, 1), recipe, [0, 3], [2, 1, 2, 2, 2]) == [1, 0.25, -0.5, 1]
 
 
 def test_repetition_concerns_prompt_and_reply_alike() -> None:
-    logits = logits_of(2, -2, 2, -2)
-    sampling.penalise(logits, Recipe(repetition_penalty=2.0), {0: 3}, {1})
-    assert logits.tolist() == [1, -4, 2, -2]
+    assert penalised(logits_of(2, -2, 2, -2), Recipe(repetition_penalty=2.0), [1, 1], [0, 0, 0]) == [1, -4, 2, -2]
+
+
+TOKENS = st.lists(st.integers(0, 199), max_size=300)
+
+
+@given(TOKENS, TOKENS, st.sampled_from([0.5, 1.0, 1.5]), st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.25]))
+def test_penalties_are_what_their_inventors_say(
+    prompt: list[int], reply: list[int], repetition: float, presence: float, frequency: float
+) -> None:
+    recipe = Recipe(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    logits = np.linspace(-2, 2, 200, dtype=np.float32)
+    expected = []
+    for token, value in enumerate(logits.tolist()):
+        if token in {*prompt, *reply}:
+            value = value / repetition if value > 0 else value * repetition
+        expected.append(value - frequency * reply.count(token) - presence * (token in reply))
+    assert penalised(logits, recipe, prompt, reply) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_arrays_of_the_penalties_are_kept() -> None:
+    penalties = Penalties(Recipe(repetition_penalty=1.1), range(1000))
+    arrays = {id(penalties.tokens): penalties.tokens}
+    for token in range(20_000):
+        penalties.count(token)
+        arrays[id(penalties.tokens)] = penalties.tokens
+    assert len(arrays) < 10
+    assert len(penalties.places) == 20_000
 
 
 def test_log_probabilities_add_up_and_the_likeliest_come_first() -> None:

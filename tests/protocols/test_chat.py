@@ -1,6 +1,8 @@
 """Chat completions: JSON to values, events to frames."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -35,7 +37,7 @@ from dragoman.events import (
     Usage,
 )
 from dragoman.protocols import PROTOCOLS
-from dragoman.reply import Collector
+from dragoman.reply import Batch, Reply, collect
 
 CHAT = PROTOCOLS["chat"]
 
@@ -186,6 +188,14 @@ def parse(wire: bytes) -> list[Any]:
     return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+def collected(*batches: list[Event]) -> Reply:
+    async def stream() -> AsyncIterator[Batch]:
+        for events in batches:
+            yield 0, events
+
+    return asyncio.run(collect(stream(), lambda _: None))
+
+
 REQUEST = GenerationRequest(id="chatcmpl-1", model="m")
 STAMP = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1700000000, "model": "m"}
 
@@ -272,10 +282,14 @@ def test_a_late_failure_is_a_frame_of_its_own() -> None:
 
 
 def test_the_reply_is_the_collected_stream() -> None:
-    collector = Collector()
-    collector.add(0, [Started(3), ReasoningDelta("hm"), TextDelta("a"), TextDelta("b"), ToolCallStart("c1", "f")])
-    collector.add(0, [ToolCallDelta("{"), ToolCallDelta("}"), Finished("tool_calls", usage=Usage(3, 5))])
-    told = CHAT.encode_reply(REQUEST, 1700000000, collector.reply())
+    told = CHAT.encode_reply(
+        REQUEST,
+        1700000000,
+        collected(
+            [Started(3), ReasoningDelta("hm"), TextDelta("a"), TextDelta("b"), ToolCallStart("c1", "f")],
+            [ToolCallDelta("{"), ToolCallDelta("}"), Finished("tool_calls", usage=Usage(3, 5))],
+        ),
+    )
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message: dict[str, Any] = {"role": "assistant", "content": "ab", "refusal": None}
     message |= {"reasoning_content": "hm", "reasoning": "hm", "tool_calls": [call]}

@@ -10,8 +10,7 @@ from dragoman.conversation import Delivery, GenerationRequest, Logprobs
 from dragoman.errors import BadRequest
 from dragoman.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
 from dragoman.protocols import PROTOCOLS
-from dragoman.reply import Collector
-from tests.protocols.test_chat import parse
+from tests.protocols.test_chat import collected, parse
 
 COMPLETIONS = PROTOCOLS["completions"]
 
@@ -72,6 +71,7 @@ def test_what_is_asked() -> None:
         ("infill", "suffix"),
         ("prompt_logprobs", "logprobs"),
         ("token_ids", "return_token_ids"),
+        ("best_of", "best_of"),
         ("logprobs", "best_of"),
         ("choices", "n"),
     }
@@ -117,8 +117,6 @@ def test_echo_with_logprobs_and_ids() -> None:
     assert end["choices"][0]["finish_reason"] == "stop"
     assert usage["usage"]["total_tokens"] == 2
 
-    collector = Collector()
-    collector.add(0, events)
-    choice = COMPLETIONS.encode_reply(request, 1, collector.reply())["choices"][0]
+    choice = COMPLETIONS.encode_reply(request, 1, collected(events))["choices"][0]
     assert (choice["text"], choice["ids"]) == ("Hello world", [2])
     assert choice["logprobs"]["text_offset"] == [0, 5]

@@ -18,6 +18,7 @@ SMALLEST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {
 """The least that each route must be told."""
 
 JSON_BODY = {"content-type": "application/json"}
+STREAM_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 @contextmanager
@@ -137,3 +138,9 @@ def recorded(running: Running, seconds: float = 3.0, **wanted: Any) -> list[dict
 
     eventually(lambda: bool(found()), seconds)
     return found()
+
+
+def head(path: str, *lines: bytes) -> bytes:
+    """The head of a JSON request, without what says where its body ends."""
+    given = b"".join(line + b"\r\n" for line in lines)
+    return b"POST " + path.encode() + b" HTTP/1.1\r\nContent-Type: application/json\r\n" + given + b"\r\n"

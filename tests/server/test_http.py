@@ -1,4 +1,4 @@
-"""HTTP as no library sends it, and clients that leave, dawdle or do not read."""
+"""HTTP as no library sends it: malformed, too large, too slow, out of turn."""
 
 import json
 import socket
@@ -8,14 +8,16 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.server.conftest import BODY_BYTES, HEADER_BYTES
 from tests.server.talking import (
     CHAT,
     COMPLETIONS,
     JSON_BODY,
     SMALLEST,
+    STREAM_END,
     ask,
     connect,
-    eventually,
+    head,
     raw,
     read,
     recorded,
@@ -25,53 +27,11 @@ from tests.server.talking import (
     talking,
     text_of,
 )
-from tests.serving import Running, serving
+from tests.serving import Running
 
+pytestmark = pytest.mark.usefixtures("served_afterwards")
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 HOST = b"Host: localhost\r\n"
-HEADER_BYTES = 4096
-BODY_BYTES = 4 * 1024 * 1024
-
-
-@pytest.fixture(scope="module")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose limits are near. Every model has one slot, and one more request may wait."""
-    config = {
-        "models": {
-            "echo": {"engine": "scripted", "slots": 1, "chunk": 1000},
-            "slow": {"engine": "scripted", "slots": 1, "tokens_per_second": 20, "replies": [{"output": "tick" * 400}]},
-            "slow-to-start": {"engine": "scripted", "slots": 1, "prefill_seconds": 1.5},
-            "in-worker": {
-                "engine": "scripted",
-                "slots": 1,
-                "tokens_per_second": 20,
-                "crash_after": 100_000,
-                "replies": [{"output": "tick" * 400}],
-            },
-        },
-        "limits": {
-            "header_bytes": HEADER_BYTES,
-            "body_bytes": BODY_BYTES,
-            "body_seconds": 1,
-            "write_seconds": 1,
-            "queue": 1,
-        },
-    }
-    with serving(tmp_path_factory.mktemp("tight"), config) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def served_afterwards(tight: Running) -> Iterator[None]:
-    yield
-    with talking(tight) as client:
-        assert text_of(ask(client, CHAT)) == "hello"
-
-
-def head(path: str, *lines: bytes) -> bytes:
-    """The head of a JSON request, without what says where its body ends."""
-    given = b"".join(line + b"\r\n" for line in lines)
-    return b"POST " + path.encode() + b" HTTP/1.1\r\nContent-Type: application/json\r\n" + given + b"\r\n"
 
 
 SMALL = json.dumps(SMALLEST[CHAT]).encode()
@@ -80,6 +40,7 @@ MALFORMED = {
     "not HTTP": b"hello\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "tunnel": b"CONNECT localhost:80 HTTP/1.1\r\n" + HOST + b"\r\n",
     "unknown method": b"WISH / HTTP/1.1\r\n" + HOST + b"\r\n",
     "path that is not ASCII": b"GET /\xff\xfe HTTP/1.1\r\n" + HOST + b"\r\n",
     "header without a colon": b"GET / HTTP/1.1\r\n" + HOST + b"broken\r\n\r\n",
@@ -118,6 +79,11 @@ def test_malformed_request_is_a_400_and_the_connection_is_closed(tight: Running,
     assert record["status"] == 400
 
 
+TICKS = SMALLEST[CHAT] | {"model": "slow", "stream": True, "max_tokens": 40}
+"""A stream that takes two seconds, longer than a head may."""
+HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+
+
 def test_pipelined_requests_are_answered_in_order(tight: Running) -> None:
     one = request_bytes(COMPLETIONS, {"prompt": "one"})
     two = request_bytes(COMPLETIONS, {"prompt": "two"}, "Connection: close")
@@ -128,13 +94,143 @@ def test_pipelined_requests_are_answered_in_order(tight: Running) -> None:
 
 
 def test_garbage_behind_a_running_stream_ends_the_connection_without_a_word(tight: Running) -> None:
-    with sent(tight, CHAT, model="slow", stream=True) as sock:
+    with connect(tight) as sock:
+        sock.sendall(request_bytes(CHAT, TICKS))
         sock.recv(1)
         sock.sendall(b"\x00garbage\r\n\r\n")
         answer = read(sock)
     assert answer.closed
-    assert b"400" not in answer.body
+    assert b"HTTP/1.1 400" not in answer.body
     assert b"[DONE]" not in answer.body
+
+
+def received_until(sock: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while not received.endswith(end):
+        piece = sock.recv(65536)
+        assert piece, received[-300:]
+        received += piece
+    return received
+
+
+def test_what_follows_the_last_request_of_a_connection_is_ignored(tight: Running) -> None:
+    with connect(tight) as sock:
+        sock.sendall(request_bytes(CHAT, TICKS, "Connection: close"))
+        sock.recv(1)
+        sock.sendall(b"\x00garbage\r\n\r\n")
+        assert received_until(sock, STREAM_END)
+        assert read(sock).closed
+
+
+def test_empty_lines_behind_a_request_that_is_answered_do_no_harm(tight: Running) -> None:
+    with connect(tight) as sock:
+        sock.sendall(request_bytes(CHAT, TICKS))
+        sock.recv(1)
+        sock.sendall(b"\r\n")
+        received_until(sock, STREAM_END)
+        sock.sendall(b"\r\n" + HEALTH)
+        assert read(sock, 0.5).status == 200
+
+
+def test_connection_with_nothing_but_empty_lines_is_closed_silently(tight: Running) -> None:
+    with connect(tight) as sock:
+        sock.sendall(HEALTH)
+        assert read(sock, 0.3).status == 200
+        sock.sendall(b"\r\n")
+        answer = read(sock)
+    assert answer.closed
+    assert answer.head == b""
+
+
+def test_head_behind_a_running_stream_has_its_time_when_the_stream_has_ended(tight: Running) -> None:
+    with connect(tight) as sock:
+        sock.sendall(request_bytes(CHAT, TICKS) + HEALTH[:20])
+        received_until(sock, STREAM_END)
+        ended = time.monotonic()
+        answer = read(sock)
+    refused(answer.response, 408, code="request_timeout")
+    assert 0.9 < time.monotonic() - ended < 2
+
+
+@pytest.mark.parametrize("model", ["slow", "slow-to-start"])
+def test_garbage_behind_a_request_that_waits_for_another_ends_the_connection(tight: Running, model: str) -> None:
+    with connect(tight) as sock:
+        sock.sendall(request_bytes(CHAT, TICKS | {"model": model}) + HEALTH)
+        time.sleep(0.3)
+        sock.sendall(b"\x00garbage\r\n\r\n")
+        answer = read(sock)
+    assert answer.closed
+    assert b"HTTP/1.1" not in answer.body
+    assert b" 400 " not in answer.head
+    assert b"[DONE]" not in answer.body
+    time.sleep(0.2)
+    assert "Traceback" not in tight.log.read_text()
+
+
+def test_size_of_a_head_in_one_packet_with_another_request_is_counted(tight: Running) -> None:
+    answer = raw(tight, HEALTH + b"GET /health HTTP/1.1\r\n" + HOST + b"X-Long: " + b"a" * HEADER_BYTES + b"\r\n\r\n")
+    assert answer.closed
+    assert (answer.head + answer.body).count(b"200 OK") <= 1
+    with connect(tight) as sock:
+        # The next head begins in the packet in which the body ends, and goes on in others.
+        sock.sendall(request_bytes(CHAT, SMALLEST[CHAT]) + b"GET /health HTTP/1.1\r\n" + HOST + b"X-Long: ")
+        assert read(sock, 0.3).status == 200
+        sock.sendall(b"a" * (HEADER_BYTES + 1))
+        refused(read(sock).response, 431)
+
+
+def test_response_to_head_leaves_at_once_and_alone(tight: Running) -> None:
+    with connect(tight) as sock:
+        sock.sendall(HEALTH.replace(b"GET", b"HEAD"))
+        answer = read(sock, 0.5)
+        assert not answer.closed
+        assert answer.status in (200, 405)
+        assert answer.body == b""
+        sock.sendall(HEALTH)
+        following = read(sock, 0.5)
+        assert following.status == 200
+        assert following.response.json()
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+class TestUpgrade:
+    """A wish to speak another protocol is not heard: the request is served as what it is."""
+
+    def wish(self, protocol: str) -> tuple[str, str, str]:
+        return "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA"
+
+    @ROUTES
+    def test_with_a_body(self, tight: Running, path: str, protocol: str) -> None:
+        with connect(tight) as sock:
+            for _ in range(2):
+                sock.sendall(request_bytes(path, SMALLEST[path], *self.wish(protocol)))
+                assert text_of(read(sock, 0.3).response) == "hello"
+
+    def test_byte_by_byte(self, tight: Running, protocol: str) -> None:
+        with connect(tight) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for byte in request_bytes(CHAT, SMALLEST[CHAT], *self.wish(protocol)):
+                sock.sendall(bytes([byte]))
+            assert text_of(read(sock, 0.3).response) == "hello"
+
+    def test_in_chunks_and_pipelined(self, tight: Running, protocol: str) -> None:
+        lines = [line.encode() for line in self.wish(protocol)]
+        chunked = head(CHAT, b"Host: localhost", *lines, b"Transfer-Encoding: chunked")
+        one = chunked + b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMALL), SMALL)
+        two = b"GET /health HTTP/1.1\r\n" + HOST + b"Connection: upgrade, close\r\nUpgrade: x\r\n\r\n"
+        answer = raw(tight, one + two)
+        assert answer.closed
+        assert answer.status == 200
+        assert b'"hello"' in answer.body
+        assert answer.body.count(b"HTTP/1.1 200 OK") == 1
+
+    def test_without_a_body(self, tight: Running, protocol: str) -> None:
+        lines = "\r\n".join(self.wish(protocol)).encode() + b"\r\n"
+        assert raw(tight, HEALTH[:-2] + lines + b"\r\n", 0.3).status == 200
+
+    def test_headers_are_counted(self, tight: Running, protocol: str) -> None:
+        long = "X-Long: " + "a" * HEADER_BYTES
+        refused(raw(tight, request_bytes(CHAT, SMALLEST[CHAT], *self.wish(protocol), long)).response, 431)
 
 
 @pytest.mark.parametrize("end", [b"\r\n\r\n", b""], ids=["ended", "never ended"])
@@ -264,100 +360,3 @@ def test_full_queue(tight: Running) -> None:
             assert text_of(ask(client, COMPLETIONS)) == "hello"
             running.close()
             assert read(waiting).status == 200
-
-
-class TestLeaving:
-    """A client that leaves stops the work done for it within a second, and the event log says that it left."""
-
-    @pytest.mark.parametrize("model", ["slow", "in-worker"])
-    @pytest.mark.parametrize("stream", [True, False])
-    @ROUTES
-    def test_while_it_is_answered(self, tight: Running, path: str, stream: bool, model: str) -> None:
-        left = len(recorded(tight, 0, status=499, model=model))
-        with sent(tight, path, model=model, stream=stream) as sock:
-            if stream:
-                sock.recv(1)
-            else:
-                time.sleep(0.5)
-        begun = time.monotonic()
-        with talking(tight) as client:
-            assert text_of(ask(client, path, model=model, max_tokens=1)) == "tick"
-        assert time.monotonic() - begun < 1
-        assert eventually(lambda: len(recorded(tight, 0, status=499, model=model)) == left + 1, 2)
-
-    @pytest.mark.parametrize("stream", [True, False])
-    def test_before_the_first_token(self, tight: Running, stream: bool) -> None:
-        left = len(recorded(tight, 0, status=499, model="slow-to-start"))
-        begun = time.monotonic()
-        with sent(tight, CHAT, model="slow-to-start", stream=stream):
-            time.sleep(0.3)
-        with talking(tight) as client:
-            assert text_of(ask(client, CHAT, model="slow-to-start")) == "hello"
-        # Twice its time to start would have passed if the first request had been served to its end.
-        assert time.monotonic() - begun < 2.8
-        assert eventually(lambda: len(recorded(tight, 0, status=499, model="slow-to-start")) == left + 1, 2)
-
-    def test_while_it_waits(self, tight: Running) -> None:
-        left = len(recorded(tight, 0, status=499, model="slow"))
-        with sent(tight, CHAT, model="slow", stream=True) as running:
-            running.recv(1)
-            with sent(tight, CHAT, model="slow"):
-                time.sleep(0.3)
-            assert eventually(lambda: len(recorded(tight, 0, status=499, model="slow")) == left + 1, 1)
-            with sent(tight, CHAT, model="slow", max_tokens=1) as waiting:
-                time.sleep(0.2)
-                running.close()
-                assert read(waiting).status == 200
-
-    def test_while_it_still_sends(self, tight: Running) -> None:
-        left = len(recorded(tight, 0, status=499))
-        with connect(tight) as sock:
-            sock.sendall(head(CHAT, b"Host: localhost", b"Content-Length: 100") + b'{"mess')
-        assert eventually(lambda: len(recorded(tight, 0, status=499)) == left + 1, 1)
-
-
-LARGE = {"prompt": "x" * 1_000_000, "n": 16}
-"""Asks for far more than the buffers of two sockets hold."""
-
-
-class TestNotReading:
-    """What is sent to a client that does not read is bounded, and so is the time it is waited for."""
-
-    def connection(self, running: Running) -> socket.socket:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(10)
-        sock.connect(("127.0.0.1", running.port))
-        return sock
-
-    def test_stream(self, tight: Running) -> None:
-        left = len(recorded(tight, 0, status=499, model="echo"))
-        with self.connection(tight) as sock:
-            begun = time.monotonic()
-            sock.sendall(request_bytes(COMPLETIONS, LARGE | {"stream": True}))
-            with talking(tight) as client:
-                assert text_of(ask(client, CHAT)) == "hello"
-            assert time.monotonic() - begun < 3
-            assert eventually(lambda: len(recorded(tight, 0, status=499, model="echo")) == left + 1, 1)
-            assert b"[DONE]" not in read(sock).body
-
-    def test_whole_reply(self, tight: Running) -> None:
-        with self.connection(tight) as sock:
-            sock.settimeout(30)
-            sock.sendall(request_bytes(COMPLETIONS, LARGE))
-            sock.recv(1, socket.MSG_PEEK)
-            time.sleep(2)
-            answer = read(sock)
-        assert answer.status == 200
-        assert answer.closed
-        assert len(answer.body) < int(answer.response.headers["content-length"])
-
-    def test_slow_reader_is_not_cut_off(self, tight: Running) -> None:
-        with self.connection(tight) as sock:
-            sock.sendall(request_bytes(COMPLETIONS, {"prompt": "x" * 500_000, "stream": True}))
-            received = b""
-            while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-                piece = sock.recv(32768)
-                assert piece
-                received = received[-100:] + piece
-                time.sleep(0.02)

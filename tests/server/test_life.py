@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, talking, text_of
+from tests.server.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
 from tests.serving import Running, serving
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -105,15 +106,27 @@ def test_kill_of_the_server_leaves_no_child(tmp_path: Path) -> None:
         assert eventually(lambda: gone(child), 2)
 
 
-def test_what_outlasts_the_time_of_grace_is_ended(tmp_path: Path) -> None:
-    with (
-        serving(tmp_path, LIVELY | {"grace_seconds": 1}) as running,
-        talking(running) as client,
-        client.stream("POST", CHAT, json={"messages": HELLO, "model": "slow", "stream": True}) as stream,
-    ):
-        lines = stream.iter_lines()
-        assert next(lines).startswith("data: ")
-        running.process.send_signal(signal.SIGTERM)
+def test_what_outlasts_the_time_of_grace_is_told(tmp_path: Path) -> None:
+    with serving(tmp_path, LIVELY | {"grace_seconds": 1}) as running, talking(running) as client:
+        whole: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: whole.append(ask(client, CHAT, model="slow")))
+        waiting.start()
+        with client.stream("POST", CHAT, json={"messages": HELLO, "model": "slow", "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            running.process.send_signal(signal.SIGTERM)
+            told = [line for line in lines if line]
+        assert "the server is stopping" in told[-1]
+        waiting.join(10)
+        refused(whole[0], 503, code="unavailable")
         assert running.process.wait(10) == 0
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(lines)
+    log = running.log.read_text()
+    assert "Traceback" not in log
+    assert running.events()[-1]["errors"] == 2
+
+
+def test_an_event_log_that_is_full_stops_nobody(tmp_path: Path) -> None:
+    with serving(tmp_path, LIVELY, "--event-log", "/dev/full") as running, talking(running) as client:
+        assert text_of(ask(client, CHAT, model="in-worker")) == "hello"
+        assert running.stop() == 0
+    assert running.log.read_text().count("the event log cannot be written") == 1

@@ -205,13 +205,13 @@ def test_newer_name_of_the_limit_wins(client: httpx.Client) -> None:
 
 @ROUTES
 def test_choices_are_interleaved(client: httpx.Client, path: str) -> None:
-    _, sent = streamed(client, path, model="slow", n=3, max_tokens=4)
+    _, sent = streamed(client, path, model="slow", n=2, max_tokens=4)
     order = [choice["index"] for chunk in sent[:-1] for choice in chunk["choices"]]
     assert all(len(chunk["choices"]) == 1 for chunk in sent[:-1])
-    assert texts(sent[:-1]) == dict.fromkeys(range(3), "tick tick tick t")
-    assert reasons(sent[:-1]) == {index: ["length"] for index in range(3)}
-    firsts = [order.index(index) for index in range(3)]
-    lasts = [len(order) - 1 - order[::-1].index(index) for index in range(3)]
+    assert texts(sent[:-1]) == dict.fromkeys(range(2), "tick tick tick t")
+    assert reasons(sent[:-1]) == {index: ["length"] for index in range(2)}
+    firsts = [order.index(index) for index in range(2)]
+    lasts = [len(order) - 1 - order[::-1].index(index) for index in range(2)]
     assert max(firsts) < min(lasts)
 
 

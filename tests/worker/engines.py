@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Self
 
 import msgspec
+import numpy as np
 
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, ModelInfo, Output
@@ -28,6 +29,16 @@ class Obedient(Engine):
             raise BadRequest(rest, param="messages[0]")
         if command == "raise":
             raise RuntimeError(rest)
+        if command == "numpy":
+            yield TextDelta("x", tokens=(np.int64(3),))  # type: ignore[arg-type]
+        if command == "half":
+            yield "\ud83d"
+        if command == "complain":
+            raise BadRequest("not \ud83d")
+        if command == "strings":
+            yield ["a", "b"]  # type: ignore[list-item]
+        if command == "wrong":
+            yield TextDelta(None)  # type: ignore[arg-type]
         if command == "print":
             print("this must not get among the messages", flush=True)
         for at in range(int(rest)):
@@ -35,6 +46,10 @@ class Obedient(Engine):
             await asyncio.sleep(0.01 if command == "slowly" else 0)
 
     def tokenize(self, text: str, special: bool) -> Sequence[int]:
+        if text == "numpy":
+            return list(np.array([1, 2, 3]))
+        if text == "hang":
+            time.sleep(60)
         return [len(text), int(special)]
 
     def detokenize(self, tokens: Sequence[int]) -> str:
@@ -58,6 +73,17 @@ class Broken(Engine):
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         yield ""
+
+
+class Slow(Engine):
+    async def start(self) -> None:
+        await asyncio.sleep(60)
+
+
+class Incomprehensible(Engine):
+    """Says of itself what nobody can read."""
+
+    slots = "many"  # type: ignore[assignment]
 
 
 class BirthdayOptions(msgspec.Struct, frozen=True):

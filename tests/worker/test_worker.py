@@ -11,9 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from dragoman.conversation import GenerationRequest, Message, Text
-from dragoman.errors import BadRequest, ConfigError, DragomanError, EngineDied, EngineFailed, EngineTimeout
+from dragoman.errors import (
+    BadRequest,
+    ConfigError,
+    DragomanError,
+    EngineDied,
+    EngineFailed,
+    EngineTimeout,
+    ModelFailed,
+    Unavailable,
+)
 from dragoman.events import Event, Finished, Started, TextDelta
 from dragoman.worker.parent import WorkerEngine
 
@@ -188,6 +198,121 @@ def test_one_that_hangs_is_ended() -> None:
         await until_gone(first)
 
     run(engine, scenario())
+
+
+def test_one_that_hangs_over_a_question_is_ended() -> None:
+    engine = worker(stall_seconds=0.5)
+
+    async def scenario() -> None:
+        await engine.start()
+        await asyncio.sleep(0.6)  # idle, which is no silence
+        async with asyncio.timeout(10):
+            begun = time.monotonic()
+            with pytest.raises(EngineTimeout):
+                await engine.tokenize("hang", False)
+            assert time.monotonic() - begun > 0.45
+
+    run(engine, scenario())
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_requests_at_the_moment_of_its_death_get_502(loop: Any) -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        child = engine._child
+        assert child is not None
+        assert engine.pid is not None
+        opened = engine.generate(ask("slowly 1000"))
+        await anext(opened)
+        os.kill(engine.pid, signal.SIGKILL)
+        # The event loop closes the pipe before anybody has been told.
+        child._input.close()
+        with pytest.raises(EngineDied):
+            await events(engine, "count 1")
+        with pytest.raises(EngineDied):
+            await engine.tokenize("x", False)
+        await opened.aclose()
+        async with asyncio.timeout(10):
+            while engine._child is child:  # noqa: ASYNC110 (it ends in another process)
+                await asyncio.sleep(0.01)
+        assert len(await events(engine, "count 2")) == 4
+        await engine.stop()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(scenario())
+
+
+def test_a_request_that_meets_a_buried_child_gets_502() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        child = engine._child
+        assert child is not None
+        await child.kill()
+        child.bury()
+        with pytest.raises(EngineDied):
+            child.open(ask("count 1"))
+
+    run(engine, scenario())
+
+
+def test_after_the_end_there_is_no_new_life() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        await engine.stop()
+        with pytest.raises(Unavailable, match="stopped"):
+            await events(engine, "count 1")
+        assert engine.pid is None
+
+    run(engine, scenario())
+
+
+def test_stopping_while_it_starts_leaves_no_child() -> None:
+    engine = worker("Slow")
+
+    async def scenario() -> None:
+        before = children()
+        asked = asyncio.create_task(events(engine, "x"))
+        child = await new_child(before)
+        await engine.stop()
+        with pytest.raises(Unavailable, match="stopped"):
+            await asked
+        assert not alive(child)
+
+    run(engine, scenario())
+
+
+def test_one_that_starts_but_cannot_be_understood_is_ended() -> None:
+    engine = worker("Incomprehensible")
+
+    async def scenario() -> None:
+        before = children()
+        start = asyncio.create_task(engine.start())
+        child = await new_child(before)
+        with pytest.raises(ModelFailed):
+            await asyncio.wait_for(start, 10)
+        assert not alive(child)
+
+    run(engine, scenario())
+
+
+def children() -> set[int]:
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+async def new_child(before: set[int]) -> int:
+    """The child of this process that was not there before."""
+    async with asyncio.timeout(5):
+        while not children() - before:  # noqa: ASYNC110 (nothing says when a process appears)
+            await asyncio.sleep(0.01)
+    (child,) = children() - before
+    return child
 
 
 def test_one_that_cannot_start_says_why() -> None:

@@ -76,11 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported only here: the other commands and mistakes in flags need no server.
     from dragoman.server import serve
 
-    if not settings.api_keys and not serve.is_loopback(settings.host):
-        raise ConfigError(
-            f"{settings.host} can be reached from other machines, and no API key is set; "
-            "give --api-key KEY or set DRAGOMAN_API_KEY"
-        )
+    serve.check_exposure(settings)
     _check_port(settings.host, settings.port)
     _fetch_models(settings)
     serve.run(settings, engines)

@@ -5,7 +5,7 @@ sees HTTP, SSE or JSON. What it does not declare in `supports` is answered for i
 parameter by being reported as ignored.
 
 Features an engine may declare
-    chat, completion, token_prompt, tokenize, embeddings, infill     what it can be asked for at all
+    chat, completion, token_prompt, tokenize, infill                 what it can be asked for at all
     token_ids, logprobs, prompt_logprobs, images, tools, constraint, thinking
                                                                      what it can do beyond text
     usage                                                            it tells the usage in `Finished` itself
@@ -54,8 +54,9 @@ class Engine:
     """Its `generate` is an async generator of lists of events from `Started` to `Finished`: nothing has to be added."""
 
     device: str = "cpu"
+    """What it computes on, as the model list shows it."""
     slots: int | None = None
-    """How many requests it takes at once; the others queue. None: as many as come."""
+    """How many generations it takes at once; the others queue. None: as many as come."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -75,7 +76,7 @@ class Engine:
         return frozenset(feature for method in overridden for feature in OWN_FEATURES[method])
 
     async def start(self) -> None:
-        """Load what must be loaded. Called once, before anything else is asked of it."""
+        """Load what must be loaded. Called before the first request; again after a failure, `stop` in between."""
 
     async def stop(self) -> None:
         """Let go of everything."""

@@ -5,16 +5,17 @@ An engine may be a generator or an async generator, may yield text, events or li
 """
 
 import asyncio
+import inspect
 import logging
 import threading
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar, cast, get_args
 
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, Output
 from dragoman.errors import DragomanError, EngineFailed
 from dragoman.events import Event, Finished, Started, TextDelta
+from dragoman.mailbox import Mailbox
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -22,9 +23,15 @@ T = TypeVar("T")
 MAX_BACKLOG = 256
 """Outputs that a threaded generator may be ahead of its reader."""
 
+_EVENT_TYPES = frozenset(get_args(Event))
+
 
 def run(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-    """The events of one generation, `Started` first and `Finished` last whatever the engine yields."""
+    """The events of one generation, `Started` first and `Finished` last, in lists that are never empty.
+
+    An engine with `streams_events` vouches for that itself and is taken at its word; for any other it holds whatever
+    the engine yields.
+    """
     if engine.streams_events:
         return cast("AsyncGenerator[Sequence[Event], None]", engine.generate(request))
     return _completed(engine, request)
@@ -38,7 +45,9 @@ async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerat
         try:
             async for output in outputs:
                 events = _events(output)
-                if not started and events:
+                if not events:
+                    continue
+                if not started:
                     started = True
                     if type(events[0]) is not Started:
                         events = [Started(), *events]
@@ -54,7 +63,12 @@ async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerat
         raise
     except Exception as error:
         log.exception("request %s: the engine raised", request.id)
-        raise EngineFailed(f"the engine failed ({type(error).__name__}); the server's log says more") from error
+        raise failed(error) from error
+
+
+def failed(error: BaseException) -> EngineFailed:
+    """What a caller is told of an engine's exception, whose words may hold anything."""
+    return EngineFailed(f"the engine failed ({type(error).__name__}); the server's log says more")
 
 
 def _up_to_finished(events: Sequence[Event]) -> Sequence[Event]:
@@ -67,15 +81,18 @@ def _events(output: Output) -> Sequence[Event]:
     if isinstance(output, str):
         return [TextDelta(output)]
     if isinstance(output, list | tuple):
+        stranger = next((event for event in output if type(event) not in _EVENT_TYPES), None)
+        if stranger is not None:
+            raise TypeError(f"an engine yields text, events or lists of events, not lists of {type(stranger).__name__}")
         return output
     if isinstance(output, Event):
         return [output]
-    raise TypeError(f"an engine yields text or events, not {type(output).__name__}")
+    raise TypeError(f"an engine yields text, events or lists of events, not {type(output).__name__}")
 
 
 async def call(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T:
     """The answer of an engine's method; a plain one runs in a thread."""
-    if asyncio.iscoroutinefunction(method):
+    if inspect.iscoroutinefunction(method):
         answer: T = await method(*arguments)
         return answer
     result = await asyncio.to_thread(method, *arguments)
@@ -101,60 +118,65 @@ class _Pump:
     def __init__(self, source: Iterator[Output], loop: asyncio.AbstractEventLoop) -> None:
         self.source = source
         self.loop = loop
-        self.ready: deque[Sequence[Event]] = deque()
-        self.wake = asyncio.Event()
+        self.mailbox = Mailbox()
+        self.arrived = 0
         self.room = threading.Semaphore(MAX_BACKLOG)
         self.closed = False
-        self.done = False
-        self.error: Exception | None = None
+
+    # In the thread.
 
     def work(self) -> None:
+        error = self._pump()
+        self._close_source()
+        if error is None:
+            self._call(self.mailbox.end)
+        else:
+            self._call(self.mailbox.fail, error)
+
+    def _pump(self) -> Exception | None:
         try:
             for output in self.source:
-                self.room.acquire()
+                # Outputs of nothing never reach the reader, who could not make room for others by taking them.
+                if events := _events(output):
+                    self.room.acquire()
+                    self._call(self._arrive, events)
                 if self.closed:
                     break
-                self._post(_events(output))
         except Exception as error:  # noqa: BLE001 (the reader raises it)
-            self.error = error
-        finally:
-            self._end()
+            return error
+        except BaseException as error:
+            # It means to end the thread; raised by the reader it would end the event loop.
+            log.exception("an engine's generator ended its thread")
+            return failed(error)
+        return None
 
-    def _post(self, events: Sequence[Event]) -> None:
-        self.ready.append(events)
-        self._wake()
-
-    def _end(self) -> None:
+    def _close_source(self) -> None:
         close = getattr(self.source, "close", None)
         if close is not None:
             try:
                 close()
-            except Exception:
+            except BaseException:
                 log.exception("an engine's generator raised while it was closed")
-        self.done = True
-        self._wake()
 
-    def _wake(self) -> None:
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
-            self.loop.call_soon_threadsafe(self.wake.set)
+            self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             # The loop has been closed: nobody reads any more.
             self.closed = True
 
+    # In the event loop.
+
+    def _arrive(self, events: Sequence[Event]) -> None:
+        self.arrived += 1
+        self.mailbox.put(events)
+
     async def take(self) -> Sequence[Event]:
-        """Everything that is ready, at least one event; nothing at the end."""
-        while not self.ready:
-            if self.done:
-                if self.error is not None:
-                    raise self.error
-                return []
-            self.wake.clear()
-            if not self.ready and not self.done:
-                await self.wake.wait()
-        taken: list[Event] = []
-        while self.ready:
-            taken.extend(self.ready.popleft())
-            self.room.release()
+        """Everything that is ready; nothing at the end."""
+        taken = await self.mailbox.take()
+        if self.arrived:
+            self.room.release(self.arrived)
+            self.arrived = 0
         return taken
 
     def close(self) -> None:

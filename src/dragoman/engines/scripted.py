@@ -11,7 +11,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -23,6 +23,10 @@ from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, U
 FEATURES = frozenset({"chat", "completion", "max_tokens", "usage"})
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: str
     match: str | None = None
@@ -30,17 +34,18 @@ class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replies: tuple[ScriptedReply, ...] = ()
-    format: str = "plain"
-    chunk: int = 4
-    burst: int = 1
+    format: Literal["plain"] = "plain"
+    """The syntax of the script; plain is text and nothing else."""
+    chunk: Count = 4
+    burst: Count = 1
     """Tokens that become ready together, as from an engine that makes several in one step."""
-    tokens_per_second: float | None = None
-    prefill_seconds: float = 0
-    context: int | None = None
-    slots: int | None = None
-    fail_after: int | None = None
-    hang_after: int | None = None
-    crash_after: int | None = None
+    tokens_per_second: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    prefill_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0
+    context: Count | None = None
+    slots: Count | None = None
+    fail_after: Number | None = None
+    hang_after: Number | None = None
+    crash_after: Number | None = None
 
 
 class ScriptedEngine(Engine):
@@ -51,8 +56,6 @@ class ScriptedEngine(Engine):
         self.name = name
         self.options = options = options or ScriptedOptions()
         self.slots = options.slots
-        if options.chunk < 1 or options.burst < 1:
-            raise ConfigError("scripted: chunk and burst must be at least 1")
         try:
             self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
         except re.error as error:
@@ -104,9 +107,7 @@ class ScriptedEngine(Engine):
         return [text[at : at + size] for at in range(0, len(text), size)]
 
     def _prompt_tokens(self, request: GenerationRequest) -> int:
-        texts = [message.text for message in request.messages]
-        if request.prompt is not None:
-            texts = [request.prompt] if isinstance(request.prompt, str) else ["x" * len(request.prompt)]
+        texts = [request.prompt] if isinstance(request.prompt, str) else [message.text for message in request.messages]
         return sum(len(self._pieces(text)) for text in texts)
 
     def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:

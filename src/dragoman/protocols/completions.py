@@ -107,7 +107,7 @@ def _asked(fields: CompletionFields, prompts: Sequence[object]) -> list[Asked]:
     if fields.return_token_ids:
         asked.append(Asked("token_ids", "return_token_ids"))
     if (fields.best_of or 1) > (fields.n or 1):
-        asked.append(Asked("logprobs", "best_of"))
+        asked += [Asked("best_of", "best_of"), Asked("logprobs", "best_of")]
     return asked
 
 

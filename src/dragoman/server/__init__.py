@@ -1,11 +1,12 @@
 """The HTTP side: an ASGI app over the catalog.
 
-app.py       create_app(), the route table, errors of every kind
-exchange.py  one request and its response: headers, body, stream, disconnect
-respond.py   from a generation's events to JSON or a stream of frames
-listing.py   models, health, tokens
-auth.py      who is asking
-watch.py     silence: keep-alive comments and engines that stall
-serve.py     the app in uvicorn
-connection.py  what uvicorn's HTTP connection does not guard against by itself
+app         create_app(), the route table, errors of every kind
+exchange    one request and its response: headers, body, stream, disconnect
+respond     from a generation's events to JSON or a stream of frames
+listing     models, health, tokens
+auth        who is asking
+watch       what takes long: keep-alive comments, requests that are overdue, clients that leave
+serve       the app in uvicorn
+connection  what uvicorn's HTTP connection does not guard against by itself
+writing     the head of a response leaves with its body
 """

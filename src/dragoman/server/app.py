@@ -5,13 +5,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import msgspec
+from typing import Any
 
 from dragoman.catalog import Catalog
 from dragoman.config import Settings
 from dragoman.engines.interface import Engine
-from dragoman.errors import DragomanError, MethodNotAllowed, NotFound
+from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, Unavailable
 from dragoman.protocols import PROTOCOLS, Protocol, openai
 from dragoman.server import listing
 from dragoman.server.auth import Keys
@@ -27,12 +26,13 @@ Handler = Callable[["App", Exchange], Awaitable[None]]
 class Route:
     handler: Handler
     id_prefix: str = "req-"
+    encode_error: Callable[[DragomanError], dict[str, Any]] = openai.encode_error
     is_open: bool = False
     """Whether it needs no key."""
 
 
 def _generates(protocol: Protocol) -> Route:
-    return Route(partial(answer, protocol=protocol), protocol.id_prefix)
+    return Route(partial(answer, protocol=protocol), protocol.id_prefix, protocol.encode_error)
 
 
 ROUTES = {
@@ -79,7 +79,7 @@ class App:
         try:
             await self._dispatch(exchange)
         except asyncio.CancelledError:
-            error = exchange.why_cancelled()
+            error = exchange.take_cancellation()
             if error is not None:
                 await self._fail(exchange, exchange.told(error))
             elif not exchange.gone:
@@ -95,6 +95,8 @@ class App:
         methods = _methods(exchange.path)
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
+        if route is not None:
+            exchange.encode_error = route.encode_error
         exchange.check_host(self._hosts)
         if route is None or not route.is_open:
             exchange.record.principal = self._keys.principal(exchange.headers)
@@ -108,7 +110,7 @@ class App:
             return
         if error.retry_after is not None:
             exchange.extra_headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
-        await exchange.reply(error.status, msgspec.json.encode(openai.encode_error(error)))
+        await exchange.reply_json(exchange.encode_error(error), error.status)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -122,6 +124,11 @@ class App:
         """Called by the lifespan; an app that is mounted into another has none, and starts with its first request."""
         self._started = True
         self.log.start([model.name for model in self.catalog.models.values()])
+
+    def stop_requests(self) -> None:
+        """What is cancelled from now on, is because the server ends; whoever waits is told so."""
+        for exchange in self.watch.watched:
+            exchange.stopping = Unavailable("the server is stopping", retry_after=10)
 
     async def stop(self) -> None:
         await self.catalog.stop()

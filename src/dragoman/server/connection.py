@@ -3,9 +3,12 @@
 Rules
 1. Headers that are too large get 431, headers that take too long 408, what is not HTTP 400; then the connection is
    closed. These replies look like all others and are in the event log like all others.
-2. A client that does not read for `write_seconds` while there is something to read is cut off.
-3. The head of a response leaves in one write with the beginning of its body.
-4. Pieces of a stream, the most frequent thing there is, may be written with one plain call (`write_directly`).
+2. Requests are answered one after the other. What is wrong with the next one ends the connection without a word while
+   one is being answered: nothing can be said in the middle of another response.
+3. A head has its time while nothing is being answered; empty lines before it begin nothing.
+4. A client that reads nothing for `write_seconds` while there is something to read is cut off.
+5. A wish to speak another protocol (`Upgrade`) is not heard: the request is served as what it is.
+6. Pieces of a stream, the most frequent thing there is, may be written with one plain call (`write_directly`).
 """
 
 import asyncio
@@ -14,14 +17,19 @@ from typing import cast
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dragoman.config import Limits
 from dragoman.errors import BadRequest, DragomanError, HeadersTooLarge, RequestTimeout
 from dragoman.protocols import openai
 from dragoman.server.exchange import DIRECT, Scope
 from dragoman.server.respond import new_id
+from dragoman.server.writing import ResponseTransport
 from dragoman.telemetry import EventLog, RequestRecord
+
+LOOKS = 4
+"""How often, in the time that a client has for reading, it is looked whether it reads."""
 
 
 def guarded(limits: Limits, log: EventLog) -> type[HttpToolsProtocol]:
@@ -32,11 +40,15 @@ def guarded(limits: Limits, log: EventLog) -> type[HttpToolsProtocol]:
 class _Connection(HttpToolsProtocol):
     limits: Limits
     log: EventLog
+    _answered: RequestResponseCycle | None = None
+    """The latest request to be answered; `cycle` is the latest to arrive, which may have to wait."""
     _is_too_large = False
-    _in_head = True
+    _in_head = False
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _unread = 0
+    _read_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,34 +56,92 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head_timer()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        self._cancel_write_timer()
+        # Those that wait have no task yet, and nobody to be told.
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes:
-            self._await_rest_of_head()
+        self._unset_keepalive_if_required()
+        if not self._in_head:
+            self._head_bytes = 0
+        self._head_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse(self._too_large() if self._is_too_large else BadRequest("this is not a valid HTTP request"))
+            return
+        if self._in_head and self._head_bytes > self.limits.header_bytes:
+            self._refuse(self._too_large())
+        else:
+            self._await_head()
+
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser takes what follows such a head for another protocol; without the header it is a body.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                # Where the client says that this request is its last, what follows is ignored, as in uvicorn's own.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._cancel_head_timer()
-        # What has arrived may include some of the body: only where it could be too much are the headers counted.
-        if self._head_bytes > self.limits.header_bytes and self._head_size() > self.limits.header_bytes:
+        if self._head_size() > self.limits.header_bytes:
             self._is_too_large = True
             raise httptools.HttpParserError
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError
+            return
+        self._in_head = False
+        self._cancel_head_timer()
         self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":
-            # The response to HEAD has no body to wait for.
-            self.cycle.transport = cast("asyncio.Transport", _HeadHeldBack(self.transport))
+        transport = ResponseTransport(self.transport, has_body=self.scope["method"] != "HEAD")
+        self.cycle.transport = cast("asyncio.Transport", transport)
+        if len(self.pipeline) == 1:
+            # While nothing is read it is not seen that the client leaves. One request may wait, then nothing is read.
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        if self._in_head:
+            # Of an upgrade, whose head comes again.
+            return
+        super().on_message_complete()
+        # What of this packet belongs to the next head is not known: its size is seen when it is complete.
+        self._head_bytes = 0
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_head and not self.transport.is_closing():
+            self._await_head()
 
     def write_directly(self, scope: Scope, data: bytes) -> bool:
         """A piece of the response that is being streamed for this scope, if it can be written at once."""
-        cycle = self.cycle
-        if cycle.scope is not scope or not cycle.chunked_encoding or cycle.disconnected or self.flow.write_paused:
+        cycle = self._answered
+        if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
+            return False
+        if cycle.disconnected or self.flow.write_paused:
             return False
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
@@ -82,22 +152,9 @@ class _Connection(HttpToolsProtocol):
     def _too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(f"the headers are larger than {self.limits.header_bytes} bytes")
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._too_large() if self._is_too_large else BadRequest("this is not a valid HTTP request"))
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_head = True
-        self._head_bytes = 0
-
-    def _await_rest_of_head(self) -> None:
-        if self._head_bytes > self.limits.header_bytes:
-            self._refuse(self._too_large())
-        elif self._head_timer is None:
-            self._await_head()
-
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.limits.body_seconds, self._give_up_on_head)
+        if self._head_timer is None and (self._answered is None or self._answered.response_complete):
+            self._head_timer = self.loop.call_later(self.limits.body_seconds, self._give_up_on_head)
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -105,7 +162,7 @@ class _Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _give_up_on_head(self) -> None:
-        if not self._head_bytes:
+        if not self._in_head:
             self.transport.close()
             return
         self._refuse(RequestTimeout(f"the headers took longer than {self.limits.body_seconds:g} s to arrive"))
@@ -113,45 +170,44 @@ class _Connection(HttpToolsProtocol):
     def _refuse(self, error: DragomanError) -> None:
         if self.transport.is_closing():
             return
-        # In the middle of another response nothing can be said any more.
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if self._may_refuse():
             record = RequestRecord(id=new_id("req-"), route="", status=error.status, error=error.code)
             self.transport.write(_response(error, record.id))
             self.log.request(record)
         self.transport.close()
 
+    def _may_refuse(self) -> bool:
+        """Whether the next response to be written is that to the request which is arriving."""
+        cycle = self._answered
+        return cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+        self._unread = self.transport.get_write_buffer_size()
+        self._read_at = self.loop.time()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._write_timer = self.loop.call_later(self.limits.write_seconds / LOOKS, self._look_for_reading)
+
+    def _look_for_reading(self) -> None:
+        # Nothing is written meanwhile, so what is less has been taken.
+        unread, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if unread < self._unread:
+            self._unread, self._read_at = unread, now
+        elif now - self._read_at >= self.limits.write_seconds:
+            self.transport.abort()
+            return
+        self._look_again()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._cancel_write_timer()
+
+    def _cancel_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-
-
-class _HeadHeldBack:
-    """A transport for one response: its head leaves together with the first piece of its body."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head: bytes | None = None
-        self.is_closing = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        if self._head is None and data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100"):
-            self._head = data
-        elif self._head:
-            self._transport.write(self._head + data)
-            self._head = b""
-        else:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        if self._head:
-            self._transport.write(self._head)
-        self._transport.close()
 
 
 def _response(error: DragomanError, request_id: str) -> bytes:

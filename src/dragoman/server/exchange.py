@@ -12,22 +12,24 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from dragoman.config import Limits
 from dragoman.errors import (
     BadRequest,
-    ConfigError,
     DragomanError,
     EngineFailed,
+    ModelFailed,
     RequestTimeout,
     TooLarge,
     UnsupportedMedia,
 )
+from dragoman.protocols import openai
 from dragoman.telemetry import RequestRecord
 
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,6 +43,7 @@ JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 CLIENT_LEFT = 499
+LARGE_BODY = 256 * 1024
 DIRECT = "dragoman.direct"
 """An extension of the ASGI scope: the connection itself, to which a piece of a stream can be handed with one call."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -60,12 +63,16 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
         self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.encode_error: Callable[[DragomanError], dict[str, Any]] = openai.encode_error
+        """In the words of the route's protocol, as soon as the route is known."""
         self.begun = False
         self.gone = False
         self.streaming = False
         self._body_read = False
         self.started = self.heard = self.written = time.monotonic()
         self.due = math.inf
+        self.stopping: DragomanError | None = None
+        """Why this request would be cancelled by the server itself."""
         self._allowed = 0.0
         self._overdue: Overdue | None = None
         self._aborted: DragomanError | None = None
@@ -102,6 +109,11 @@ class Exchange:
         self.due = math.inf
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
+    async def decoded(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
+        """The body as what `decode` makes of it; a large one in a thread, so that meanwhile others stream."""
+        body = await self.body(limits)
+        return await asyncio.to_thread(decode, body) if len(body) > LARGE_BODY else decode(body)
+
     def _check_media(self) -> None:
         media = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         # Without a type only programs can send a body; a web page of another origin must not.
@@ -131,8 +143,8 @@ class Exchange:
         if not isinstance(error, DragomanError):
             log.error("request %s failed", self.record.id, exc_info=error)
             error = EngineFailed("an internal error; the server's log says more")
-        elif isinstance(error.__cause__, ConfigError):
-            log.error("request %s: model %s: %s", self.record.id, self.record.model, error.__cause__)
+        elif isinstance(error, ModelFailed):
+            log.error("request %s: model %s: %s", self.record.id, self.record.model, error.__cause__ or error)
         self.record.error = error.code
         return error
 
@@ -155,12 +167,13 @@ class Exchange:
                 self.extra_headers.append((b"connection", b"close"))
             self._task.cancel()
 
-    def why_cancelled(self) -> DragomanError | None:
-        """The error behind the cancellation at hand, which thereby ends; None where it came from elsewhere."""
-        if self._aborted is None or self.gone or self._task is None:
+    def take_cancellation(self) -> DragomanError | None:
+        """End the cancellation at hand and tell the error behind it; None leaves it as it is: nobody would hear."""
+        error = self._aborted or self.stopping
+        if error is None or self.gone or self._task is None:
             return None
         self._task.uncancel()
-        return self._aborted
+        return error
 
     async def _begin(self, status: int, content_type: bytes, length: int | None) -> None:
         self.begun = True
@@ -170,6 +183,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
+        self.due = math.inf
         await self._begin(status, content_type, len(body))
         await self._send({"type": "http.response.body", "body": body})
 
@@ -180,8 +194,11 @@ class Exchange:
         """More of a stream; the first piece begins it."""
         if not self.begun:
             await self._begin(200, EVENT_STREAM, None)
-        self.written = self.heard
+        self.due = math.inf
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        # The client may have taken its time: neither that nor the silence meanwhile is the engine's.
+        self.note_progress()
+        self.written = self.heard
 
     def write_now(self, data: bytes) -> bool:
         """The same without waiting, where the connection offers it; False where it does not, now or ever."""
@@ -196,11 +213,14 @@ class Exchange:
             self._pinging = asyncio.create_task(self._comment())
 
     async def _comment(self) -> None:
-        await self.write(COMMENT)
+        if not self.begun:
+            await self._begin(200, EVENT_STREAM, None)
         self.written = time.monotonic()
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def end(self, data: bytes) -> None:
         self.streaming = False
+        self.due = math.inf
         await self._send({"type": "http.response.body", "body": data})
 
     def close(self) -> None:

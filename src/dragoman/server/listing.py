@@ -1,16 +1,14 @@
 """The routes that generate nothing: models, health, tokens."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from dragoman import __version__
 from dragoman.catalog import Model
 from dragoman.engines.run import call
-from dragoman.errors import BadRequest
-from dragoman.protocols import wire
+from dragoman.protocols import models as wire_models
+from dragoman.protocols import tokens as wire_tokens
 from dragoman.server.exchange import Exchange
+from dragoman.server.respond import silent_engine
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
@@ -33,51 +31,35 @@ async def ready(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(status, 200 if is_ready else 503)
 
 
-def _model(app: "App", model: Model) -> dict[str, Any]:
-    info = model.info
-    listed: dict[str, Any] = {"id": model.name, "object": "model", "created": app.created, "owned_by": info.owner}
-    if info.context is not None:
-        listed["max_model_len"] = info.context
-    return {**listed, "state": model.host.state}
+def _listed(app: "App", model: Model) -> wire_models.ListedModel:
+    info, engine = model.info, model.host.engine
+    device = None if engine is None else engine.device
+    return wire_models.ListedModel(model.name, app.created, info.owner, info.context, device, model.host.state)
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    data = [_model(app, model) for model in app.catalog.models.values()]
-    await exchange.reply_json({"object": "list", "data": data})
+    listed = [_listed(app, model) for model in app.catalog.models.values()]
+    await exchange.reply_json(wire_models.encode_models(listed))
 
 
 async def one_model(app: "App", exchange: Exchange) -> None:
-    name = exchange.path.removeprefix("/v1/models/")
-    await exchange.reply_json(_model(app, app.catalog.resolve(name)))
-
-
-class TokenizeFields(msgspec.Struct, frozen=True):
-    """`content` and `prompt` are two names for the text; control tokens in it are text unless `parse_special`."""
-
-    content: str | None = None
-    prompt: str | None = None
-    model: str | None = None
-    parse_special: bool = False
-
-
-class DetokenizeFields(msgspec.Struct, frozen=True):
-    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
-    model: str | None = None
+    model = app.catalog.resolve(exchange.path.removeprefix("/v1/models/"))
+    await exchange.reply_json(wire_models.encode_model(_listed(app, model)))
 
 
 async def tokenize(app: "App", exchange: Exchange) -> None:
-    fields = wire.convert(wire.parse(await exchange.body(app.settings.limits)), TokenizeFields)
-    text = fields.content if fields.content is not None else fields.prompt
-    if text is None:
-        raise BadRequest("content: required, but missing", param="content")
-    model = app.catalog.resolve(fields.model or "")
+    limits = app.settings.limits
+    asked = await exchange.decoded(limits, wire_tokens.decode_text)
+    model = app.catalog.resolve(asked.model)
     engine = await model.host.ready()
-    tokens: Sequence[int] = await call(engine.tokenize, text, fields.parse_special)
-    await exchange.reply_json({"tokens": tokens, "count": len(tokens), "max_model_len": model.info.context})
+    exchange.expect(limits.stall_seconds, silent_engine)
+    tokens = await call(engine.tokenize, asked.text, asked.special)
+    await exchange.reply_json(wire_tokens.encode_tokens(tokens, model.info.context))
 
 
 async def detokenize(app: "App", exchange: Exchange) -> None:
-    fields = wire.convert(wire.parse(await exchange.body(app.settings.limits)), DetokenizeFields)
-    engine = await app.catalog.resolve(fields.model or "").host.ready()
-    text = await call(engine.detokenize, fields.tokens)
-    await exchange.reply_json({"content": text, "prompt": text})
+    limits = app.settings.limits
+    asked = await exchange.decoded(limits, wire_tokens.decode_tokens)
+    engine = await app.catalog.resolve(asked.model).host.ready()
+    exchange.expect(limits.stall_seconds, silent_engine)
+    await exchange.reply_json(wire_tokens.encode_text(await call(engine.detokenize, asked.tokens)))

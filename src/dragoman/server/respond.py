@@ -11,34 +11,28 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dragoman.admission import Slots
 from dragoman.catalog import Model
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
 from dragoman.generate import check, check_limits, generate
 from dragoman.protocols import Encoder, Protocol
-from dragoman.reply import Batch, Collector
+from dragoman.reply import Batch, collect
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
 
-LARGE_BODY = 256 * 1024
-"""Bodies above this many bytes are decoded in a thread: meanwhile others stream."""
-
 LONGEST_LIST = 1000
 """Characters of a header that lists names."""
-
-
-Respond = Callable[[Exchange, GenerationRequest, AsyncIterator[Batch]], Awaitable[None]]
-"""Sends the reply that the batches make."""
 
 
 def new_id(prefix: str) -> str:
@@ -46,68 +40,64 @@ def new_id(prefix: str) -> str:
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
-    body = await exchange.body(app.settings.limits)
-    decoded = await asyncio.to_thread(protocol.decode, body) if len(body) > LARGE_BODY else protocol.decode(body)
+    decoded = await exchange.decoded(app.settings.limits, protocol.decode)
     model = app.catalog.resolve(decoded.model)
     record = exchange.record
     record.model = model.name
     request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
-    if not request.delivery.stream:
-        await _generate(app, exchange, model, request, partial(_whole, protocol=protocol))
+    if request.delivery.stream:
+        await _stream(app, exchange, model, request, protocol.encoder(request, int(time.time())))
         return
-    exchange.streaming = True
-    encoder = protocol.encoder(request, int(time.time()))
-    try:
-        await _generate(app, exchange, model, request, partial(_stream, encoder=encoder))
-    except (Exception, asyncio.CancelledError) as error:
-        failure = exchange.why_cancelled() if isinstance(error, asyncio.CancelledError) else error
-        if failure is None:
-            raise
-        if not exchange.begun:
-            raise failure from None
-        await exchange.end(encoder.fail(exchange.told(failure)))
+    async with _running(app, exchange, model, request) as batches:
+        reply = await collect(batches, partial(_note, exchange))
+    await exchange.reply_json(protocol.encode_reply(request, int(time.time()), reply))
 
 
-async def _generate(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, respond: Respond) -> None:
+@asynccontextmanager
+async def _running(
+    app: "App", exchange: Exchange, model: Model, request: GenerationRequest
+) -> AsyncGenerator[AsyncGenerator[Batch, None], None]:
+    """The generation, from the moment the model is there and a slot is free; it ends with the block."""
     host, limits = model.host, app.settings.limits
     check_limits(request, limits.choices, limits.stop_strings)
     engine = await host.ready()
     ignored = check(request, host.supports, app.is_strict(exchange))
     if ignored:
         exchange.extra_headers.append((b"x-dragoman-ignored", _listed(ignored)))
-    await host.admission.enter(request.principal)
+    # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
+    exchange.streaming = request.delivery.stream
+    slots = Slots(host.admission, request.principal)
     try:
-        exchange.expect(limits.stall_seconds, _silent_engine)
-        async with aclosing(generate(engine, request)) as batches:
-            await respond(exchange, request, batches)
+        await slots.first()
+        exchange.expect(limits.stall_seconds, silent_engine)
+        async with aclosing(generate(engine, request, slots)) as batches:
+            yield batches
     finally:
-        host.admission.leave()
+        slots.close()
 
 
-def _silent_engine(seconds: float) -> DragomanError:
-    return EngineTimeout(f"the engine was silent for {seconds:g} s")
+async def _stream(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder) -> None:
+    failure: Exception | None
+    try:
+        async with _running(app, exchange, model, request) as batches:
+            await _write_frames(exchange, batches, encoder)
+    except asyncio.CancelledError:
+        failure = exchange.take_cancellation()
+        if failure is None:
+            raise
+    except Exception as error:
+        failure = error
+        if not exchange.begun:
+            raise
+    else:
+        await exchange.end(encoder.end())
+        return
+    if not exchange.begun:
+        raise failure
+    await exchange.end(encoder.fail(exchange.told(failure)))
 
 
-def _listed(params: Sequence[str]) -> bytes:
-    """Names as the value of a header. A caller may have called a field anything, so that it needs care."""
-    names = ", ".join(params)
-    shown = names if len(names) <= LONGEST_LIST else names[:LONGEST_LIST] + "..."
-    return re.sub(rb"[^ -~]", b"?", shown.encode("ascii", "replace"))
-
-
-async def _whole(
-    exchange: Exchange, request: GenerationRequest, batches: AsyncIterator[Batch], protocol: Protocol
-) -> None:
-    collector = Collector()
-    async for choice, events in batches:
-        _note(exchange, events)
-        collector.add(choice, events)
-    await exchange.reply_json(protocol.encode_reply(request, int(time.time()), collector.reply()))
-
-
-async def _stream(
-    exchange: Exchange, request: GenerationRequest, batches: AsyncIterator[Batch], encoder: Encoder
-) -> None:
+async def _write_frames(exchange: Exchange, batches: AsyncIterator[Batch], encoder: Encoder) -> None:
     held = b""
     async for choice, events in batches:
         _note(exchange, events)
@@ -118,7 +108,17 @@ async def _stream(
         frames, held = held + frames, b""
         if frames and not exchange.write_now(frames):
             await exchange.write(frames)
-    await exchange.end(encoder.end())
+
+
+def silent_engine(seconds: float) -> DragomanError:
+    return EngineTimeout(f"the engine was silent for {seconds:g} s")
+
+
+def _listed(params: Sequence[str]) -> bytes:
+    """Names as the value of a header. A caller may have called a field anything, so that it needs care."""
+    names = ", ".join(params)
+    shown = names if len(names) <= LONGEST_LIST else names[:LONGEST_LIST] + "..."
+    return re.sub(rb"[^ -~]", b"?", shown.encode("ascii", "replace"))
 
 
 def _note(exchange: Exchange, events: Sequence[Event]) -> None:

@@ -4,7 +4,9 @@ import asyncio
 import gc
 import ipaddress
 import logging
+import math
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Generator, Sequence
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 import uvicorn
+import uvloop
 
 from dragoman.catalog import Host
 from dragoman.config import Settings
@@ -25,26 +28,30 @@ log = logging.getLogger("dragoman")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def serve(*engines: Engine, host: str = "127.0.0.1", port: int = 8000, settings: Settings | None = None) -> None:
-    """Serve engines of your own until the process is told to stop."""
-    settings = settings or Settings(host=host, port=port)
-    run(settings, engines)
+def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
+    """Serve engines of your own until the process is told to stop. `host` and `port` win over the settings."""
+    settings = settings or Settings()
+    run(
+        msgspec.structs.replace(settings, host=host or settings.host, port=settings.port if port is None else port),
+        engines,
+    )
 
 
 def run(settings: Settings, engines: Sequence[Engine] = ()) -> None:
     """Serve until a signal says stop. A model without which nothing can be served is a ConfigError if it fails."""
+    check_exposure(settings)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     app = App(with_hosts(settings), engines)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         runner.run(_serve(app))
 
 
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.Loop
+def check_exposure(settings: Settings) -> None:
+    if not settings.api_keys and not is_loopback(settings.host):
+        raise ConfigError(
+            f"{settings.host} can be reached from other machines, and no API key is set; "
+            "give --api-key KEY or set DRAGOMAN_API_KEY"
+        )
 
 
 def with_hosts(settings: Settings) -> Settings:
@@ -62,7 +69,22 @@ def is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """Ends with exit code 0 when a signal asks it to, after what is running has finished."""
+    """Ends with exit code 0 when a signal asks it to; what is running then may finish, or is told that it cannot."""
+
+    def __init__(self, app: App, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            names = ", ".join(model.name for model in self._app.catalog.models.values())
+            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+            log.info("serving %s on http://%s:%d/v1", names, host, self.config.port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.stop_requests()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -92,16 +114,14 @@ def server_for(app: App) -> Server:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=round(settings.grace_seconds),
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds),
     )
-    return Server(config)
+    return Server(app, config)
 
 
 async def _serve(app: App) -> None:
     server = server_for(app)
     preload = asyncio.create_task(_preload(app, server))
-    names = ", ".join(model.name for model in app.catalog.models.values())
-    log.info("serving %s on http://%s:%d/v1", names, app.settings.host, app.settings.port)
     try:
         await server.serve()
     finally:
@@ -123,6 +143,7 @@ async def _preload(app: App, server: Server) -> None:
         if all(model.host is host for model in app.catalog.models.values()):
             server.should_exit = True
             raise ConfigError(host.failure or error.message) from error
+        log.error("model %s: %s", app.catalog.default, host.failure)
 
 
 def _settle() -> None:

@@ -8,48 +8,36 @@ Rules
 
 import asyncio
 import time
-from typing import Protocol
 
 from dragoman.config import Limits
+from dragoman.server.exchange import Exchange
 
 LOOK_SECONDS = 0.25
-
-
-class Watched(Protocol):
-    streaming: bool
-    written: float
-    due: float
-
-    def listen(self) -> None: ...
-
-    def ping(self) -> None: ...
-
-    def abort_overdue(self) -> None: ...
 
 
 class Watch:
     def __init__(self, limits: Limits) -> None:
         self._keepalive = limits.keepalive_seconds
         self._interval = min(LOOK_SECONDS, self._keepalive / 4, limits.stall_seconds / 4, limits.body_seconds / 4)
-        self._watched: set[Watched] = set()
+        self.watched: set[Exchange] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, exchange: Watched) -> None:
-        self._watched.add(exchange)
+    def add(self, exchange: Exchange) -> None:
+        self.watched.add(exchange)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self._look)
 
-    def discard(self, exchange: Watched) -> None:
-        self._watched.discard(exchange)
+    def discard(self, exchange: Exchange) -> None:
+        self.watched.discard(exchange)
 
     def _look(self) -> None:
         self._timer = None
         now = time.monotonic()
-        for exchange in self._watched:
+        for exchange in self.watched:
             exchange.listen()
             if now > exchange.due:
                 exchange.abort_overdue()
             elif exchange.streaming and now - exchange.written > self._keepalive:
                 exchange.ping()
-        if self._watched:
+        if self.watched:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self._look)

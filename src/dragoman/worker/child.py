@@ -4,6 +4,7 @@ Rules
 1. The end of standard input is the end of the process, at once and whatever it is doing: a parent that died, even by
    kill -9, leaves no child behind. Signals for the parent's process group are the parent's to handle.
 2. Events that become ready in one turn of the event loop leave in one message.
+3. What cannot be encoded fails the request that it belongs to, and no other.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ import msgspec
 from dragoman.conversation import GenerationRequest
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
-from dragoman.engines.run import call, run
-from dragoman.errors import ConfigError, DragomanError, EngineFailed
+from dragoman.engines.run import call, failed, run
+from dragoman.errors import ConfigError, DragomanError
 from dragoman.worker.messages import (
     HEADER,
     Answer,
@@ -31,15 +32,16 @@ from dragoman.worker.messages import (
     Detokenize,
     Failure,
     Generate,
+    PackedStep,
     Progress,
     Ready,
     Start,
-    Step,
     ToChild,
     Tokenize,
     ToParent,
     decode_to_child,
     encode,
+    pack,
 )
 
 log = logging.getLogger("dragoman.worker")
@@ -51,7 +53,7 @@ class Child:
         self._output = output
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._outbox: list[Progress] = []
+        self._outbox: list[msgspec.Raw] = []
 
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Generate):
@@ -82,14 +84,15 @@ class Child:
         self._post(Progress(key, ended=True, failure=failure))
 
     def _post(self, progress: Progress) -> None:
+        packed = pack(progress)
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append(progress)
+        self._outbox.append(packed)
 
     def _flush(self) -> None:
-        step = Step(tuple(self._outbox))
+        step = PackedStep(tuple(self._outbox))
         self._outbox.clear()
-        self.send(step)
+        self._write(encode(step))
 
     async def _answer(self, message: Tokenize | Detokenize) -> None:
         try:
@@ -98,19 +101,23 @@ class Child:
                 answer = Answer(message.id, tokens=tuple(tokens))
             else:
                 answer = Answer(message.id, text=await call(self._engine.detokenize, message.tokens))
+            encoded = encode(answer)
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
-            answer = Answer(message.id, failure=_failure(error))
-        self.send(answer)
+            encoded = encode(Answer(message.id, failure=_failure(error)))
+        self._write(encoded)
 
     def send(self, message: ToParent) -> None:
-        self._output.write(encode(message))
+        self._write(encode(message))
+
+    def _write(self, encoded: bytes) -> None:
+        self._output.write(encoded)
         self._output.flush()
 
 
 def _failure(error: Exception) -> Failure:
     if not isinstance(error, DragomanError):
         log.error("the engine raised", exc_info=error)
-        error = EngineFailed(f"the engine failed ({type(error).__name__}); the server's log says more")
+        error = failed(error)
     return Failure.of(error)
 
 
@@ -140,8 +147,13 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
     loop = asyncio.get_running_loop()
 
     def follow() -> None:
-        while True:
-            loop.call_soon_threadsafe(inbox.put_nowait, _read(source))
+        try:
+            while True:
+                loop.call_soon_threadsafe(inbox.put_nowait, _read(source))
+        except Exception:
+            # Deaf it would be of no use, and would not even notice the end of its parent.
+            log.exception("a message from the server could not be read; the process ends")
+            os._exit(1)
 
     threading.Thread(target=follow, name="dragoman-parent", daemon=True).start()
     try:

@@ -72,7 +72,8 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: DragomanError) -> "Failure":
-        return cls(type(error).__name__, error.message, error.param, error.retry_after)
+        param = None if error.param is None else _sendable(error.param)
+        return cls(type(error).__name__, _sendable(error.message), param, error.retry_after)
 
     def error(self) -> DragomanError:
         error = by_name(self.name)(self.message, param=self.param)
@@ -93,6 +94,12 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     progress: tuple[Progress, ...]
 
 
+class PackedStep(msgspec.Struct, frozen=True, tag="Step"):
+    """A `Step` as the child sends it: each part has been encoded already."""
+
+    progress: tuple[msgspec.Raw, ...]
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     id: int
     tokens: tuple[int, ...] | None = None
@@ -108,9 +115,18 @@ _to_child = msgspec.msgpack.Decoder(ToChild)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 
 
-def encode(message: ToChild | ToParent) -> bytes:
+def encode(message: ToChild | ToParent | PackedStep) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
+
+
+def pack(progress: Progress) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(progress))
+
+
+def _sendable(text: str) -> str:
+    """Half characters, which a request may have brought, cannot be encoded."""
+    return str(text).encode("utf-8", "replace").decode()
 
 
 def decode_to_child(body: bytes) -> ToChild:

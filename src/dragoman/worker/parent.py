@@ -13,22 +13,31 @@ import itertools
 import logging
 import sys
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, ModelInfo
-from dragoman.errors import ConfigError, DragomanError, EngineDied, EngineTimeout, ModelFailed
+from dragoman.errors import (
+    BadRequest,
+    ConfigError,
+    DragomanError,
+    EngineDied,
+    EngineTimeout,
+    ModelFailed,
+    Unavailable,
+)
 from dragoman.events import Event
+from dragoman.mailbox import Mailbox
 from dragoman.worker.messages import (
     HEADER,
     Answer,
     Broken,
     Cancel,
     Detokenize,
+    Failure,
     Generate,
     Ready,
     Start,
@@ -43,44 +52,8 @@ log = logging.getLogger("dragoman.worker")
 
 YOUNG_SECONDS = 10.0
 LONGEST_PAUSE = 30.0
-
-
-class _Stream:
-    """Events of one request between the arrival of a step and the reader's turn."""
-
-    def __init__(self) -> None:
-        self._ready: deque[Sequence[Event]] = deque()
-        self._wake: asyncio.Future[None] | None = None
-        self._error: DragomanError | None = None
-        self.ended = False
-
-    def put(self, events: Sequence[Event]) -> None:
-        self._ready.append(events)
-        self._notify()
-
-    def end(self, error: DragomanError | None = None) -> None:
-        self.ended = True
-        self._error = error
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    async def take(self) -> Sequence[Event]:
-        """Everything that is ready; nothing at the end."""
-        while not self._ready:
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                return ()
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        if len(self._ready) == 1:
-            return self._ready.popleft()
-        taken = [event for events in self._ready for event in events]
-        self._ready.clear()
-        return taken
+STOPPED = "the engine has been stopped"
+UNSENDABLE = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
 
 
 class _Child:
@@ -93,30 +66,35 @@ class _Child:
         self._input = process.stdin
         self._output = process.stdout
         self._keys = itertools.count()
-        self.streams: dict[int, _Stream] = {}
+        self._buried = False
+        self.streams: dict[int, Mailbox] = {}
         self.answers: dict[int, asyncio.Future[Answer]] = {}
         self.heard = time.monotonic()
-        self.last_words: DragomanError = EngineDied("the engine's process died; the request can be sent again")
+        self.last_words = Failure.of(EngineDied("the engine's process died; the request can be sent again"))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.streams or self.answers)
 
     def send(self, message: ToChild) -> None:
-        self._input.write(encode(message))
+        encoded = encode(message)
+        if self._buried or self._input.is_closing():
+            raise self.last_words.error()
+        try:
+            self._input.write(encoded)
+        except (OSError, RuntimeError) as error:
+            # Which of them a pipe without a reader raises depends on the event loop.
+            raise self.last_words.error() from error
 
-    def open(self, request: GenerationRequest) -> tuple[int, _Stream]:
-        key, stream = next(self._keys), _Stream()
-        if not self.streams:
-            self.heard = time.monotonic()
-        self.send(Generate(key, request))
-        self.streams[key] = stream
+    def open(self, request: GenerationRequest) -> tuple[int, Mailbox]:
+        key = self._begin(lambda key: Generate(key, request))
+        self.streams[key] = stream = Mailbox()
         return key, stream
 
-    def close(self, key: int, stream: _Stream) -> None:
-        if not stream.ended:
-            self.send(Cancel(key))
-
-    async def ask(self, key: int, message: ToChild) -> Answer:
+    async def ask(self, question: Callable[[int], Tokenize | Detokenize]) -> Answer:
+        key = self._begin(question)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.answers[key] = future
-        self.send(message)
         try:
             answer = await future
         finally:
@@ -125,17 +103,39 @@ class _Child:
             raise answer.failure.error()
         return answer
 
-    def next_key(self) -> int:
-        return next(self._keys)
+    def _begin(self, message: Callable[[int], ToChild]) -> int:
+        """Send what the message for a new key is, and give the key."""
+        key = next(self._keys)
+        if not self.busy:
+            self.heard = time.monotonic()
+        try:
+            self.send(message(key))
+        except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise BadRequest(UNSENDABLE) from error
+        return key
+
+    def cancel(self, key: int) -> None:
+        """Nobody wants the rest of a generation. One that has ended may be cancelled too."""
+        if key in self.streams:
+            try:
+                self.send(Cancel(key))
+            except DragomanError:
+                # It has died, and works on nothing any more.
+                pass
 
     async def read(self) -> Ready | Broken | Step | Answer | None:
+        """The next message; None where nothing more can be understood."""
         try:
             (length,) = HEADER.unpack(await self._output.readexactly(HEADER.size))
             body = await self._output.readexactly(length)
         except asyncio.IncompleteReadError:
             return None
         self.heard = time.monotonic()
-        return decode_to_parent(body)
+        try:
+            return decode_to_parent(body)
+        except msgspec.MsgspecError:
+            log.exception("a message of the engine's process could not be read")
+            return None
 
     def deliver(self, message: Step | Answer) -> None:
         if isinstance(message, Answer):
@@ -145,20 +145,33 @@ class _Child:
             return
         for progress in message.progress:
             stream = self.streams[progress.id]
-            if progress.events:
-                stream.put(progress.events)
+            stream.put(progress.events)
             if progress.ended:
                 del self.streams[progress.id]
-                stream.end(progress.failure.error() if progress.failure else None)
+                if progress.failure is None:
+                    stream.end()
+                else:
+                    stream.fail(progress.failure.error())
+
+    async def kill(self) -> None:
+        """End the process, and wait for its end."""
+        if self.process.returncode is None:
+            try:
+                self.process.kill()
+            except ProcessLookupError:
+                # It ended by itself, and the event loop has not said so yet.
+                pass
+        await self.process.wait()
 
     def bury(self) -> None:
         """Tell everybody who still waits."""
+        self._buried = True
         for stream in self.streams.values():
-            stream.end(self.last_words)
+            stream.fail(self.last_words.error())
         self.streams.clear()
         for future in self.answers.values():
             if not future.done():
-                future.set_exception(self.last_words)
+                future.set_exception(self.last_words.error())
 
 
 class WorkerEngine(Engine):
@@ -187,11 +200,13 @@ class WorkerEngine(Engine):
 
     async def stop(self) -> None:
         self._stopped = True
+        ending: list[Awaitable[object]] = [*self._followers]
         if self._starting is not None:
             self._starting.cancel()
+            ending.append(self._starting)
         if self._child is not None:
-            self._child.process.kill()
-        await asyncio.gather(*self._followers, return_exceptions=True)
+            ending.append(self._child.kill())
+        await asyncio.gather(*ending, return_exceptions=True)
 
     @property
     def pid(self) -> int | None:
@@ -204,17 +219,15 @@ class WorkerEngine(Engine):
             while events := await stream.take():
                 yield events
         finally:
-            child.close(key, stream)
+            child.cancel(key)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         child = await self._asked()
-        key = child.next_key()
-        return (await child.ask(key, Tokenize(key, text, special))).tokens or ()
+        return (await child.ask(lambda key: Tokenize(key, text, special))).tokens or ()
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         child = await self._asked()
-        key = child.next_key()
-        return (await child.ask(key, Detokenize(key, tuple(tokens)))).text or ""
+        return (await child.ask(lambda key: Detokenize(key, tuple(tokens)))).text or ""
 
     async def _asked(self) -> _Child:
         """The child, for a request: the operator's mistakes are not the caller's to read."""
@@ -225,12 +238,22 @@ class WorkerEngine(Engine):
 
     async def _running(self) -> _Child:
         """The child, started if need be; many who ask at once start one."""
+        if self._stopped:
+            raise Unavailable(STOPPED)
         if self._child is not None:
             return self._child
         if self._starting is None:
             self._starting = asyncio.create_task(self._launch())
             self._starting.add_done_callback(self._launched)
-        return await asyncio.shield(self._starting)
+        starting = self._starting
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            asking = asyncio.current_task()
+            if not starting.cancelled() or (asking is not None and asking.cancelling()):
+                raise
+            # Not the one who asked was cancelled, but the start.
+            raise Unavailable(STOPPED) from None
 
     def _launched(self, task: "asyncio.Task[_Child]") -> None:
         self._starting = None
@@ -252,12 +275,11 @@ class WorkerEngine(Engine):
         try:
             child.send(self._start)
             answer = await child.read()
-        except asyncio.CancelledError:
-            process.kill()
+            if not isinstance(answer, Ready):
+                raise self._refusal(answer)
+        except BaseException:
+            await child.kill()
             raise
-        if not isinstance(answer, Ready):
-            await process.wait()
-            raise self._refusal(answer)
         self._facts, self._child = answer, child
         self.device, self.slots = answer.device, answer.slots
         follower = asyncio.create_task(self._follow(child))
@@ -285,9 +307,7 @@ class WorkerEngine(Engine):
         finally:
             watch.cancel()
             self._child = None
-            if child.process.returncode is None:
-                child.process.kill()
-            await child.process.wait()
+            await child.kill()
             child.bury()
         if self._stopped:
             return
@@ -306,10 +326,11 @@ class WorkerEngine(Engine):
     async def _watch(self, child: _Child) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._stall_seconds / 4))
-            if child.streams and time.monotonic() - child.heard > self._stall_seconds:
+            if child.busy and time.monotonic() - child.heard > self._stall_seconds:
                 log.error("model %s: the engine says nothing any more; ending its process", self._start.name)
-                child.last_words = EngineTimeout(f"the engine gave no answer within {self._stall_seconds:g} s")
-                child.process.kill()
+                late = EngineTimeout(f"the engine gave no answer within {self._stall_seconds:g} s")
+                child.last_words = Failure.of(late)
+                await child.kill()
 
 
 def options_of(options: msgspec.Struct) -> dict[str, Any]:

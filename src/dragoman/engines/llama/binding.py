@@ -40,7 +40,6 @@ class Model:
         self.eos: int = c.llama_vocab_eos(vocab)
         self.add_bos: bool = c.llama_vocab_get_add_bos(vocab)
         self.trained_context: int = c.llama_model_n_ctx_train(self.handle)
-        self.size: int = c.llama_model_size(self.handle)
         self.metadata = self._metadata()
         self.infill = self._infill()
         self.suppressed = self._suppressed()
@@ -51,6 +50,7 @@ class Model:
         )
         self.ends = frozenset(token for token in range(self.vocab_size) if c.llama_vocab_is_eog(vocab, token))
         self.pieces = tuple(self._piece(token) for token in range(self.vocab_size))
+        self.longest_piece = max(map(len, self.pieces))
 
     @property
     def description(self) -> str:
@@ -245,11 +245,6 @@ class Context:
     def copy(self, source: int, target: int) -> None:
         # A part of a sequence would end the process: separate streams are copied whole.
         self.library.llama_memory_seq_cp(self.memory, source, target, -1, -1)
-
-    def used(self, sequence: int) -> int:
-        """How many tokens of a sequence are in the memory."""
-        last: int = self.library.llama_memory_seq_pos_max(self.memory, sequence)
-        return last + 1
 
     def close(self) -> None:
         if self.handle:

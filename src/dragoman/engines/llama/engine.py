@@ -7,6 +7,7 @@ with `context` times `slots`.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from dragoman.engines.llama.intake import Intake
 from dragoman.engines.llama.runner import LEAST_CHUNK, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS
 from dragoman.errors import ConfigError, EngineFailed
-from dragoman.events import Event, Finished
+from dragoman.events import Event
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -33,6 +34,8 @@ MAX_DEFAULT_THREADS = 16
 DEFAULT_MEMORY_SHARE = 0.25
 """How much of the machine's memory the slots may take where the configuration does not say their size."""
 LEAST_DEFAULT_CONTEXT = 4096
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""A container's limit, which is often far below the machine's memory."""
 
 FEATURES = frozenset(
     {
@@ -108,11 +111,8 @@ class LlamaEngine(Engine):
         generation = await self._aside(loaded.intake.generation, request)
         loaded.runner.submit(generation)
         try:
-            while True:
-                events = await generation.inbox.take()
+            while events := await generation.inbox.take():
                 yield events
-                if type(events[-1]) is Finished:
-                    return
         finally:
             loaded.runner.cancel(generation)
 
@@ -182,7 +182,7 @@ def _check_memory(model: Model, slots: int, length: int) -> None:
     if needed > _memory() and not model.forgets:
         raise ConfigError(
             f"llama: {slots} slots of {length} tokens need {needed / 1e9:.0f} GB of memory, "
-            f"the machine has {_memory() / 1e9:.0f}: lower context or slots"
+            f"there are {_memory() / 1e9:.0f}: lower context or slots"
         )
 
 
@@ -200,11 +200,20 @@ def _default_context(model: Model, slots: int) -> int:
 
 
 def _memory() -> float:
-    """Bytes of the machine's memory; infinite where the system does not say."""
+    """Bytes of memory that the process may have; infinite where the system does not say."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        machine: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return float("inf")
+        machine = math.inf
+    return min(machine, _container_limit())
+
+
+def _container_limit() -> float:
+    try:
+        return int(MEMORY_LIMIT.read_text())
+    except (OSError, ValueError):
+        # No control groups of version 2 here, or "max".
+        return math.inf
 
 
 def _default_threads() -> int:

@@ -10,17 +10,15 @@ Rules
    character is delivered at the end as the replacement character.
 """
 
-import asyncio
 import codecs
 import itertools
-from collections.abc import Sequence
 
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.sampling import Picker, Recipe, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
-from dragoman.errors import DragomanError
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
+from dragoman.mailbox import Mailbox
 
 _ids = itertools.count()
 
@@ -37,7 +35,7 @@ class Generation:
         self.ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else model.ends)
         self.prompt_text = _prompt_text(request, model) if request.echo else None
         self.job = Job(next(_ids), prompt, prompt_outputs=request.logprobs is not None and request.logprobs.prompt)
-        self.inbox = Inbox()
+        self.inbox = Mailbox()
         self.picker: Picker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -95,31 +93,3 @@ class Generation:
 def _prompt_text(request: GenerationRequest, model: Model) -> str | None:
     prompt = request.prompt
     return model.detokenize(prompt) if isinstance(prompt, tuple) else prompt
-
-
-class Inbox:
-    """Events on their way to the reader of a generation. Everything here happens in the event loop."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.error: DragomanError | None = None
-        self.wake = asyncio.Event()
-
-    def put(self, events: Sequence[Event]) -> None:
-        self.events.extend(events)
-        self.wake.set()
-
-    def fail(self, error: DragomanError) -> None:
-        self.error = error
-        self.wake.set()
-
-    async def take(self) -> list[Event]:
-        """Everything that has come, at least one event."""
-        await self.wake.wait()
-        self.wake.clear()
-        taken, self.events = self.events, []
-        if not taken and self.error is not None:
-            raise self.error
-        if self.error is not None:
-            self.wake.set()
-        return taken

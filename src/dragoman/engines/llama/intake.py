@@ -5,6 +5,8 @@ Rules
    input: names of control tokens in it count, as token ids would. A prompt of token ids is taken as it is.
 2. A prompt with a suffix is content on both sides of the infill tokens: no names count in it.
 3. Where the vocabulary wants a token at the beginning, a prompt from text gets it, once.
+4. Text that is too long even if all of it were the longest tokens there are is refused unread: making tokens of
+   megabytes takes seconds, which others would wait.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,28 +46,38 @@ class Intake:
             raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
 
     def _prompt(self, request: GenerationRequest) -> Sequence[int]:
-        param = "prompt" if request.prompts else "messages"
         tokens = self._tokens(request)
         if not tokens:
-            raise BadRequest("the prompt is empty", param=param)
+            raise BadRequest("the prompt is empty", param=_param(request))
         if len(tokens) >= self.context:
-            raise ContextTooLong(
-                f"this model's maximum context length is {self.context} tokens, but the prompt has {len(tokens)}",
-                param=param,
-            )
+            raise self._too_long(request, str(len(tokens)))
         return tokens
+
+    def _too_long(self, request: GenerationRequest, tokens: str) -> ContextTooLong:
+        return ContextTooLong(
+            f"this model's maximum context length is {self.context} tokens, but the prompt has {tokens}",
+            param=_param(request),
+        )
+
+    def _check_length(self, request: GenerationRequest, texts: Iterable[str]) -> None:
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        if size > self.context * self.model.longest_piece:
+            raise self._too_long(request, f"more than {self.context}")
 
     def _tokens(self, request: GenerationRequest) -> Sequence[int]:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             self.check_tokens(prompt, "prompt")
         if request.suffix is not None:
+            self._check_length(request, [prompt, request.suffix] if isinstance(prompt, str) else [request.suffix])
             return self._begun(self._infill(prompt or "", request.suffix))
         if isinstance(prompt, tuple):
             return prompt
         if prompt is not None:
+            self._check_length(request, [prompt])
             return self._begun(self.model.tokenize(prompt, special=True))
         segments = self.template.render(request)
+        self._check_length(request, (segment.text for segment in segments))
         return self._begun(
             [token for segment in segments for token in self.model.tokenize(segment.text, segment.special)]
         )
@@ -84,3 +96,7 @@ class Intake:
     def _limit(self, request: GenerationRequest, prompt: int) -> int:
         room = self.context - prompt
         return room if request.max_tokens is None else min(request.max_tokens, room)
+
+
+def _param(request: GenerationRequest) -> str:
+    return "prompt" if request.prompts else "messages"

@@ -10,7 +10,7 @@ import importlib.util
 import re
 import threading
 from collections import deque
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar
@@ -124,7 +124,6 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "llama_model_is_recurrent": (c_bool, c_void_p),
     "llama_model_is_hybrid": (c_bool, c_void_p),
     "llama_model_is_diffusion": (c_bool, c_void_p),
-    "llama_model_size": (c_uint64, c_void_p),
     "llama_model_desc": (c_int32, c_void_p, c_char_p, c_size_t),
     "llama_model_chat_template": (c_char_p, c_void_p, c_char_p),
     "llama_model_meta_count": (c_int32, c_void_p),
@@ -150,7 +149,6 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "llama_memory_clear": (None, c_void_p, c_bool),
     "llama_memory_seq_rm": (c_bool, c_void_p, c_int32, c_int32, c_int32),
     "llama_memory_seq_cp": (None, c_void_p, c_int32, c_int32, c_int32, c_int32),
-    "llama_memory_seq_pos_max": (c_int32, c_void_p, c_int32),
     "llama_decode": (c_int32, c_void_p, Batch),
     "llama_get_logits_ith": (c_void_p, c_void_p, c_int32),
     "llama_sampler_chain_init": (c_void_p, _SamplerChainParams),

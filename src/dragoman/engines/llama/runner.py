@@ -170,9 +170,9 @@ class Runner:
         # Some rows of the failed decode may be in memory.
         kept = [(chunk, self.context.trim(chunk.sequence, chunk.start)) for chunk in chunks]
         for chunk, trimmed in kept:
-            code = self._decode([chunk]) if trimmed else code
-            if code:
-                self._fail(self.live[chunk.job], EngineFailed(f"the model could not be run (code {code})"))
+            alone = self._decode([chunk]) if trimmed else code
+            if alone:
+                self._fail(self.live[chunk.job], EngineFailed(f"the model could not be run (code {alone})"))
 
     def _read(self, chunk: Chunk, first_row: int) -> None:
         """What the rows of a decoded chunk mean for its job."""
@@ -232,3 +232,5 @@ def _hand_out(outbox: Sequence[tuple[Generation, Sequence[Event] | DragomanError
             generation.inbox.fail(news)
         else:
             generation.inbox.put(news)
+            if type(news[-1]) is Finished:
+                generation.inbox.end()

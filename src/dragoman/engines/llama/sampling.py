@@ -40,6 +40,8 @@ GREATEST_TOP_K = 2**31 - 1
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
+LEAST_GROWTH = 64
+
 NOT_NUMBERS = "the model's output has values that are not numbers"
 
 
@@ -96,9 +98,7 @@ class Picker:
     """Picks the tokens of one reply."""
 
     def __init__(self, recipe: Recipe, prompt: Sequence[int]) -> None:
-        self.recipe = recipe
-        self.counts: Counter[int] = Counter()
-        self.seen = set(prompt) if recipe.repetition_penalty != 1 else set()
+        self.penalties = Penalties(recipe, prompt) if recipe.penalises else None
         self.bias_tokens = np.fromiter(recipe.logit_bias.keys(), dtype=np.int64)
         values = np.fromiter(recipe.logit_bias.values(), dtype=np.float64)
         self.bias_values = values.clip(-GREATEST_BIAS, GREATEST_BIAS).astype(np.float32)
@@ -112,8 +112,8 @@ class Picker:
         token = int(logits.argmax()) if self.sampler is None else self.sampler.draw(context, row)
         if token < 0:
             raise EngineFailed("no token could be sampled")
-        if self.recipe.penalises:
-            self.counts[token] += 1
+        if self.penalties is not None:
+            self.penalties.count(token)
         return token
 
     def close(self) -> None:
@@ -123,20 +123,44 @@ class Picker:
     def _shape(self, logits: Logits) -> None:
         if len(self.bias_tokens):
             logits[self.bias_tokens] += self.bias_values
-        if self.recipe.penalises:
-            penalise(logits, self.recipe, self.counts, self.seen)
+        if self.penalties is not None:
+            self.penalties.apply(logits)
 
 
-def penalise(logits: Logits, recipe: Recipe, counts: Mapping[int, int], seen: set[int]) -> None:
-    """`counts` are the tokens of the reply, `seen` those of the prompt."""
-    if recipe.repetition_penalty != 1:
-        repeated = np.fromiter(seen.union(counts), dtype=np.int64)
-        values = logits[repeated]
-        factor = np.float32(recipe.repetition_penalty)
-        logits[repeated] = np.where(values > 0, values / factor, values * factor)
-    tokens = np.fromiter(counts.keys(), dtype=np.int64)
-    times = np.fromiter(counts.values(), dtype=np.float32)
-    logits[tokens] -= times * np.float32(recipe.frequency_penalty) + np.float32(recipe.presence_penalty)
+class Penalties:
+    """What the tokens of prompt and reply lose. The arrays grow with the distinct tokens and are never built anew: a
+    token that is counted costs the same however long the reply is."""
+
+    def __init__(self, recipe: Recipe, prompt: Sequence[int]) -> None:
+        self.factor = np.float32(recipe.repetition_penalty)
+        self.presence = recipe.presence_penalty
+        self.frequency = recipe.frequency_penalty
+        known = dict.fromkeys(prompt if self.factor != 1 else ())
+        self.times: Counter[int] = Counter()
+        self.places = {token: place for place, token in enumerate(known)}
+        self.tokens = np.fromiter(known, dtype=np.int64, count=len(known))
+        self.costs = np.zeros(len(known), dtype=np.float32)
+
+    def count(self, token: int) -> None:
+        """The reply goes on with `token`."""
+        place = self.places.setdefault(token, len(self.places))
+        if place == len(self.tokens):
+            self._grow()
+        self.times[token] += 1
+        self.tokens[place] = token
+        self.costs[place] = self.presence + self.frequency * self.times[token]
+
+    def apply(self, logits: Logits) -> None:
+        tokens = self.tokens[: len(self.places)]
+        values = logits[tokens]
+        if self.factor != 1:
+            values = np.where(values > 0, values / self.factor, values * self.factor)
+        logits[tokens] = values - self.costs[: len(self.places)]
+
+    def _grow(self) -> None:
+        more = max(len(self.tokens), LEAST_GROWTH)
+        self.tokens = np.concatenate([self.tokens, np.zeros(more, dtype=np.int64)])
+        self.costs = np.concatenate([self.costs, np.zeros(more, dtype=np.float32)])
 
 
 def _sampler(recipe: Recipe) -> Sampler:

@@ -1,0 +1,23 @@
+"""Engines for the tests of loading; the servers import them from here."""
+
+import asyncio
+from collections.abc import Iterator
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine, Output
+
+
+class Exploding(Engine):
+    async def start(self) -> None:
+        raise RuntimeError("no such device")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "never"
+
+
+class SlowToLoad(Engine):
+    async def start(self) -> None:
+        await asyncio.sleep(1)
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "at last"

@@ -1,0 +1,154 @@
+"""Clients that leave, and clients that do not read."""
+
+import socket
+import time
+
+import pytest
+
+from tests.server.talking import (
+    CHAT,
+    COMPLETIONS,
+    SMALLEST,
+    STREAM_END,
+    ask,
+    connect,
+    eventually,
+    head,
+    read,
+    recorded,
+    request_bytes,
+    sent,
+    talking,
+    text_of,
+)
+from tests.serving import Running
+
+pytestmark = pytest.mark.usefixtures("served_afterwards")
+ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+HOST = b"Host: localhost\r\n"
+
+
+class TestLeaving:
+    """A client that leaves stops the work done for it within a second, and the event log says that it left."""
+
+    @pytest.mark.parametrize("model", ["slow", "in-worker"])
+    @pytest.mark.parametrize("stream", [True, False])
+    @ROUTES
+    def test_while_it_is_answered(self, tight: Running, path: str, stream: bool, model: str) -> None:
+        left = len(recorded(tight, 0, status=499, model=model))
+        with sent(tight, path, model=model, stream=stream) as sock:
+            if stream:
+                sock.recv(1)
+            else:
+                time.sleep(0.5)
+        begun = time.monotonic()
+        with talking(tight) as client:
+            assert text_of(ask(client, path, model=model, max_tokens=1)) == "tick"
+        assert time.monotonic() - begun < 1
+        assert eventually(lambda: len(recorded(tight, 0, status=499, model=model)) == left + 1, 2)
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_before_the_first_token(self, tight: Running, stream: bool) -> None:
+        left = len(recorded(tight, 0, status=499, model="slow-to-start"))
+        begun = time.monotonic()
+        with sent(tight, CHAT, model="slow-to-start", stream=stream):
+            time.sleep(0.3)
+        with talking(tight) as client:
+            assert text_of(ask(client, CHAT, model="slow-to-start")) == "hello"
+        # Twice its time to start would have passed if the first request had been served to its end.
+        assert time.monotonic() - begun < 2.8
+        assert eventually(lambda: len(recorded(tight, 0, status=499, model="slow-to-start")) == left + 1, 2)
+
+    def test_while_it_waits(self, tight: Running) -> None:
+        left = len(recorded(tight, 0, status=499, model="slow"))
+        with sent(tight, CHAT, model="slow", stream=True) as running:
+            running.recv(1)
+            with sent(tight, CHAT, model="slow"):
+                time.sleep(0.3)
+            assert eventually(lambda: len(recorded(tight, 0, status=499, model="slow")) == left + 1, 1)
+            with sent(tight, CHAT, model="slow", max_tokens=1) as waiting:
+                time.sleep(0.2)
+                running.close()
+                assert read(waiting).status == 200
+
+    @pytest.mark.parametrize("apart", [False, True], ids=["in one packet", "apart"])
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_with_another_request_behind(self, tight: Running, stream: bool, apart: bool) -> None:
+        left = len(recorded(tight, 0, status=499, model="slow"))
+        request = request_bytes(CHAT, SMALLEST[CHAT] | {"model": "slow", "stream": stream})
+        with connect(tight) as sock:
+            sock.sendall(request if apart else request + request)
+            time.sleep(0.3)
+            if apart:
+                sock.sendall(request)
+                time.sleep(0.2)
+        begun = time.monotonic()
+        with talking(tight) as client:
+            assert text_of(ask(client, CHAT, model="slow", max_tokens=1)) == "tick"
+        assert time.monotonic() - begun < 1
+        assert eventually(lambda: len(recorded(tight, 0, status=499, model="slow")) == left + 1, 2)
+
+    def test_while_it_still_sends(self, tight: Running) -> None:
+        left = len(recorded(tight, 0, status=499))
+        with connect(tight) as sock:
+            sock.sendall(head(CHAT, b"Host: localhost", b"Content-Length: 100") + b'{"mess')
+        assert eventually(lambda: len(recorded(tight, 0, status=499)) == left + 1, 1)
+
+
+LARGE = {"prompt": "x" * 1_000_000, "n": 16}
+"""Asks for far more than the buffers of two sockets hold."""
+
+
+class TestNotReading:
+    """What is sent to a client that does not read is bounded, and so is the time it is waited for."""
+
+    def connection(self, running: Running) -> socket.socket:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(10)
+        sock.connect(("127.0.0.1", running.port))
+        return sock
+
+    def test_stream(self, tight: Running) -> None:
+        left = len(recorded(tight, 0, status=499, model="echo"))
+        with self.connection(tight) as sock:
+            begun = time.monotonic()
+            sock.sendall(request_bytes(COMPLETIONS, LARGE | {"stream": True}))
+            assert eventually(lambda: len(recorded(tight, 0, status=499, model="echo")) == left + 1, 3)
+            assert time.monotonic() - begun > 0.9
+            assert b"[DONE]" not in read(sock).body
+
+    def test_whole_reply(self, tight: Running) -> None:
+        with self.connection(tight) as sock:
+            sock.settimeout(30)
+            sock.sendall(request_bytes(COMPLETIONS, LARGE))
+            sock.recv(1, socket.MSG_PEEK)
+            time.sleep(2)
+            answer = read(sock)
+        assert answer.status == 200
+        assert answer.closed
+        assert len(answer.body) < int(answer.response.headers["content-length"])
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_slow_reader_is_not_cut_off(self, tight: Running, stream: bool) -> None:
+        """One that reads all the time, and for several times what one may take that does not read."""
+        with connect(tight) as sock:
+            begun = time.monotonic()
+            sock.sendall(request_bytes(COMPLETIONS, LARGE | {"stream": stream}, "Connection: close"))
+            size, last = 0, b""
+            while piece := sock.recv(131072):
+                size, last = size + len(piece), (last + piece)[-100:]
+                time.sleep(len(piece) / 5_000_000)
+        assert time.monotonic() - begun > 3
+        assert size > 16_000_000
+        assert last.endswith(STREAM_END if stream else b"}")
+
+    def test_slow_reader_of_little_at_a_time(self, tight: Running) -> None:
+        with self.connection(tight) as sock:
+            sock.sendall(request_bytes(COMPLETIONS, {"prompt": "x" * 500_000, "stream": True}))
+            received = b""
+            while not received.endswith(STREAM_END):
+                piece = sock.recv(32768)
+                assert piece
+                received = received[-100:] + piece
+                time.sleep(0.02)
