@@ -10,6 +10,7 @@ Rules
 
 import asyncio
 import fnmatch
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -23,7 +24,10 @@ from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, ModelFailed, ModelLoading, ModelNotFound
 from dragoman.worker.parent import WorkerEngine, options_of
 
+log = logging.getLogger("dragoman.catalog")
+
 State = Literal["cold", "loading", "ready", "failed"]
+STOP_SECONDS = 10.0
 
 
 class Host:
@@ -46,14 +50,20 @@ class Host:
             return "loading"
         return "failed" if self.failure else "cold"
 
+    def load(self) -> "asyncio.Task[Engine]":
+        """Begin to load it, if nobody has."""
+        if self._load is None:
+            self._load = asyncio.create_task(self._start())
+            # Whoever waits hears of a failure; where nobody waits, `failure` tells.
+            self._load.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._load
+
     async def ready(self) -> Engine:
         if self.engine is not None:
             return self.engine
-        if self._load is None:
-            self._load = asyncio.create_task(self._start())
         try:
             async with asyncio.timeout(self._limits.queue_seconds):
-                return await asyncio.shield(self._load)
+                return await asyncio.shield(self.load())
         except TimeoutError:
             raise ModelLoading("the model is still being loaded; try again later", retry_after=5) from None
 
@@ -64,7 +74,7 @@ class Host:
             await engine.start()
         except (Exception, asyncio.CancelledError) as error:
             if engine is not None:
-                await engine.stop()
+                await _stopped(engine)
             if isinstance(error, asyncio.CancelledError):
                 raise
             self.failure = str(error) or type(error).__name__
@@ -83,7 +93,18 @@ class Host:
             self._load.cancel()
             await asyncio.wait([self._load])
         if self.engine is not None:
-            await self.engine.stop()
+            await _stopped(self.engine)
+
+
+async def _stopped(engine: Engine) -> None:
+    """An engine that does not end, or fails to, must not keep the server from ending."""
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await engine.stop()
+    except TimeoutError:
+        log.error("an engine (%s) did not stop within %g s", type(engine).__name__, STOP_SECONDS)
+    except Exception:
+        log.exception("an engine (%s) failed to stop", type(engine).__name__)
 
 
 class Model:
@@ -110,6 +131,8 @@ class Catalog:
         self.default = settings.default or next(iter(self.models), None)
 
     def _add(self, names: Sequence[str], make: Callable[[], Awaitable[Engine]], limits: Limits) -> None:
+        if not names:
+            raise ConfigError("an engine offers no models: `models()` must name at least one")
         host = Host(make, limits)
         self._hosts.append(host)
         for name in names:

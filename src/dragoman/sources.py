@@ -93,6 +93,8 @@ def fetch(source: str, progress: Progress = log.info) -> Path:
 
 
 def _existing(source: str) -> Path:
+    if "://" in source:
+        raise ConfigError(f"{source} is an address; download the file and give its path")
     path = Path(source).expanduser()
     if path.is_dir():
         raise ConfigError(f"{source} is a directory; name the .gguf file in it")

@@ -11,6 +11,7 @@ import pytest
 
 from dragoman.conversation import GenerationRequest, Logprobs, Message, Sampling, Text
 from dragoman.engines.llama import engine as engine_module
+from dragoman.engines.llama.binding import Model
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
 from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineFailed, UnsupportedParameter
 from dragoman.events import Finished, Started, TextDelta, TokenLogprob, Usage
@@ -581,8 +582,15 @@ def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": 257}, {"context": 0}, {"threads": 0}, {"batch": 0}])
 def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        LlamaEngine.configured("x", msgspec.convert({"path": "x", **wrong}, LlamaOptions))
+    with pytest.raises(msgspec.ValidationError, match=next(iter(wrong))):
+        msgspec.convert({"path": "x", **wrong}, LlamaOptions)
+
+
+def test_long_text_is_tokenised_in_parts_as_if_it_were_not(smollm2_path: Path) -> None:
+    model = Model(smollm2_path)
+    text = "".join(f"<|im_start|>user\nQuestion {at} <|im_<|im_end|>{'x' * (at % 50)}\n" for at in range(600))
+    assert model.tokenize(text, special=True) == model._tokenize(text, special=True)
+    model.close()
 
 
 def test_what_the_engine_says_of_itself(with_engine: Run) -> None:

@@ -118,7 +118,7 @@ def test_a_generator_that_will_not_be_closed_keeps_nobody_waiting() -> None:
 def test_a_list_of_something_else_is_a_failure() -> None:
     class Strings(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
-            yield ["a", "b"]  # type: ignore[list-item]
+            yield ["a", 3]  # type: ignore[list-item]
 
     with pytest.raises(EngineFailed, match="TypeError"):
         said(Strings())
@@ -136,3 +136,24 @@ def test_methods_may_be_plain_or_async() -> None:
             assert await call(threading.get_ident) != threading.get_ident()
 
     asyncio.run(scenario())
+
+
+def test_texts_and_events_may_come_together() -> None:
+    class Mixed(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            yield ["a", TextDelta("b", count=2)]
+            yield ("c",)
+
+    assert said(Mixed()) == [Started(), TextDelta("a"), TextDelta("b", count=2), TextDelta("c"), Finished()]
+
+
+def test_a_cancellation_inside_the_engine_is_its_failure() -> None:
+    class Cancelled(Engine):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+            yield "a"
+            inner = asyncio.create_task(asyncio.sleep(10))
+            inner.cancel()
+            await inner
+
+    with pytest.raises(EngineFailed, match="CancelledError"):
+        said(Cancelled())

@@ -107,10 +107,13 @@ def test_kill_of_the_server_leaves_no_child(tmp_path: Path) -> None:
 
 
 def test_what_outlasts_the_time_of_grace_is_told(tmp_path: Path) -> None:
-    with serving(tmp_path, LIVELY | {"grace_seconds": 1}) as running, talking(running) as client:
+    slow = {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 400}]}
+    config = {"models": {"slow": slow}, "grace_seconds": 1}
+    with serving(tmp_path, config) as running, talking(running) as client:
         whole: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: whole.append(ask(client, CHAT, model="slow")))
         waiting.start()
+        time.sleep(0.5)
         with client.stream("POST", CHAT, json={"messages": HELLO, "model": "slow", "stream": True}) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")

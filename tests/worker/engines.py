@@ -35,8 +35,8 @@ class Obedient(Engine):
             yield "\ud83d"
         if command == "complain":
             raise BadRequest("not \ud83d")
-        if command == "strings":
-            yield ["a", "b"]  # type: ignore[list-item]
+        if command == "numbers":
+            yield ["a", 3]  # type: ignore[list-item]
         if command == "wrong":
             yield TextDelta(None)  # type: ignore[arg-type]
         if command == "print":

@@ -13,7 +13,7 @@ from dragoman.worker.messages import HEADER, Start, encode
 from tests.worker.test_worker import ask, events, run, worker
 
 
-@pytest.mark.parametrize("what", ["numpy 1", "half 1", "strings 1"])
+@pytest.mark.parametrize("what", ["numpy 1", "half 1", "numbers 1"])
 def test_events_that_cannot_be_sent_fail_their_own_request(what: str) -> None:
     engine = worker()
 

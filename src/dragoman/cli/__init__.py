@@ -7,6 +7,7 @@ code. 0 is success, 2 a mistake of the user's in one line on stderr, 130 a Ctrl-
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from dragoman import __version__
 from dragoman.cli import pull, serve
@@ -38,8 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, like every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"dragoman: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="dragoman",
         description="Serve any model you run yourself to any program that speaks the OpenAI API.",
         epilog=EXAMPLES,
@@ -47,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands"
+    )
     serve.add(commands)
     pull.add(commands)
     return parser

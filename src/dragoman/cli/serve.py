@@ -1,10 +1,8 @@
 """`dragoman serve`: everything that can be wrong is found before the server starts, cheapest first."""
 
 import argparse
-import errno
 import inspect
 import os
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -77,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dragoman.server import serve
 
     serve.check_exposure(settings)
-    _check_port(settings.host, settings.port)
+    serve.check_port(settings.host, settings.port)
     _fetch_models(settings)
     serve.run(settings, engines)
     return 0
@@ -104,34 +102,15 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         event_log=arguments.event_log,
     )
     offered = [model.name for engine in engines for model in engine.models()]
+    if engines and not offered:
+        raise ConfigError(f"--engine {arguments.engine}: it offers no models; `models()` must name at least one")
+    if not all(arguments.api_key):
+        raise ConfigError("--api-key is empty")
     settings = load_settings(arguments.config, flags, os.environ, offered=offered)
     for model in settings.models:
         if model.name in offered:
             raise ConfigError(f"model {model.name}: the engine {arguments.engine} offers this name too; rename one")
     return settings
-
-
-def _check_port(host: str, port: int) -> None:
-    try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
-    for family, kind, protocol, _, address in places:
-        with socket.socket(family, kind, protocol) as probe:
-            # What servers do on POSIX: a port whose last connections are just closing is not in use.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                raise ConfigError(_bind_words(host, port, error)) from error
-
-
-def _bind_words(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use; stop what runs there or choose another with --port"
-    if error.errno == errno.EACCES:
-        return f"port {port} is not for ordinary users; choose one above 1023 with --port"
-    return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
 def _fetch_models(settings: Settings) -> None:

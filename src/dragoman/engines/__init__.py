@@ -19,7 +19,7 @@ def engine_class(name: str) -> type[Engine]:
         raise ConfigError(f"unknown engine {name!r}; engines: {', '.join(ENGINES)}, or module:Class for your own")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"engine {name!r} cannot be imported: {error}") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Engine)):

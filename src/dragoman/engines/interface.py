@@ -24,8 +24,8 @@ from dragoman.conversation import GenerationRequest
 from dragoman.errors import NotSupported
 from dragoman.events import Event
 
-Output = str | Event | Sequence[Event]
-"""Text counts as one token; a sequence holds events that became ready together."""
+Output = str | Event | Sequence[str | Event]
+"""Text counts as one token; a list or tuple holds what became ready together."""
 
 OWN_FEATURES: dict[str, tuple[str, ...]] = {
     "generate": ("chat", "completion"),

@@ -9,7 +9,7 @@ import inspect
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TypeVar, cast, get_args
+from typing import TypeVar, cast
 
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, Output
@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 MAX_BACKLOG = 256
 """Outputs that a threaded generator may be ahead of its reader."""
-
-_EVENT_TYPES = frozenset(get_args(Event))
 
 
 def run(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
@@ -61,6 +59,13 @@ async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerat
                 await outputs.aclose()
     except DragomanError:
         raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Nobody cancelled this request: something inside the engine was cancelled, and it did not mind.
+        log.exception("request %s: the engine raised", request.id)
+        raise failed(error) from error
     except Exception as error:
         log.exception("request %s: the engine raised", request.id)
         raise failed(error) from error
@@ -78,16 +83,17 @@ def _up_to_finished(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _events(output: Output) -> Sequence[Event]:
-    if isinstance(output, str):
-        return [TextDelta(output)]
     if isinstance(output, list | tuple):
-        stranger = next((event for event in output if type(event) not in _EVENT_TYPES), None)
-        if stranger is not None:
-            raise TypeError(f"an engine yields text, events or lists of events, not lists of {type(stranger).__name__}")
-        return output
+        return [_event(entry) for entry in output]
+    return [_event(output)]
+
+
+def _event(output: object) -> Event:
+    if isinstance(output, str):
+        return TextDelta(output)
     if isinstance(output, Event):
-        return [output]
-    raise TypeError(f"an engine yields text, events or lists of events, not {type(output).__name__}")
+        return output
+    raise TypeError(f"an engine yields text, events or lists of them, not {type(output).__name__}")
 
 
 async def call(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T:

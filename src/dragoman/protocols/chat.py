@@ -322,17 +322,16 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "object": "chat.completion",
         "created": created,
         "model": request.model,
-        "choices": [_choice(choice, request.logprobs is not None) for choice in reply.choices],
+        "choices": [_choice(choice) for choice in reply.choices],
         "usage": openai.encode_usage(reply.usage),
     }
 
 
-def _choice(choice: Choice, with_logprobs: bool) -> dict[str, Any]:
-    logprobs = {"content": openai.encode_logprobs(choice.logprobs), "refusal": None} if with_logprobs else None
+def _choice(choice: Choice) -> dict[str, Any]:
     return {
         "index": choice.index,
         "message": _reply_message(choice),
-        "logprobs": logprobs,
+        "logprobs": _logprobs(choice.logprobs),
         "finish_reason": choice.reason,
     }
 

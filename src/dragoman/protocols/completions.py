@@ -41,7 +41,7 @@ def decode(body: bytes) -> GenerationRequest:
     return GenerationRequest(
         model=fields.model or "",
         prompts=prompts,
-        suffix=fields.suffix,
+        suffix=fields.suffix or None,
         echo=echo,
         sampling=openai.sampling(fields),
         max_tokens=fields.max_tokens,
@@ -90,7 +90,7 @@ def _check(fields: CompletionFields, prompts: Sequence[object]) -> None:
     if fields.best_of is not None:
         if fields.best_of < (fields.n or 1):
             raise BadRequest("best_of: must not be smaller than n", param="best_of")
-        if fields.stream:
+        if fields.stream and fields.best_of > (fields.n or 1):
             raise BadRequest("best_of: the best reply cannot be streamed, it is known only at the end", param="best_of")
         if fields.best_of > 1 and len(prompts) > 1:
             raise BadRequest("best_of: only with one prompt at a time", param="best_of")
@@ -209,7 +209,7 @@ def _choice(request: GenerationRequest, choice: Choice) -> dict[str, Any]:
     encoded = {
         "text": text,
         "index": choice.index,
-        "logprobs": LegacyLogprobs().encode(entries) if request.logprobs is not None else None,
+        "logprobs": LegacyLogprobs().encode(entries) if entries else None,
         "finish_reason": choice.reason,
     }
     return {**encoded, "ids": list(choice.tokens)} if request.delivery.token_ids else encoded

@@ -23,10 +23,12 @@ async def health(app: "App", exchange: Exchange) -> None:
 
 
 async def ready(app: "App", exchange: Exchange) -> None:
-    """Ready: the default model can answer now."""
+    """Ready: the default model can answer now. Asking is enough for it to be loaded."""
+    default = app.catalog.resolve("")
+    is_ready = default.host.state == "ready"
+    if default.host.state == "cold":
+        default.host.load()
     states = {model.name: model.host.state for model in app.catalog.models.values()}
-    default = app.catalog.default
-    is_ready = default is not None and states[app.catalog.resolve(default).name] == "ready"
     status = {"status": "ready" if is_ready else "not ready", "models": states}
     await exchange.reply_json(status, 200 if is_ready else 503)
 

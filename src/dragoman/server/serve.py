@@ -1,10 +1,12 @@
 """The app in uvicorn: one process, one event loop, a clean end."""
 
 import asyncio
+import errno
 import gc
 import ipaddress
 import logging
 import math
+import os
 import signal
 import socket
 import sys
@@ -31,6 +33,9 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
     """Serve engines of your own until the process is told to stop. `host` and `port` win over the settings."""
     settings = settings or Settings()
+    key = os.environ.get("DRAGOMAN_API_KEY")
+    if key and not settings.api_keys:
+        settings = msgspec.structs.replace(settings, api_keys=(key,))
     run(
         msgspec.structs.replace(settings, host=host or settings.host, port=settings.port if port is None else port),
         engines,
@@ -40,6 +45,7 @@ def serve(*engines: Engine, host: str | None = None, port: int | None = None, se
 def run(settings: Settings, engines: Sequence[Engine] = ()) -> None:
     """Serve until a signal says stop. A model without which nothing can be served is a ConfigError if it fails."""
     check_exposure(settings)
+    check_port(settings.host, settings.port)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     app = App(with_hosts(settings), engines)
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
@@ -52,6 +58,29 @@ def check_exposure(settings: Settings) -> None:
             f"{settings.host} can be reached from other machines, and no API key is set; "
             "give --api-key KEY or set DRAGOMAN_API_KEY"
         )
+
+
+def check_port(host: str, port: int) -> None:
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
+    for family, kind, protocol, _, address in places:
+        with socket.socket(family, kind, protocol) as probe:
+            # What servers do on POSIX: a port whose last connections are just closing is not in use.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise ConfigError(_bind_words(host, port, error)) from error
+
+
+def _bind_words(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use; stop what runs there or choose another with --port"
+    if error.errno == errno.EACCES:
+        return f"port {port} is not for ordinary users; choose one above 1023 with --port"
+    return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
 def with_hosts(settings: Settings) -> Settings:
@@ -83,6 +112,7 @@ class Server(uvicorn.Server):
             log.info("serving %s on http://%s:%d/v1", names, host, self.config.port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("stopping; running requests have %g s to finish", self._app.settings.grace_seconds)
         self._app.stop_requests()
         await super().shutdown(sockets)
 

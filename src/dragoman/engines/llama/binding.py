@@ -6,7 +6,9 @@ Rules
 """
 
 import ctypes
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from dragoman.engines.llama.library import Batch, library, log
 from dragoman.errors import ConfigError
 
 MAX_SEQUENCES = 256
+TOKENIZED_AT_ONCE = 4096
+"""Characters."""
 """llama.cpp's own limit on the sequences of a context."""
 
 Logits = NDArray[np.float32]
@@ -100,6 +104,24 @@ class Model:
         return b"" if token in self.hidden else self.pieces[token]
 
     def tokenize(self, text: str, special: bool) -> list[int]:
+        """Long text in parts: the time that llama.cpp takes grows with the square of the control tokens in it. A part
+        begins at a control token, where nothing that comes before has any influence."""
+        if not special or len(text) <= TOKENIZED_AT_ONCE:
+            return self._tokenize(text, special)
+        tokens: list[int] = []
+        start = 0
+        for found in self._control_texts.finditer(text):
+            if found.start() - start >= TOKENIZED_AT_ONCE:
+                tokens += self._tokenize(text[start : found.start()], special)
+                start = found.start()
+        return tokens + self._tokenize(text[start:], special)
+
+    @cached_property
+    def _control_texts(self) -> re.Pattern[str]:
+        longest_first = sorted(self.control, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def _tokenize(self, text: str, special: bool) -> list[int]:
         data = text.encode("utf-8", "replace")
         room = len(data) + 16
         while True:

@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 
@@ -47,13 +47,18 @@ FEATURES = frozenset(
 )
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
-    context: int | None = None
+    format: Literal["plain"] = "plain"
+    """The syntax in which the model writes; plain is text and nothing else."""
+    context: Count | None = None
     """Tokens of prompt and reply together; None: as many as the model was trained for, if the memory is large."""
-    slots: int = 4
-    threads: int | None = None
-    batch: int = 512
+    slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 4
+    threads: Count | None = None
+    batch: Count = 512
     """The most prompt tokens that are taken in at once."""
 
 
@@ -69,7 +74,6 @@ class LlamaEngine(Engine):
     streams_events = True
 
     def __init__(self, name: str, options: LlamaOptions) -> None:
-        _check(options)
         self.name = name
         self.options = options
         self.slots = options.slots
@@ -138,15 +142,6 @@ class LlamaEngine(Engine):
             loaded.runner.join()
             loaded.context.close()
             loaded.model.close()
-
-
-def _check(options: LlamaOptions) -> None:
-    if not 1 <= options.slots <= MAX_SEQUENCES:
-        raise ConfigError(f"llama: slots must be between 1 and {MAX_SEQUENCES}, not {options.slots}")
-    numbers = {"context": options.context, "threads": options.threads, "batch": options.batch}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"llama: {name} must be at least 1, not {value}")
 
 
 def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:

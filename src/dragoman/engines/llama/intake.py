@@ -31,6 +31,7 @@ class Intake:
     def generation(self, request: GenerationRequest) -> Generation:
         prompt = self._prompt(request)
         self._check_sampling(request.sampling)
+        self.check_tokens(request.stop_token_ids, "stop_token_ids")
         recipe = sampling.recipe(request.sampling, self.defaults, self.model.suppressed)
         return Generation(request, self.model, recipe, prompt=tuple(prompt), limit=self._limit(request, len(prompt)))
 
