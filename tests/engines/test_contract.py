@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_generate import whole
 
 from dragoman.conversation import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.interface import Engine, ModelInfo, Output
@@ -17,6 +16,7 @@ from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFai
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.reply import Choice
 from dragoman.worker.parent import WorkerEngine, options_of
+from tests.test_generate import whole
 
 FEATURES = {
     *("chat", "completion", "token_prompt", "tokenize", "embeddings", "infill"),
