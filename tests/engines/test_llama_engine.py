@@ -10,7 +10,7 @@ from dragoman.conversation import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.events import Finished, Usage
-from tests.engines.running import (
+from tests.engines.running import IM_END, (
     FRANCE,
     Collected,
     Run,
