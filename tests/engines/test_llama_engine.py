@@ -10,8 +10,9 @@ from dragoman.conversation import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.events import Finished, Usage
-from tests.engines.running import IM_END, (
+from tests.engines.running import (
     FRANCE,
+    IM_END,
     Collected,
     Run,
     chat,
