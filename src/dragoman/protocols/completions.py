@@ -6,13 +6,13 @@
 The choices of the first prompt come first. With `echo` a choice begins with the prompt's own text and tokens.
 """
 
-import codecs
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from dragoman.conversation import Asked, Delivery, GenerationRequest, Logprobs
+from dragoman.detokenize import Detokenizer
 from dragoman.errors import BadRequest
 from dragoman.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
 from dragoman.protocols import openai, wire
@@ -123,14 +123,14 @@ class LegacyLogprobs:
 
     def __init__(self) -> None:
         self._offset = 0
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._detokenizer = Detokenizer()
 
     def encode(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []
         for entry in entries:
             offsets.append(self._offset)
             # A character spread over several tokens is one character of the text.
-            self._offset += len(self._utf8.decode(entry.text))
+            self._offset += len(self._detokenizer.feed(entry.text))
         return {
             "tokens": [_token(entry) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],

@@ -10,10 +10,10 @@ Rules
    character is delivered at the end as the replacement character.
 """
 
-import codecs
 import itertools
 
 from dragoman.conversation import GenerationRequest
+from dragoman.detokenize import Detokenizer
 from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.sampling import Picker, Recipe, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
@@ -38,7 +38,7 @@ class Generation:
         self.inbox = Mailbox()
         self.picker: Picker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.detokenizer = Detokenizer()
         self.cached = 0
         self.count = 0
 
@@ -62,7 +62,7 @@ class Generation:
         if token in self.ends:
             return token, self._finish("stop")
         self.count += 1
-        text = self.utf8.decode(self.model.text(token))
+        text = self.detokenizer.feed(self.model.text(token))
         events: list[Event] = [TextDelta(text, count=1, tokens=(token,), logprobs=logprobs)]
         if self.count >= self.limit:
             events += self._finish("length")
@@ -84,7 +84,7 @@ class Generation:
         return token, (token_logprob(logits, token, self.logprobs.top, self.model.pieces.__getitem__),)
 
     def _finish(self, reason: FinishReason) -> list[Event]:
-        rest = self.utf8.decode(b"", final=True)
+        rest = self.detokenizer.flush()
         usage = Usage(prompt=len(self.job.prompt), completion=self.count, cached=self.cached)
         finished = Finished(reason, usage=usage)
         return [TextDelta(rest, count=0), finished] if rest else [finished]
