@@ -27,7 +27,7 @@ lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 	@$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/.installed-dev ## frames and requests per second of the front end
-	@$(BIN)/python bench/frontend.py $(ARGS)
+	@$(BIN)/python -m bench.frontend $(ARGS)
 
 lock: ## resolve the lock files anew, for every Python and system that is supported
 	@$(PYTHON) -m venv $(VENV)/lock
