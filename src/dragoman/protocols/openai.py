@@ -1,5 +1,6 @@
 """What chat completions and completions share: the sampling fields, usage, log probabilities, errors, framing."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -150,7 +151,7 @@ def frame(payload: object) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
-class StreamEncoder:
+class StreamEncoder(ABC):
     """A frame for every delta. Plain text, nearly all there is, goes between the ready-made halves of its frame."""
 
     def __init__(self, request: GenerationRequest, created: int, kind: str) -> None:
@@ -160,13 +161,13 @@ class StreamEncoder:
         self._halves: dict[int, tuple[bytes, bytes, bytes]] = {}
         self._usages: list[Usage] = []
 
+    @abstractmethod
     def _text(self, choice: int, text: str) -> dict[str, Any]:
         """The entry in `choices` for a piece of plain text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _frame(self, choice: int, event: Event) -> bytes:
-        """The frame of any event but plain text; nothing for one that this API does not show."""
-        raise NotImplementedError
+        """The frame of an event; nothing for one that this API does not show."""
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         if self._plain:
