@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import Engine, Output
+from dragoman.engines.interface import Engine, ModelInfo, Output
 
 
 class Exploding(Engine):
@@ -21,3 +21,19 @@ class SlowToLoad(Engine):
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         yield "at last"
+
+
+class NeverStops(Engine):
+    async def stop(self) -> None:
+        await asyncio.Event().wait()
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+class Nameless(Engine):
+    def models(self) -> list[ModelInfo]:
+        return []
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "who"

@@ -1,11 +1,18 @@
 """Models that cannot be loaded, or take their time."""
 
+import asyncio
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
+from dragoman import catalog, create_app, serve
+from dragoman.config import Settings
+from dragoman.errors import ConfigError
+from tests.server.engines import Nameless, NeverStops, SlowToLoad
 from tests.server.talking import CHAT, HELLO, ask, refused, talking, text_of
 from tests.serving import free_port, serving
 
@@ -44,3 +51,53 @@ def test_what_must_be_decided_waits_for_the_model(tmp_path: Path) -> None:
         with client.stream("POST", CHAT, json=body) as response:
             assert response.headers["x-dragoman-ignored"] == "unheard"
             assert "at last" in response.read().decode()
+
+
+def test_an_engine_that_does_not_stop_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "STOP_SECONDS", 0.1)
+
+    async def scenario() -> None:
+        app = create_app(NeverStops())
+        await app.catalog.resolve("").host.ready()
+        async with asyncio.timeout(5):
+            await app.stop()
+
+    asyncio.run(scenario())
+
+
+def test_asking_a_mounted_app_whether_it_is_ready_makes_it_so() -> None:
+    async def scenario() -> list[int]:
+        transport = httpx.ASGITransport(app=create_app(SlowToLoad()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            first = (await client.get("/ready")).status_code
+            await asyncio.sleep(1.2)
+            return [first, (await client.get("/ready")).status_code]
+
+    assert asyncio.run(scenario()) == [503, 200]
+
+
+def test_serving_the_network_needs_a_key_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRAGOMAN_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="no API key is set"):
+        serve(NeverStops(), host="0.0.0.0", port=free_port())
+
+
+def test_the_key_of_the_environment_counts_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Settings] = []
+    monkeypatch.setenv("DRAGOMAN_API_KEY", "secret")
+    monkeypatch.setattr("dragoman.server.serve.run", lambda settings, engines: given.append(settings))
+    serve(NeverStops(), host="0.0.0.0", port=1)
+    assert (given[0].api_keys, given[0].host, given[0].port) == (("secret",), "0.0.0.0", 1)
+
+
+def test_a_port_in_use_is_told_before_anything_is_announced() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="is in use"):
+            serve(NeverStops(), port=taken.getsockname()[1])
+
+
+def test_an_engine_without_models_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="offers no models"):
+        create_app(Nameless())
