@@ -108,7 +108,7 @@ class ScriptedEngine(Engine):
 
     def _prompt_tokens(self, request: GenerationRequest) -> int:
         texts = [request.prompt] if isinstance(request.prompt, str) else [message.text for message in request.messages]
-        return sum(len(self._pieces(text)) for text in texts)
+        return sum(-(-len(text) // self.options.chunk) for text in texts)
 
     def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:
         """Tokens the reply may have at the most."""
