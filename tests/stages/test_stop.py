@@ -136,3 +136,17 @@ def test_every_character_is_looked_at_once(text: str) -> None:
         assert matcher.feed(text[at : at + 4]) is None
     # Each step back gives up a character that an earlier step had taken: there cannot be more of them than characters.
     assert fallback.reads <= len(text)
+
+
+def test_what_is_held_back_is_not_read_again() -> None:
+    stage, text = Stop(["a" * 50 + "b"]), ("a" * 40 + "c") * 100
+    fed, feed = [], stage._matcher.feed
+
+    def noted(piece: str) -> tuple[int, str] | None:
+        fed.append(piece)
+        return feed(piece)
+
+    stage._matcher.feed = noted  # type: ignore[method-assign,assignment]
+    for at in range(0, len(text), 3):
+        stage([TextDelta(text[at : at + 3])])
+    assert "".join(fed) == text
