@@ -182,13 +182,11 @@ class Exchange:
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def reply(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
-        self.due = math.inf
-        await self._begin(status, content_type, len(body))
-        await self._send({"type": "http.response.body", "body": body})
-
     async def reply_json(self, payload: object, status: int = 200) -> None:
-        await self.reply(status, msgspec.json.encode(payload))
+        body = msgspec.json.encode(payload)
+        self.due = math.inf
+        await self._begin(status, JSON, len(body))
+        await self._send({"type": "http.response.body", "body": body})
 
     async def write(self, data: bytes) -> None:
         """More of a stream; the first piece begins it."""
