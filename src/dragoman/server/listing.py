@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 from dragoman import __version__
 from dragoman.catalog import Model
+from dragoman.engines.interface import Engine
 from dragoman.engines.run import call
+from dragoman.errors import NotSupported
 from dragoman.protocols import models as wire_models
 from dragoman.protocols import tokens as wire_tokens
 from dragoman.server.exchange import Exchange
@@ -50,18 +52,23 @@ async def one_model(app: "App", exchange: Exchange) -> None:
 
 
 async def tokenize(app: "App", exchange: Exchange) -> None:
-    limits = app.settings.limits
-    asked = await exchange.decoded(limits, wire_tokens.decode_text)
+    asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_text)
     model = app.catalog.resolve(asked.model)
-    engine = await model.host.ready()
-    exchange.expect(limits.stall_seconds, silent_engine)
+    engine = await _tokenizer(app, exchange, model)
     tokens = await call(engine.tokenize, asked.text, asked.special)
     await exchange.reply_json(wire_tokens.encode_tokens(tokens, model.info.context))
 
 
 async def detokenize(app: "App", exchange: Exchange) -> None:
-    limits = app.settings.limits
-    asked = await exchange.decoded(limits, wire_tokens.decode_tokens)
-    engine = await app.catalog.resolve(asked.model).host.ready()
-    exchange.expect(limits.stall_seconds, silent_engine)
+    asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_tokens)
+    engine = await _tokenizer(app, exchange, app.catalog.resolve(asked.model))
     await exchange.reply_json(wire_tokens.encode_text(await call(engine.detokenize, asked.tokens)))
+
+
+async def _tokenizer(app: "App", exchange: Exchange, model: Model) -> Engine:
+    """The model's engine, if it tells its tokens, with the time it has for that running."""
+    engine = await model.host.ready()
+    if "tokenize" not in model.host.supports:
+        raise NotSupported(f"model '{model.name}' does not tell its tokens")
+    exchange.expect(app.settings.limits.stall_seconds, silent_engine)
+    return engine
