@@ -126,6 +126,10 @@ class Thinking(msgspec.Struct, frozen=True):
     effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     budget_tokens: int | None = None
 
+    @property
+    def is_off(self) -> bool:
+        return self.enabled is False or (self.enabled is None and self.effort == "none")
+
 
 class Sampling(msgspec.Struct, frozen=True):
     """None means: not asked for, the model's own default applies. An explicit 0 is honoured."""
@@ -175,6 +179,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     tool_choice: ToolChoice = ToolChoice()
     constraint: Constraint | None = None
     thinking: Thinking = Thinking()
+    template_options: Mapping[str, Any] = {}
+    """Variables for the chat template, which an operator must have allowed."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

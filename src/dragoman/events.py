@@ -37,12 +37,18 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    """The prompt has been taken in. `prompt_logprobs` only where they were asked for."""
+    """The prompt has been taken in. `prompt_logprobs` only where they were asked for.
+
+    `thinking`: the prompt ends inside a thought, so the reply begins there. `ignored` names parameters that the engine
+    could not honour and found out about only now.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_text: str | None = None
+    thinking: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
@@ -75,11 +81,13 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """`stop` is the stop string that ended the text. An engine that counts its tokens itself says so in `usage`."""
+    """`stop` is the stop string that ended the text. An engine that counts its tokens itself says so in `usage`.
+    `warnings` tell what is odd about the reply, such as a tool call that could not be read."""
 
     reason: FinishReason = "stop"
     stop: str | None = None
     usage: Usage | None = None
+    warnings: tuple[str, ...] = ()
 
 
 Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished

@@ -1,5 +1,5 @@
 """Counts the engine's tokens as they pass, so that a generation has a usage even if it is cut short or its engine does
-not tell one."""
+not tell one; and those of thoughts, of which an engine that writes plain text knows nothing."""
 
 from collections.abc import Sequence
 
@@ -24,9 +24,14 @@ class Tally:
             elif isinstance(event, Started):
                 self._started = event
         last = events[-1] if events else None
-        if isinstance(last, Finished) and last.usage is None:
-            return [*events[:-1], msgspec.structs.replace(last, usage=self._usage)]
+        if isinstance(last, Finished):
+            return [*events[:-1], msgspec.structs.replace(last, usage=self._complete(last.usage))]
         return events
+
+    def _complete(self, told: Usage | None) -> Usage:
+        if told is None:
+            return self._usage
+        return msgspec.structs.replace(told, reasoning=self._reasoning) if self._reasoning else told
 
     @property
     def _usage(self) -> Usage:

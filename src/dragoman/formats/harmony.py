@@ -1,0 +1,25 @@
+"""gpt-oss: every message is on a channel.
+
+    reply   := message*
+    message := "<|start|>assistant"? header "<|message|>" text ("<|end|>" | "<|call|>" | "<|return|>")
+    header  := recipient? "<|channel|>" NAME recipient? ("<|constrain|>" word)?
+    recipient := " to=functions." TOOL
+
+`analysis` is thought; a message with a recipient is a call, its text the arguments; everything else is the answer.
+"""
+
+from dragoman.stages.syntax import Channels, ModelFormat
+
+HARMONY = ModelFormat(
+    name="harmony",
+    channels=Channels(
+        open="<|channel|>",
+        message="<|message|>",
+        ends=("<|end|>", "<|call|>", "<|return|>"),
+        call_end="<|call|>",
+        start="<|start|>",
+        recipient="to=functions.",
+    ),
+    silent=("<|constrain|>",),
+    signs=(("<|channel|>", "<|message|>"),),
+)

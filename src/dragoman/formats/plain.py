@@ -1,0 +1,8 @@
+"""Text and nothing else: what the model writes is what the reader gets.
+
+reply := text
+"""
+
+from dragoman.stages.syntax import ModelFormat
+
+PLAIN = ModelFormat(name="plain")

@@ -1,0 +1,121 @@
+"""What the split stage has found, on its way to being events.
+
+Rules
+1. What was found in one piece of text and belongs together is one event.
+2. A token is counted with the text it begins in. Those of markers, and of what was held, count with what comes next.
+3. Ids and log probabilities of tokens go with text and thoughts that they are the text of, and with nothing else.
+"""
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dragoman.conversation import Tool
+from dragoman.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta, ToolCallStart
+from dragoman.stages.calls import Malformed
+from dragoman.stages.source import Source
+
+Kind = Literal["text", "thought", "start", "arguments"]
+
+
+class EnoughError(Exception):
+    """The one call that may be made has been made."""
+
+
+class Writer:
+    def __init__(self, source: Source, tools: Mapping[str, Tool], parallel: bool) -> None:
+        self.said = False
+        """Whether there has been text."""
+        self.thought_of = False
+        """Whether the thought at hand has said anything yet."""
+        self.calls: list[str] = []
+        self.warnings: list[str] = []
+        self.started = False
+        self.strict = False
+        self._source = source
+        self._tools = tools
+        self._parallel = parallel
+        self._found: list[tuple[Kind, list[str], int]] = []
+        self._tokens: deque[tuple[int, TextDelta]] = deque()
+
+    def arrived(self, delta: TextDelta) -> None:
+        """The tokens of the next piece of the source."""
+        self._tokens.append((self._source.position + len(self._source.window), delta))
+
+    def text(self, text: str) -> None:
+        if text:
+            self.said = True
+            self._add("text", text)
+
+    def thought(self, text: str) -> None:
+        if text:
+            self.thought_of = True
+            self._add("thought", text)
+
+    # Calls, for their readers.
+
+    def start(self, name: str) -> None:
+        if self.strict and name not in self._tools:
+            raise Malformed
+        self.started = True
+        self.calls.append(name)
+        self._add("start", name)
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self._add("arguments", text)
+
+    def end(self) -> None:
+        self.started = False
+        self._source.record()
+        if not self._parallel:
+            raise EnoughError
+
+    def warn(self, words: str) -> None:
+        self.warnings.append(words)
+
+    def parameters(self, name: str) -> Mapping[str, Any]:
+        tool = self._tools.get(name)
+        properties = (tool.parameters or {}).get("properties") if tool else None
+        return properties if isinstance(properties, Mapping) else {}
+
+    # Events.
+
+    def _add(self, kind: Kind, text: str) -> None:
+        position = self._source.position
+        if self._found and self._found[-1][0] == kind != "start":
+            last = self._found[-1]
+            last[1].append(text)
+            self._found[-1] = (kind, last[1], position)
+        else:
+            self._found.append((kind, [text], position))
+
+    def flush(self, out: list[Event]) -> None:
+        for kind, pieces, end in self._found:
+            text = "".join(pieces)
+            if kind == "start":
+                out.append(ToolCallStart(f"call_{os.urandom(12).hex()}", text))
+                continue
+            count, tokens, logprobs = self._tokens_of(end - len(text), end)
+            if kind == "arguments":
+                out.append(ToolCallDelta(text, count))
+            else:
+                out.append((TextDelta if kind == "text" else ReasoningDelta)(text, count, tokens, logprobs))
+        self._found.clear()
+
+    def rest(self, out: list[Event]) -> None:
+        """The tokens of what made no event."""
+        if count := sum(delta.count for _, delta in self._tokens):
+            out.append(TextDelta("", count))
+        self._tokens.clear()
+
+    def _tokens_of(self, begin: int, end: int) -> tuple[int, tuple[int, ...], tuple[TokenLogprob, ...]]:
+        count, ids, logprobs = 0, list[int](), list[TokenLogprob]()
+        while self._tokens and self._tokens[0][0] < end:
+            at, delta = self._tokens.popleft()
+            count += delta.count
+            if at >= begin:
+                ids += delta.tokens
+                logprobs += delta.logprobs
+        return count, tuple(ids), tuple(logprobs)

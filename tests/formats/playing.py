@@ -1,0 +1,97 @@
+"""A format's output through the split stage, and what comes out of it joined."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from dragoman.conversation import Part, Reasoning, Text, Tool, ToolCall
+from dragoman.events import (
+    Event,
+    Finished,
+    FinishReason,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from dragoman.formats import FORMATS
+from dragoman.reply import Batch, Choice, collect
+from dragoman.stages.split import Split
+from tests.formats.cases import TOOLS
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """What the events of a reply say, however the text was cut. Calls are without their ids."""
+
+    parts: tuple[Part, ...]
+    reason: FinishReason
+    warnings: tuple[str, ...]
+
+
+def play(
+    name: str,
+    pieces: Sequence[str],
+    *,
+    tools: Sequence[Tool] = TOOLS,
+    thinking: bool = False,
+    reason: FinishReason = "stop",
+    parallel: bool = True,
+) -> list[Event]:
+    """The events for these pieces, each a token."""
+    stage = Split(FORMATS[name], tools, parallel=parallel)
+    out = list(stage([Started(thinking=thinking)]))
+    for piece in pieces:
+        out += stage([TextDelta(piece)])
+        if isinstance(out[-1], Finished):
+            return out
+    return [*out, *stage([Finished(reason)])]
+
+
+def joined(events: Sequence[Event]) -> Joined:
+    """Checks on the way that the events are in an order they may have."""
+    parts: list[Part] = []
+    assert isinstance(events[0], Started)
+    last = events[-1]
+    assert isinstance(last, Finished)
+    for event in events[1:-1]:
+        assert not isinstance(event, Started | Finished)
+        before = parts[-1] if parts else None
+        if isinstance(event, ToolCallStart):
+            assert event.id.startswith("call_")
+            parts.append(ToolCall("", event.name, ""))
+        elif isinstance(event, ToolCallDelta):
+            assert isinstance(before, ToolCall)
+            parts[-1] = ToolCall("", before.name, before.arguments + event.arguments)
+        elif event.text:
+            kind = Text if isinstance(event, TextDelta) else Reasoning
+            if isinstance(before, Text | Reasoning) and type(before) is kind:
+                parts[-1] = kind(before.text + event.text)
+            else:
+                parts.append(kind(event.text))
+    return Joined(tuple(parts), last.reason, last.warnings)
+
+
+def counted(events: Sequence[Event]) -> int:
+    deltas = (event for event in events if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta))
+    return sum(event.count for event in deltas)
+
+
+def valued(parts: Sequence[Part]) -> list[object]:
+    """Parts with arguments as values, for formats that write the same in ways of their own."""
+    return [(part.name, msgspec.json.decode(part.arguments)) if isinstance(part, ToolCall) else part for part in parts]
+
+
+def without_ids(parts: Sequence[Part]) -> tuple[Part, ...]:
+    return tuple(msgspec.structs.replace(part, id="") if isinstance(part, ToolCall) else part for part in parts)
+
+
+def collected(events: Sequence[Event]) -> Choice:
+    """The reply as a caller that does not stream gets it."""
+
+    async def batches() -> AsyncIterator[Batch]:
+        for event in events:
+            yield 0, [event]
+
+    return asyncio.run(collect(batches(), lambda heard: None)).choices[0]

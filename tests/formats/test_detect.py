@@ -1,0 +1,98 @@
+"""Which format a chat template speaks."""
+
+import itertools
+
+import pytest
+
+from dragoman.conversation import Tool
+from dragoman.errors import ConfigError
+from dragoman.formats import FALLBACK, FORMATS, detect, named
+from dragoman.stages.source import Markers
+from dragoman.stages.split import Split
+
+NAMES = [
+    *("plain", "hermes", "qwen_xml", "llama3", "pythonic", "mistral", "deepseek", "harmony", "glm", "kimi", "gemma"),
+    *("channel", "granite", "phi", "cohere", "minimax", "json"),
+]
+
+TEMPLATES = [
+    ("hermes", "{{ '<tools>' }} return a json object within <tool_call></tool_call> XML tags: {{ tools }}"),
+    ("qwen_xml", "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1"),
+    ("llama3", '{{- \'<|start_header_id|>assistant\' }} {"name": function name, "parameters": dictionary}'),
+    ("llama3", "{{- '<|python_tag|>' + tool_call.name + '.call(' }}"),
+    ("pythonic", "{{ '<|header_start|>' + role }} [func_name1(params_name1=params_value1)]"),
+    ("pythonic", "{{ '<|tool_list_start|>' }}{{ '<|tool_call_start|>' }}"),
+    ("pythonic", "<functions>{{ tools }}</functions> <function_calls>{{ calls }}</function_calls>"),
+    ("mistral", "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"),
+    ("mistral_array", "{{- '[TOOL_CALLS] [' + calls + ']' }}"),
+    ("deepseek", "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments}}"),
+    ("deepseek_v3", "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n'}}"),
+    ("deepseek_dsml", '<｜DSML｜function_calls><｜DSML｜invoke name="$NAME">'),
+    ("harmony", "{{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}"),
+    ("glm", "<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value></tool_call>"),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>"),
+    ("kimi", "{{ '◁think▷' + thought + '◁/think▷' }}"),
+    ("gemma", "{{ '<|tool_call>call:' + name }}<tool_call|> {{ '<|channel>thought' }}"),
+    ("function_gemma", "{{ '<start_function_call>call:' + name }}"),
+    ("channel", "{{ '<|channel>' + name }} and <tool_call>"),
+    ("granite", "<|start_of_role|>assistant<|end_of_role|><|tool_call|>{{ calls }}"),
+    ("granite", "<|start_of_role|>system<|end_of_role|>Write \\'Here is my thought process:\\' first"),
+    ("phi", "{{ '<|tool|>' + tools + '<|/tool|>' }}"),
+    ("phi", "prefix it with functools and a list"),
+    ("cohere", "<|START_ACTION|>[{{ calls }}]<|END_ACTION|>"),
+    ("minimax", '<minimax:tool_call><invoke name="tool"><parameter name="p">v</parameter></invoke>'),
+    ("internlm", "<|action_start|><|plugin|>{{ call }}<|action_end|>"),
+    ("hunyuan", "<tool_calls>{{ calls }}</tool_calls>"),
+    ("ernie", "<think>{{ t }}</think><response>{{ r }}</response><tool_call>{{ c }}</tool_call>"),
+]
+
+
+@pytest.mark.parametrize(("name", "template"), TEMPLATES)
+def test_a_template_shows_its_format(name: str, template: str) -> None:
+    assert detect(template) == name
+
+
+def test_every_format_with_signs_has_a_template_here() -> None:
+    assert {name for name, syntax in FORMATS.items() if syntax.signs} == {name for name, _ in TEMPLATES}
+
+
+@pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<|im_start|>{{ role }}\\n{{ content }}<|im_end|>"])
+def test_a_template_nobody_knows_is_json(template: str | None) -> None:
+    assert detect(template) == FALLBACK == "json"
+
+
+def test_a_model_may_be_known_by_name() -> None:
+    assert detect("<|im_start|>", "SmolLM2-135M-Instruct") == "hermes"
+    # What the template shows counts for more.
+    assert detect("[TOOL_CALLS][ARGS]", "SmolLM2") == "mistral"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_families_are_there(name: str) -> None:
+    assert named(name).name == name
+
+
+def test_names_are_keys() -> None:
+    assert [syntax.name for syntax in FORMATS.values()] == list(FORMATS)
+
+
+def test_no_such_format() -> None:
+    with pytest.raises(ConfigError, match="hermes, hunyuan"):
+        named("hermes2")
+
+
+def searched(name: str) -> list[Markers]:
+    split = Split(FORMATS[name], [Tool("f", "", None)])
+    channels = split.syntax.channels
+    if channels is None:
+        return [split._inside, split._outside, split._closers]
+    headers = [channels.open, channels.start, channels.message, *channels.ends]
+    return [Markers([*headers, *split.syntax.silent, *split.openings])]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_marker_begins_another(name: str) -> None:
+    """Otherwise which of them was meant would hang on where the text is cut."""
+    for markers in searched(name):
+        for one, other in itertools.permutations(markers.all, 2):
+            assert not other.startswith(one)

@@ -1,0 +1,80 @@
+"""What models of every family print, in every cutting."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+
+from dragoman.conversation import Reasoning, Text, ToolCall
+from dragoman.events import Event
+from dragoman.formats import FORMATS
+from tests.cuttings import cut, cuttings
+from tests.formats.cases import OUTPUTS, RECORDED, SCENARIOS, Case
+from tests.formats.others import OTHERS
+from tests.formats.playing import Joined, collected, counted, joined, play, valued, without_ids
+
+CASES = [*RECORDED, *OTHERS]
+
+
+def events_of(case: Case, pieces: Sequence[str]) -> list[Event]:
+    return play(case.format, pieces, tools=case.tools, thinking=case.said.thinking, reason=case.said.reason)
+
+
+def check(case: Case, found: Joined) -> None:
+    said = case.said
+    if said.exact:
+        assert found.parts == said.parts
+    else:
+        assert valued(found.parts) == valued(said.parts)
+    assert bool(found.warnings) == said.warns
+    called = any(isinstance(part, ToolCall) for part in said.parts)
+    assert found.reason == ("tool_calls" if called and said.reason == "stop" else said.reason)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.name}")
+@settings(max_examples=15, deadline=None)
+@given(cuts=cuttings())
+def test_what_is_said_in_every_cutting(case: Case, cuts: list[int]) -> None:
+    whole = joined(events_of(case, [case.output]))
+    check(case, whole)
+    for pieces in (list(case.output), cut(case.output, cuts)):
+        events = events_of(case, pieces)
+        assert joined(events) == whole
+        assert counted(events) == len(pieces)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.name}")
+def test_the_collected_reply_says_the_same(case: Case) -> None:
+    events = events_of(case, list(case.output))
+    choice, found = collected(events), joined(events)
+    assert without_ids(choice.parts) == found.parts
+    assert choice.reason == found.reason
+    ids = [part.id for part in choice.parts if isinstance(part, ToolCall)]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_tells_all_that_it_can(name: str) -> None:
+    """A format without thoughts or calls has no words for some scenarios, and nothing else is missing."""
+    syntax = FORMATS[name]
+    thoughts = {"thought, text, call", "opener in the prompt", "call that ends a thought"}
+    expected = set(SCENARIOS)
+    if not syntax.thoughts and syntax.channels is None:
+        expected -= thoughts
+    if name == "plain":
+        expected = {"look-alikes"}
+    assert set(OUTPUTS[name]) == expected
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: f"{case.format}: {case.name}")
+def test_without_tools_nothing_is_a_call_and_nothing_is_lost(case: Case) -> None:
+    events = play(case.format, list(case.output), tools=(), thinking=case.said.thinking, reason=case.said.reason)
+    found = joined(events)
+    assert not any(isinstance(part, ToolCall) for part in found.parts)
+    assert found.reason == case.said.reason
+    assert not found.warnings
+    for part in case.said.parts:
+        if isinstance(part, Text | Reasoning):
+            assert any(part.text in other.text for other in found.parts if isinstance(other, Text | Reasoning))
+    if "escapes" in case.name:
+        assert any("mkdir {a,b" in other.text for other in found.parts if isinstance(other, Text))
