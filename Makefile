@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CHECKOUT := --no-deps --no-build-isolation --editable .
 LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench lock clean
+.PHONY: help serve test lint bench clients lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -26,8 +27,13 @@ lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-bench: $(VENV)/.installed-dev ## frames and requests per second of the front end
+bench: $(VENV)/.installed-dev ## speed of the front end, and of replies that are kept to a schema
 	@$(BIN)/python -m bench.frontend $(ARGS)
+	@$(BIN)/dragoman pull smollm2
+	@$(BIN)/python -m bench.constraints $(ARGS)
+
+clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one
+	@$(BIN)/python -m clients.run $(ARGS)
 
 lock: ## resolve the lock files anew, for every Python and system that is supported
 	@$(PYTHON) -m venv $(VENV)/lock
@@ -36,8 +42,8 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
 
 clean: ## remove .venv and everything else that was made here
-	@rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find src tests bench clients -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -56,3 +62,14 @@ $(VENV)/.installed-dev: requirements-dev.lock pyproject.toml $(VENV)/.made
 	@$(PIP) install --require-hashes --requirement requirements-dev.lock
 	@$(PIP) install $(CHECKOUT)
 	@touch $@ $(VENV)/.installed
+
+$(CLIENTS)/.installed: clients/package.json clients/package-lock.json
+	@command -v node >/dev/null && command -v npm >/dev/null || \
+		{ echo "node (20 or newer) and npm are needed on the PATH" >&2; exit 1; }
+	@node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20 ? 1 : 0)' || \
+		{ echo "node 20 or newer is needed; this is $$(node --version)" >&2; exit 1; }
+	@echo "installing into $(CLIENTS) the clients, 1.2 GB ..."
+	@mkdir -p $(CLIENTS)
+	@cp $^ $(CLIENTS)
+	@cd $(CLIENTS) && npm install --loglevel=error --no-fund --no-audit
+	@touch $@

@@ -1,13 +1,14 @@
 """Everything that can go wrong, as one tree. Each error knows the status and the words a protocol needs.
 
     DragomanError
-    ├── BadRequest 400 ── ContextTooLong, UnsupportedParameter
+    ├── BadRequest 400 ── ContextTooLong, InvalidSchema, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
-    ├── NotFound 404 ── ModelNotFound
+    ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
     ├── MethodNotAllowed 405
     ├── RequestTimeout 408
     ├── TooLarge 413
     ├── UnsupportedMedia 415
+    ├── UpgradeRequired 426
     ├── HeadersTooLarge 431
     ├── EngineFailed 500
     ├── NotSupported 501
@@ -41,7 +42,24 @@ class BadRequest(DragomanError):
 
 
 class ContextTooLong(BadRequest):
+    """`tokens` is what the prompt has, `limit` the most that it may have, where they are known."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, tokens: int | None = None, limit: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.tokens = tokens
+        self.limit = limit
+
+
+class InvalidSchema(BadRequest):
+    code = "invalid_schema"
+
+
+class ThreadUnsupported(BadRequest):
+    code = "thread_unsupported_request"
 
 
 class UnsupportedParameter(BadRequest):
@@ -62,6 +80,10 @@ class NotFound(DragomanError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class PreviousResponseNotFound(NotFound):
+    code = "previous_response_not_found"
 
 
 class MethodNotAllowed(DragomanError):
@@ -86,6 +108,12 @@ class UnsupportedMedia(DragomanError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+
+
+class UpgradeRequired(DragomanError):
+    status = 426
+    type = "invalid_request_error"
+    code = "upgrade_required"
 
 
 class HeadersTooLarge(DragomanError):

@@ -5,8 +5,9 @@ sees HTTP, SSE or JSON. What it does not declare in `supports` is answered for i
 parameter by being reported as ignored.
 
 Features an engine may declare
-    chat, completion, token_prompt, tokenize, infill                 what it can be asked for at all
-    token_ids, logprobs, prompt_logprobs, images, tools, constraint, thinking
+    chat, completion, token_prompt, infill                           what it can be asked to write
+    tokenize, render, count_tokens                                   what it can tell
+    token_ids, logprobs, prompt_logprobs, images, tools, strict_tools, constraint, thinking, template_options
                                                                      what it can do beyond text
     usage                                                            it tells the usage in `Finished` itself
     temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
@@ -30,16 +31,30 @@ Output = str | Event | Sequence[str | Event]
 OWN_FEATURES: dict[str, tuple[str, ...]] = {
     "generate": ("chat", "completion"),
     "tokenize": ("tokenize",),
+    "render": ("render",),
+    "count_tokens": ("count_tokens",),
 }
 """What overriding a method declares without further words."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A model as the model list shows it; `context` is the largest number of tokens of prompt and reply together."""
+    """A model as the model list shows it; `context` is the largest number of tokens of prompt and reply together.
+
+    `format` names the syntax in which it writes thoughts and tool calls (see `formats`).
+    """
 
     name: str
     owner: str = "dragoman"
     context: int | None = None
+    format: str = "plain"
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """A prompt as the model would get it, and the format in which its reply would be read."""
+
+    text: str
+    tokens: tuple[int, ...]
+    format: str
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +99,14 @@ class Engine:
     def generate(self, request: GenerationRequest) -> Iterable[Output] | AsyncIterable[Output]:
         """Answer. A plain generator runs in a thread of its own; closing the iterator means: stop working on it."""
         raise NotSupported("this model does not generate text")
+
+    def render(self, request: GenerationRequest) -> Rendered | Awaitable[Rendered]:
+        """The prompt that `generate` would begin with."""
+        raise NotSupported("this model does not tell its prompts")
+
+    def count_tokens(self, request: GenerationRequest) -> int | Awaitable[int]:
+        """How many tokens the prompt of the request has; whoever overrides `render` need not say it twice."""
+        raise NotSupported("this model does not count its tokens")
 
     def tokenize(self, text: str, special: bool) -> Sequence[int] | Awaitable[Sequence[int]]:
         """Token ids of a text; with `special` the names of control tokens in it become those tokens."""

@@ -3,6 +3,10 @@
 For people who test agents, and the base of our own tests. The first reply whose `match` is found in the text of the
 last user or tool message is played; a reply without `match` fits everything; where none fits the message is echoed.
 One piece of `chunk` characters is one token. The faults happen at the N-th token of each reply.
+
+The script is raw model output in the syntax that `format` names, thoughts and tool calls included. Tools, schemas and
+images are accepted and change nothing in it: what a model would do with them is for the script to say. A thinking
+budget cuts the thought, as it does with a real model.
 """
 
 import asyncio
@@ -11,16 +15,23 @@ import re
 import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 import msgspec
 
-from dragoman.conversation import GenerationRequest
+from dragoman.conversation import GenerationRequest, Thinking
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, ContextTooLong, EngineFailed
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, Usage
+from dragoman.formats import named
+from dragoman.stages.split import begins_in_thought
 
-FEATURES = frozenset({"chat", "completion", "max_tokens", "usage"})
+FEATURES = frozenset(
+    {
+        *("chat", "completion", "count_tokens", "max_tokens", "usage"),
+        *("tools", "strict_tools", "constraint", "thinking", "images"),
+    }
+)
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -34,8 +45,8 @@ class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replies: tuple[ScriptedReply, ...] = ()
-    format: Literal["plain"] = "plain"
-    """The syntax of the script; plain is text and nothing else."""
+    format: str = "plain"
+    """The syntax of the script, one of `formats`; plain is text and nothing else."""
     chunk: Count = 4
     burst: Count = 1
     """Tokens that become ready together, as from an engine that makes several in one step."""
@@ -56,6 +67,7 @@ class ScriptedEngine(Engine):
         self.name = name
         self.options = options = options or ScriptedOptions()
         self.slots = options.slots
+        self.syntax = named(options.format)
         try:
             self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
         except re.error as error:
@@ -71,13 +83,15 @@ class ScriptedEngine(Engine):
         return isinstance(options, ScriptedOptions) and options.crash_after is not None
 
     def models(self) -> Sequence[ModelInfo]:
-        return [ModelInfo(self.name, context=self.options.context)]
+        return [ModelInfo(self.name, context=self.options.context, format=self.syntax.name)]
 
     def supports(self) -> frozenset[str]:
         return FEATURES
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        pieces = self._pieces(self._output(request.last_user_text))
+        output = self._output(request.last_user_text)
+        thinking = bool(request.messages) and begins_in_thought(self.syntax, output)
+        pieces = self._pieces(self._within_budget(output, thinking, request.thinking))
         prompt_tokens = self._prompt_tokens(request)
         room = self._room(request, prompt_tokens)
         played = pieces if room is None else pieces[:room]
@@ -86,7 +100,7 @@ class ScriptedEngine(Engine):
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
         begun, burst = time.monotonic(), self.options.burst
-        ready: list[Event] = [Started(prompt_tokens)]
+        ready: list[Event] = [Started(prompt_tokens, thinking=thinking)]
         for at in range(0, end, burst):
             if at:
                 yield ready
@@ -99,8 +113,23 @@ class ScriptedEngine(Engine):
         reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
         yield [*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
 
+    def count_tokens(self, request: GenerationRequest) -> int:
+        return self._prompt_tokens(request)
+
     def _output(self, text: str) -> str:
         return next((output for pattern, output in self.replies if pattern.search(text)), text)
+
+    def _within_budget(self, output: str, thinking: bool, asked: Thinking) -> str:
+        """The output with its first thought cut to what the request allows."""
+        budget = 0 if asked.is_off else asked.budget_tokens
+        if budget is None:
+            return output
+        tags = next((tags for tags in self.syntax.thoughts if tags.close in output), None)
+        opener = 0 if tags is None or thinking else output.find(tags.open) + len(tags.open)
+        if tags is None or (not thinking and tags.open not in output):
+            return output
+        closer = output.index(tags.close, opener)
+        return output[: min(opener + budget * self.options.chunk, closer)] + output[closer:]
 
     def _pieces(self, text: str) -> list[str]:
         size = self.options.chunk
@@ -119,6 +148,8 @@ class ScriptedEngine(Engine):
             raise ContextTooLong(
                 f"this model's maximum context length is {context} tokens, but the prompt has {prompt_tokens}",
                 param="messages" if request.messages else "prompt",
+                tokens=prompt_tokens,
+                limit=context - 1,
             )
         left = context - prompt_tokens
         return left if request.max_tokens is None else min(left, request.max_tokens)

@@ -3,6 +3,7 @@
 engine      what the server sees: options, checks, one async generator per request
 intake      from a request to a checked prompt in tokens
 generation  one request's way from logits to events
+budget      how much of a reply may be thought
 runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
 scheduler   which rows the next decode has: pure, without model, thread or clock
 sampling    from logits to a token, and log probabilities

@@ -7,7 +7,7 @@ Rules
 
 import ctypes
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -53,6 +53,7 @@ class Model:
             if c.llama_vocab_get_attr(vocab, token) & (ATTRIBUTE_CONTROL | ATTRIBUTE_UNKNOWN)
         )
         self.ends = frozenset(token for token in range(self.vocab_size) if c.llama_vocab_is_eog(vocab, token))
+        self.shown: frozenset[int] = frozenset()
         self.pieces = tuple(self._piece(token) for token in range(self.vocab_size))
         self.longest_piece = max(map(len, self.pieces))
 
@@ -100,8 +101,16 @@ class Model:
         return "" if token == NO_TOKEN else self.pieces[token].decode("utf-8", "replace")
 
     def text(self, token: int) -> bytes:
-        """What a reader sees of a token: nothing of a control token."""
-        return b"" if token in self.hidden else self.pieces[token]
+        """What a reader sees of a token: nothing of a control token, unless it is a marker that was asked for."""
+        return b"" if token in self.hidden and token not in self.shown else self.pieces[token]
+
+    def show(self, markers: Collection[str]) -> None:
+        """Let readers see the control tokens of these names, but not those that end a text."""
+        self.shown = frozenset(self.control_ids(markers).values()) - self.ends
+
+    def control_ids(self, names: Collection[str]) -> dict[str, int]:
+        """The control tokens that have one of the names."""
+        return {name: token for token in sorted(self.hidden) if (name := self.name(token)) in names}
 
     def tokenize(self, text: str, special: bool) -> list[int]:
         """Long text in parts: the time that llama.cpp takes grows with the square of the control tokens in it. A part

@@ -10,20 +10,23 @@ import logging
 import math
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 
+from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
+from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake
 from dragoman.engines.llama.runner import LEAST_CHUNK, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS
 from dragoman.errors import ConfigError, EngineFailed
-from dragoman.events import Event
+from dragoman.events import Event, Finished
+from dragoman.formats import detect, named
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -43,6 +46,7 @@ FEATURES = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("stop_token_ids", "ignore_eos", "max_tokens", "usage"),
+        *("tools", "strict_tools", "constraint", "thinking", "render", "template_options"),
     }
 )
 
@@ -52,8 +56,10 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
-    format: Literal["plain"] = "plain"
-    """The syntax in which the model writes; plain is text and nothing else."""
+    format: str | None = None
+    """The syntax in which the model writes thoughts and calls; None: what its chat template shows."""
+    template_options: tuple[str, ...] = ()
+    """Variables of the chat template that callers may set."""
     context: Count | None = None
     """Tokens of prompt and reply together; None: as many as the model was trained for, if the memory is large."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 4
@@ -80,6 +86,8 @@ class LlamaEngine(Engine):
         self.loaded: _Loaded | None = None
         # Threads of its own: they must be through with the model before it is freed.
         self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
+        # Nobody's prompt waits for somebody else's grammar.
+        self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -92,8 +100,10 @@ class LlamaEngine(Engine):
         return True
 
     def models(self) -> Sequence[ModelInfo]:
-        context = self.options.context if self.loaded is None else self.loaded.intake.context
-        return [ModelInfo(self.name, context=context)]
+        if self.loaded is None:
+            return [ModelInfo(self.name, context=self.options.context, format=self.options.format or "plain")]
+        intake = self.loaded.intake
+        return [ModelInfo(self.name, context=intake.context, format=intake.format.name)]
 
     def supports(self) -> frozenset[str]:
         infill = self.loaded is not None and self.loaded.model.infill is not None
@@ -112,13 +122,20 @@ class LlamaEngine(Engine):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         loaded = self._running()
-        generation = await self._aside(loaded.intake.generation, request)
+        read = await self._aside(loaded.intake.read, request)
+        shaping = self.shapers if loaded.intake.is_shaped(request) else self.readers
+        generation = await self._aside(loaded.intake.generation, request, read, pool=shaping)
         loaded.runner.submit(generation)
         try:
             while events := await generation.inbox.take():
+                if type(events[-1]) is Finished and generation.bearings.checks:
+                    events = [*events[:-1], await self._aside(_checked, generation, events[-1], pool=self.shapers)]
                 yield events
         finally:
             loaded.runner.cancel(generation)
+
+    async def render(self, request: GenerationRequest) -> Rendered:
+        return await self._aside(self._running().intake.render, request)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         return await self._aside(self._running().model.tokenize, text, special)
@@ -133,11 +150,12 @@ class LlamaEngine(Engine):
             raise EngineFailed("the engine is not running")
         return self.loaded
 
-    async def _aside(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.readers, function, *arguments)
+    async def _aside(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool or self.readers, function, *arguments)
 
     def _free(self, loaded: _Loaded | None) -> None:
         self.readers.shutdown(wait=True)
+        self.shapers.shutdown(wait=True)
         if loaded is not None:
             loaded.runner.join()
             loaded.context.close()
@@ -166,9 +184,20 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
         undo.callback(context.close)
         _warm_up(context, min(options.batch, LEAST_CHUNK))
         runner = Runner(context, loop, slots=options.slots, batch=options.batch, sharing=not model.forgets)
-        loaded = _Loaded(model, context, Intake(model, min(length, context.length)), runner)
+        syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
+        intake = Intake(model, min(length, context.length), syntax, options.template_options)
+        loaded = _Loaded(model, context, intake, runner)
         undo.pop_all()
         return loaded
+
+
+def _checked(generation: Generation, finished: Finished) -> Finished:
+    """With a warning where the reply does not fit what could not be enforced."""
+    guide, checks = generation.guide, generation.bearings.checks
+    if guide is None or finished.reason == "length":
+        return finished
+    found = warnings(checks, guide.captures())
+    return msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
 
 
 def _check_memory(model: Model, slots: int, length: int) -> None:

@@ -8,37 +8,66 @@ Rules
 2. A token that ends the text (end of generation, or one of the request's stop tokens) is neither delivered nor counted.
 3. Text is cut at whole characters: a token that ends inside one is delivered with no text, and what never became a
    character is delivered at the end as the replacement character.
+4. A reply that is kept to a shape ends where the shape does, and nowhere before: neither a stop token nor the end of
+   generation cuts it. Only the limit does, and then the reason says so.
+5. Calls that must be made end when one repeats the one before it word for word: a weak model would go on repeating it.
 """
 
 import itertools
+from collections import deque
 
+import msgspec
+import numpy as np
+
+from dragoman.constrain.check import Check
+from dragoman.constrain.compiled import Guide
 from dragoman.conversation import GenerationRequest
 from dragoman.detokenize import Detokenizer
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.sampling import Picker, Recipe, token_logprob
+from dragoman.engines.llama.budget import Budget
+from dragoman.engines.llama.sampling import Allowed, Picker, Recipe, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
+from dragoman.errors import EngineFailed
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
 from dragoman.mailbox import Mailbox
 
 _ids = itertools.count()
 
 
+class Bearings(msgspec.Struct, frozen=True):
+    """What a reply is kept to. `limit` is the most tokens it may have; `ignored` what could not be honoured."""
+
+    limit: int
+    guide: Guide | None = None
+    checks: tuple[Check, ...] = ()
+    calls: bool = False
+    budget: Budget | None = None
+    thinking: bool = False
+    ignored: tuple[str, ...] = ()
+
+
 class Generation:
     def __init__(
-        self, request: GenerationRequest, model: Model, recipe: Recipe, *, prompt: tuple[int, ...], limit: int
+        self, request: GenerationRequest, model: Model, recipe: Recipe, prompt: tuple[int, ...], bearings: Bearings
     ) -> None:
-        """`limit` is the most tokens the reply may have."""
         self.model = model
         self.recipe = recipe
-        self.limit = limit
+        self.bearings = bearings
+        self.limit = bearings.limit
+        self.guide = bearings.guide
+        self.budget = bearings.budget
         self.logprobs = request.logprobs
-        self.ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else model.ends)
+        self.stop_tokens = frozenset(request.stop_token_ids)
+        self.ends = frozenset() if request.ignore_eos else model.ends
+        self.unwanted = sorted(model.ends) if request.ignore_eos else []
         self.prompt_text = _prompt_text(request, model) if request.echo else None
         self.job = Job(next(_ids), prompt, prompt_outputs=request.logprobs is not None and request.logprobs.prompt)
         self.inbox = Mailbox()
         self.picker: Picker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.detokenizer = Detokenizer()
+        self.forced: deque[int] = deque()
+        self.sections = Sections() if bearings.calls else None
         self.cached = 0
         self.count = 0
 
@@ -53,18 +82,32 @@ class Generation:
     def start(self, cached: int) -> list[Event]:
         """The prompt is in memory."""
         self.cached = cached
-        started = Started(len(self.job.prompt), cached, tuple(self.prompt_logprobs), self.prompt_text)
+        started = Started(
+            len(self.job.prompt),
+            cached,
+            tuple(self.prompt_logprobs),
+            self.prompt_text,
+            self.bearings.thinking,
+            self.bearings.ignored,
+        )
         return [started] if self.limit else [started, *self._finish("length")]
 
     def step(self, context: Context, row: int) -> tuple[int, list[Event]]:
         """Pick the next token, and say what it means to the reader."""
+        self._force_closing()
         token, logprobs = self._pick(context, row)
-        if token in self.ends:
+        if self._is_end(token):
             return token, self._finish("stop")
+        if self.guide is not None:
+            self.guide.take(token)
         self.count += 1
         text = self.detokenizer.feed(self.model.text(token))
+        if self.budget is not None and not self.forced:
+            self.budget.read(text)
         events: list[Event] = [TextDelta(text, count=1, tokens=(token,), logprobs=logprobs)]
-        if self.count >= self.limit:
+        if self._is_complete(text):
+            events += self._finish("stop")
+        elif self.count >= self.limit:
             events += self._finish("length")
         return token, events
 
@@ -73,21 +116,75 @@ class Generation:
             self.picker.close()
             self.picker = None
 
+    def _is_end(self, token: int) -> bool:
+        if token in self.ends:
+            return True
+        return token in self.stop_tokens and (self.guide is None or self.guide.accepting)
+
+    def _is_complete(self, text: str) -> bool:
+        """Whether the shape is, behind this text."""
+        if self.guide is None:
+            return False
+        repeated = self.sections is not None and self.sections.repeats(text, self.guide.accepting)
+        return repeated or self.guide.complete
+
+    def _force_closing(self) -> None:
+        """Close a thought that has used up its budget, if the reply may go on that way."""
+        closing = self.budget.closing if self.budget is not None and not self.forced else ()
+        if self.budget is None or not closing:
+            return
+        self.budget.closed()
+        if self.guide is None or self.guide.lets(closing):
+            self.forced.extend(closing)
+
     def _pick(self, context: Context, row: int) -> tuple[int, tuple[TokenLogprob, ...]]:
         if self.picker is None:
             self.picker = Picker(self.recipe, self.job.prompt)
         if self.logprobs is None:
-            return self.picker.pick(context, row), ()
-        # Picking writes bias and penalties into the logits.
+            return self._next(self.picker, context, row), ()
+        # Picking writes bias, penalties and mask into the logits.
         logits = context.logits(row).copy()
-        token = self.picker.pick(context, row)
+        token = self._next(self.picker, context, row)
         return token, (token_logprob(logits, token, self.logprobs.top, self.model.pieces.__getitem__),)
+
+    def _next(self, picker: Picker, context: Context, row: int) -> int:
+        if self.forced:
+            token = self.forced.popleft()
+            picker.count(token)
+            return token
+        return picker.pick(context, row, None if self.guide is None else self._allowed(self.guide))
+
+    def _allowed(self, guide: Guide) -> Allowed:
+        allowed: Allowed = guide.allowed(self.model.vocab_size)
+        if self.unwanted and np.count_nonzero(allowed) > np.count_nonzero(allowed[self.unwanted]):
+            allowed[self.unwanted] = False
+        if not allowed.any():
+            raise EngineFailed("nothing may follow in the shape of the reply")
+        return allowed
 
     def _finish(self, reason: FinishReason) -> list[Event]:
         rest = self.detokenizer.flush()
         usage = Usage(prompt=len(self.job.prompt), completion=self.count, cached=self.cached)
         finished = Finished(reason, usage=usage)
         return [TextDelta(rest, count=0), finished] if rest else [finished]
+
+
+class Sections:
+    """The calls of a reply, as they were written."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.parts: list[str] = []
+
+    def repeats(self, text: str, ends: bool) -> bool:
+        """Whether a call is the same as the one before; `ends`: the reply might end behind this text."""
+        self.parts.append(text)
+        if not ends:
+            return False
+        section, self.parts = "".join(self.parts).strip(), []
+        repeated = section != "" and section == self.last
+        self.last = section or self.last
+        return repeated
 
 
 def _prompt_text(request: GenerationRequest, model: Model) -> str | None:

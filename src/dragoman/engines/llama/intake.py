@@ -7,33 +7,86 @@ Rules
 3. Where the vocabulary wants a token at the beginning, a prompt from text gets it, once.
 4. Text that is too long even if all of it were the longest tokens there are is refused unread: making tokens of
    megabytes takes seconds, which others would wait.
+5. Reading a prompt and compiling a grammar are two steps, so that they can be done in different threads: a grammar may
+   take a second.
 """
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
+from dragoman.constrain.compiled import Grammars, vocabulary
+from dragoman.constrain.grammar import Shape, Speaker, shape
+from dragoman.constrain.thoughts import closing, thoughts
 from dragoman.conversation import GenerationRequest, Sampling
+from dragoman.engines.interface import Rendered
 from dragoman.engines.llama import sampling
 from dragoman.engines.llama.binding import Model
-from dragoman.engines.llama.generation import Generation
+from dragoman.engines.llama.budget import Budget
+from dragoman.engines.llama.generation import Bearings, Generation
 from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
-from dragoman.prompt import ChatTemplate
+from dragoman.prompt import ChatTemplate, Segment
+from dragoman.stages.syntax import ModelFormat
+
+
+class Read(msgspec.Struct, frozen=True):
+    """A prompt as tokens. `thinking`: it ends inside a thought."""
+
+    tokens: tuple[int, ...]
+    thinking: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class Intake:
-    def __init__(self, model: Model, context: int) -> None:
+    def __init__(self, model: Model, context: int, syntax: ModelFormat, template_options: Sequence[str] = ()) -> None:
         self.model = model
         self.context = context
+        self.format = syntax
         self.defaults = sampling.defaults(model.metadata)
         self.template = ChatTemplate(
-            model.chat_template, bos=model.name(model.bos), eos=model.name(model.eos), control=model.control
+            model.chat_template,
+            bos=model.name(model.bos),
+            eos=model.name(model.eos),
+            control=model.control,
+            format=syntax,
+            allowed=template_options,
         )
+        model.show(syntax.markers)
+        self.control = model.control_ids(syntax.markers)
+        known = model.chat_template or ""
+        self.thinks = any(text in known for tags in thoughts(syntax) for text in (tags.open, tags.close))
+        self.spaced = b"".join(map(model.text, model.tokenize("a", special=False))) != b"a"
+        self.grammars = Grammars(vocabulary(model.pieces, model.hidden, model.ends, self._inner_tokens))
 
-    def generation(self, request: GenerationRequest) -> Generation:
-        prompt = self._prompt(request)
+    def read(self, request: GenerationRequest) -> Read:
+        """The prompt; everything else that a request may have wrong is found here too."""
+        read = self._tokens(request)
+        self._check_prompt(request, read.tokens)
         self._check_sampling(request.sampling)
         self.check_tokens(request.stop_token_ids, "stop_token_ids")
+        return read
+
+    def is_shaped(self, request: GenerationRequest) -> bool:
+        return request.constraint is not None or bool(request.tools and request.messages)
+
+    def generation(self, request: GenerationRequest, read: Read) -> Generation:
         recipe = sampling.recipe(request.sampling, self.defaults, self.model.suppressed)
-        return Generation(request, self.model, recipe, prompt=tuple(prompt), limit=self._limit(request, len(prompt)))
+        kept = self._shape(request, read) if self.is_shaped(request) else None
+        bearings = Bearings(
+            limit=self._limit(request, len(read.tokens)),
+            guide=None if kept is None else self.grammars.guide(kept.grammar, kept.param),
+            checks=() if kept is None else kept.checks,
+            calls=kept is not None and kept.calls,
+            budget=self._budget(request, read.thinking),
+            thinking=read.thinking,
+            ignored=(*read.ignored, *(() if kept is None else kept.relaxed)),
+        )
+        return Generation(request, self.model, recipe, read.tokens, bearings)
+
+    def render(self, request: GenerationRequest) -> Rendered:
+        prompt = self.template.render(request)
+        self._check_length(request, (segment.text for segment in prompt.segments))
+        return Rendered(prompt.text, tuple(self._begun(self._segments(prompt.segments))), self.format.name)
 
     def check_tokens(self, tokens: Iterable[int], param: str) -> None:
         size = self.model.vocab_size
@@ -41,18 +94,41 @@ class Intake:
         if wrong is not None:
             raise BadRequest(f"token id {wrong} is not in the vocabulary of {size} tokens", param=param)
 
+    def _shape(self, request: GenerationRequest, read: Read) -> Shape | None:
+        speaker = Speaker(self.format, self.control, self.model.ends, self._may_think(request))
+        return shape(request, speaker, opened=read.thinking)
+
+    def _may_think(self, request: GenerationRequest) -> bool:
+        asked = request.thinking
+        if asked.enabled is False or asked.effort == "none" or not request.messages:
+            return False
+        return self.thinks or bool(asked.enabled or asked.effort or asked.budget_tokens)
+
+    def _budget(self, request: GenerationRequest, opened: bool) -> Budget | None:
+        asked, known = request.thinking, thoughts(self.format)
+        tokens = 0 if asked.enabled is False or asked.effort == "none" else asked.budget_tokens
+        if tokens is None or not known or not request.messages:
+            return None
+        return Budget(tokens, known, lambda tags: self.model.tokenize(closing(self.format, tags), special=True), opened)
+
+    def _inner_tokens(self, text: str) -> list[int]:
+        """A text as it is written in the midst of others: some vocabularies put a space before what they begin with."""
+        if not self.spaced:
+            return self.model.tokenize(text, special=False)
+        before = self.model.tokenize("\n", special=False)
+        tokens = self.model.tokenize(f"\n{text}", special=False)
+        return tokens[len(before) :] if tokens[: len(before)] == before else tokens
+
     def _check_sampling(self, asked: Sampling) -> None:
         self.check_tokens(asked.logit_bias, "logit_bias")
         if asked.repetition_penalty is not None and asked.repetition_penalty <= 0:
             raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
 
-    def _prompt(self, request: GenerationRequest) -> Sequence[int]:
-        tokens = self._tokens(request)
+    def _check_prompt(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
         if not tokens:
             raise BadRequest("the prompt is empty", param=_param(request))
         if len(tokens) >= self.context:
             raise self._too_long(request, str(len(tokens)))
-        return tokens
 
     def _too_long(self, request: GenerationRequest, tokens: str) -> ContextTooLong:
         return ContextTooLong(
@@ -65,23 +141,27 @@ class Intake:
         if size > self.context * self.model.longest_piece:
             raise self._too_long(request, f"more than {self.context}")
 
-    def _tokens(self, request: GenerationRequest) -> Sequence[int]:
+    def _tokens(self, request: GenerationRequest) -> Read:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             self.check_tokens(prompt, "prompt")
         if request.suffix is not None:
             self._check_length(request, [prompt, request.suffix] if isinstance(prompt, str) else [request.suffix])
-            return self._begun(self._infill(prompt or "", request.suffix))
+            return Read(tuple(self._begun(self._infill(prompt or "", request.suffix))))
         if isinstance(prompt, tuple):
-            return prompt
+            return Read(prompt)
         if prompt is not None:
             self._check_length(request, [prompt])
-            return self._begun(self.model.tokenize(prompt, special=True))
-        segments = self.template.render(request)
-        self._check_length(request, (segment.text for segment in segments))
-        return self._begun(
-            [token for segment in segments for token in self.model.tokenize(segment.text, segment.special)]
-        )
+            return Read(tuple(self._begun(self.model.tokenize(prompt, special=True))))
+        return self._chat(request)
+
+    def _chat(self, request: GenerationRequest) -> Read:
+        prompt = self.template.render(request)
+        self._check_length(request, (segment.text for segment in prompt.segments))
+        return Read(tuple(self._begun(self._segments(prompt.segments))), prompt.thinking, prompt.ignored)
+
+    def _segments(self, segments: Iterable[Segment]) -> list[int]:
+        return [token for segment in segments for token in self.model.tokenize(segment.text, segment.special)]
 
     def _infill(self, prefix: str | tuple[int, ...], suffix: str) -> list[int]:
         if self.model.infill is None:

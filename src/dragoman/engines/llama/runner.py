@@ -2,7 +2,8 @@
 
     repeat
       take what came in from the event loop: jobs, cancellations
-      plan, clear, copy, trim, decode
+      plan, clear, copy, trim
+      decode, and find out meanwhile what grammars allow next
       pick a token for every row that has logits
       hand all events of the step to the event loop in one call
 
@@ -10,7 +11,8 @@ Rules
 1. A step lasts about STEP_SECONDS, whatever is being prefilled, so that a reader's next token and a cancellation never
    wait longer.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
-3. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
+3. A grammar that fails, fails its own job.
+4. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
 """
 
 import asyncio
@@ -19,7 +21,9 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
+from dragoman.constrain.compiled import Guide
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
@@ -74,6 +78,7 @@ class Runner:
         self.loop = loop
         self.outbox: list[tuple[Generation, Sequence[Event] | DragomanError]] = []
         self.thread = threading.Thread(target=self._work, name="dragoman-llama", daemon=True)
+        self.masks = ThreadPoolExecutor(1, thread_name_prefix="dragoman-masks")
 
     # In the event loop.
 
@@ -112,6 +117,7 @@ class Runner:
             self._deliver()
         self._start_over(EngineFailed(STOPPED))
         self._deliver()
+        self.masks.shutdown()
 
     def _take_commands(self) -> None:
         """Everything that has come; waits where there is nothing else to do."""
@@ -151,12 +157,15 @@ class Runner:
             self.context.trim(trim.sequence, trim.length)
 
     def _decode(self, chunks: Sequence[Chunk]) -> int:
+        masks = self._begin_masks(chunks)
         code = self.context.decode(
             [token for chunk in chunks for token in chunk.tokens],
             [chunk.start + at for chunk in chunks for at in range(len(chunk.tokens))],
             [chunk.sequence for chunk in chunks for _ in chunk.tokens],
             [at >= len(chunk.tokens) - chunk.outputs for chunk in chunks for at in range(len(chunk.tokens))],
         )
+        if masks is not None:
+            masks.result()
         if code:
             return code
         row = 0
@@ -164,6 +173,11 @@ class Runner:
             self._read(chunk, row)
             row += len(chunk.tokens)
         return 0
+
+    def _begin_masks(self, chunks: Sequence[Chunk]) -> Future[None] | None:
+        """Decoding takes long and needs nothing of Python: masks are found in its shadow."""
+        guides = [guide for chunk in chunks if (guide := self.live[chunk.job].guide) is not None and guide.stale]
+        return self.masks.submit(_compute, guides) if guides else None
 
     def _decode_alone(self, chunks: Sequence[Chunk], code: int) -> None:
         log.warning("a decode of %d jobs failed with code %d; trying one by one", len(chunks), code)
@@ -224,6 +238,11 @@ class Runner:
             # The event loop is gone, and every reader with it.
             for generation in list(self.live.values()):
                 self._end(generation)
+
+
+def _compute(guides: Sequence[Guide]) -> None:
+    for guide in guides:
+        guide.compute()
 
 
 def _hand_out(outbox: Sequence[tuple[Generation, Sequence[Event] | DragomanError]]) -> None:

@@ -1,17 +1,17 @@
 """From logits to a token: what a request and a model file say about sampling, and log probabilities.
 
-    logits ──bias──> ──penalties──> ──top_k, top_p, min_p, temperature──> drawn by chance from the seed
-                                  └──temperature 0──> the likeliest
+    logits ──bias──> ──penalties──> ──mask──> ──top_k, top_p, min_p, temperature──> drawn by chance from the seed
+                                            └──temperature 0──> the likeliest
 
 Bias and penalties concern few tokens, so they are written into the logits here; the rest walks the whole vocabulary
-and is done in C.
+and is done in C. The mask of a grammar comes last: whatever a caller biases, nothing else is ever picked.
 
 Rules
 1. What a request leaves open comes from the model file (`general.sampling.*`), then from DEFAULTS.
 2. The presence and frequency penalties count the tokens of the reply, as OpenAI defines them. The repetition penalty
    concerns every token of prompt and reply, however often it occurs, as its inventors define it.
 3. The same seed over the same logits gives the same tokens. A request without a seed gets a random one.
-4. Log probabilities are those of the model, before bias, penalties and sampling.
+4. Log probabilities are those of the model, before bias, penalties, mask and sampling.
 5. Logits that are not numbers fail the request; C code never sees them, because it would end the process.
 """
 
@@ -22,11 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from dragoman.conversation import Sampling
 from dragoman.engines.llama.binding import Context, Logits, Sampler
 from dragoman.errors import EngineFailed
 from dragoman.events import TokenLogprob
+
+Allowed = NDArray[np.bool_]
+"""For each token whether it may come next."""
 
 SEEDS = 0xFFFFFFFF
 """Seeds lie below it; llama.cpp takes this one for "any"."""
@@ -104,17 +108,26 @@ class Picker:
         self.bias_values = values.clip(-GREATEST_BIAS, GREATEST_BIAS).astype(np.float32)
         self.sampler = None if recipe.temperature < LEAST_TEMPERATURE else _sampler(recipe)
 
-    def pick(self, context: Context, row: int) -> int:
+    def pick(self, context: Context, row: int, allowed: Allowed | None = None) -> int:
         logits = context.logits(row)
         self._shape(logits)
         if not math.isfinite(logits.max()):
             raise EngineFailed(NOT_NUMBERS)
+        if allowed is not None:
+            np.copyto(logits, -np.inf, where=~allowed)
         token = int(logits.argmax()) if self.sampler is None else self.sampler.draw(context, row)
         if token < 0:
             raise EngineFailed("no token could be sampled")
+        if allowed is not None and not allowed[token]:
+            # Chance may fall on the very edge of what is possible.
+            token = int(context.logits(row).argmax())
+        self.count(token)
+        return token
+
+    def count(self, token: int) -> None:
+        """The reply goes on with a token, picked or not."""
         if self.penalties is not None:
             self.penalties.count(token)
-        return token
 
     def close(self) -> None:
         if self.sampler is not None:

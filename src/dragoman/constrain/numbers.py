@@ -1,0 +1,59 @@
+"""Bounds of numbers that an automaton over digits cannot follow."""
+
+import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher
+
+GREATEST_DIVISOR = 10_000
+"""Of all `multipleOf` in a document, their digits taken as whole numbers and multiplied: an automaton that has to keep
+all of them in mind has that many states."""
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+class Bounds:
+    """The bounds of one document."""
+
+    def __init__(self) -> None:
+        self.divisors: set[int] = set()
+
+    def unenforceable(self, schema: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of a schema's bounds that have to be left out so that the others can be kept."""
+        given = schema.get("type", ("integer", "number"))
+        types = (given,) if isinstance(given, str) else given
+        bounds = tuple((keyword, schema[keyword]) for keyword in BOUNDS if keyword in schema)
+        left_out = _unenforceable(bounds, tuple(kind for kind in ("integer", "number") if kind in types))
+        if "multipleOf" in schema and not self._divides(schema["multipleOf"]):
+            return (*left_out, "multipleOf")
+        return left_out
+
+    def _divides(self, value: float) -> bool:
+        digits = Decimal(str(value)).normalize().as_tuple()
+        exponent = int(digits.exponent)
+        if not -9 <= exponent <= 9:
+            return False
+        whole = int("".join(map(str, digits.digits))) * 10 ** max(exponent, 0)
+        if not 0 < math.prod({*self.divisors, whole}) <= GREATEST_DIVISOR:
+            return False
+        self.divisors.add(whole)
+        return True
+
+
+@lru_cache(1024)
+def _unenforceable(bounds: tuple[tuple[str, Any], ...], types: tuple[str, ...]) -> tuple[str, ...]:
+    if all(_takes(dict(bounds), kind) for kind in types):
+        return ()
+    return tuple(keyword for keyword, value in bounds if not all(_takes({keyword: value}, kind) for kind in types))
+
+
+def _takes(bounds: Mapping[str, Any], kind: str) -> bool:
+    """Whether it compiles, or at least fails for a reason that is the caller's."""
+    if not bounds:
+        return True
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps({"type": kind, **bounds})))
+    return not error or "Unsatisfiable" in error

@@ -1,0 +1,318 @@
+"""What of a JSON Schema can be enforced while a model writes, and what cannot.
+
+    prepare := sizes -> clean every schema -> references -> finite -> compile -> repair what does not
+
+Rules
+1. A keyword that cannot be enforced is left out alone, at its own place, and that place is reported.
+2. What can mean nothing (an unknown type, a pattern that is none, a reference that leads nowhere, a schema without a
+   value) is an InvalidSchema that names the place.
+3. Annotations and unknown keywords are nobody's business here and are left out silently.
+4. The work is bounded before it begins: by the size of the text, the number of schemas, and a deadline for repairs.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import msgspec
+from llguidance import LLMatcher
+
+from dragoman.constrain.finite import endless
+from dragoman.constrain.kept import Kept
+from dragoman.constrain.numbers import Bounds
+from dragoman.constrain.patterns import MalformedPattern, enforceable
+from dragoman.constrain.walk import NAMED, ONE, SEVERAL, Parts, anchors, at, named, pointer, rebased, resolve
+from dragoman.constrain.walk import walk as all_schemas
+from dragoman.errors import InvalidSchema
+
+MOST_BYTES = 256 * 1024
+MOST_SCHEMAS = 4000
+MOST_PROPERTIES = 1000
+"""Of one object: the time to compile grows with their square."""
+REPAIR_SECONDS = 0.5
+
+WHITE = r"(\x20{1,2}|\n[\x20\t]{0,20})"
+"""White space between the tokens of JSON. Bounded: a weak model would go on with it forever."""
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
+)
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not")
+KEPT = frozenset(
+    {
+        *("$ref", "$defs", "definitions", "$anchor", "$id", "allOf", "anyOf", "oneOf", "const", "enum", "type"),
+        *("items", "additionalItems", "prefixItems", "properties", "additionalProperties", "patternProperties"),
+        *("required", "pattern", "format", *COUNTS, *BOUNDS),
+    }
+)
+UNENFORCED: Mapping[str, Callable[[Any], bool]] = {
+    "not": lambda value: value is not False,
+    "if": lambda value: True,
+    "then": lambda value: True,
+    "else": lambda value: True,
+    "uniqueItems": lambda value: value is True,
+    "contains": lambda value: True,
+    "minContains": lambda value: True,
+    "maxContains": lambda value: True,
+    "propertyNames": lambda value: value not in (True, {}, {"type": "string"}),
+    "dependencies": bool,
+    "dependentRequired": bool,
+    "dependentSchemas": bool,
+    "unevaluatedItems": lambda value: value not in (True, {}),
+    "unevaluatedProperties": lambda value: value not in (True, {}),
+    "$dynamicRef": lambda value: True,
+    "$recursiveRef": lambda value: True,
+}
+"""Keywords that mean something and are not enforced, each with whether this value of it asks for anything."""
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    schema: Any
+    relaxed: tuple[str, ...] = ()
+
+
+_prepared: Kept[Prepared] = Kept(512, 2 * 1024 * 1024)
+"""Under the text of the schema, with places that begin at the schema itself."""
+
+
+def prepare(schema: Mapping[str, Any], base: str) -> Prepared:
+    """The part of the schema that is enforced; `base` is the path under which the caller knows the schema."""
+    key = msgspec.json.encode(schema)
+    if len(key) > MOST_BYTES:
+        raise InvalidSchema(f"{base}: a schema may have {MOST_BYTES} bytes, not {len(key)}", param=base)
+    found = _prepared.get(key)
+    if found is None:
+        try:
+            found = _prepare(schema)
+        except _MistakenError as mistake:
+            where = named(base, mistake.parts)
+            raise InvalidSchema(f"{where}: {mistake.problem}", param=where) from mistake
+        _prepared.keep(key, found)
+    return Prepared(found.schema, tuple(base + place for place in found.relaxed))
+
+
+class _MistakenError(Exception):
+    def __init__(self, problem: str, parts: Parts = ()) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.parts = parts
+
+
+def _prepare(schema: Mapping[str, Any]) -> Prepared:
+    count = sum(1 for _ in all_schemas(schema))
+    if count > MOST_SCHEMAS:
+        raise _MistakenError(f"a schema may hold {MOST_SCHEMAS} schemas, not {count}")
+    cleaner = _Cleaner()
+    cleaned = cleaner.clean(schema if _refers_by_id(schema) else _without_id(schema), ())
+    _check_references(cleaned)
+    if endless(cleaned):
+        raise _MistakenError("no finite value can satisfy this schema: it needs itself inside")
+    repaired, relaxed = _repaired(cleaned)
+    return Prepared(repaired, (*cleaner.relaxed, *relaxed))
+
+
+def inline(schema: Any) -> str:
+    """The schema as a piece of a grammar."""
+    options = {"whitespace_pattern": WHITE}
+    document = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else {"x-guidance": options}
+    return "%json " + json.dumps(document, ensure_ascii=False)
+
+
+def _refers_by_id(schema: Any) -> bool:
+    references = (inner.get("$ref") for _, inner in all_schemas(schema) if isinstance(inner, Mapping))
+    return any(isinstance(reference, str) and not reference.startswith("#") for reference in references)
+
+
+def _without_id(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document that nothing in it refers to by name needs none, and can be put into another one."""
+    return {key: value for key, value in schema.items() if key != "$id"}
+
+
+def _check_references(document: Any) -> None:
+    names = anchors(document)
+    known = {inner["$id"] for _, inner in all_schemas(document) if isinstance(inner, Mapping) and "$id" in inner}
+    for parts, inner in all_schemas(document):
+        reference = inner.get("$ref") if isinstance(inner, Mapping) else None
+        if reference is None or resolve(document, reference, names) is not None:
+            continue
+        target = reference.partition("#")[0].removeprefix(".")
+        if not target or not any(target.endswith(name) or name.endswith(target) for name in known):
+            raise _MistakenError("there is no such place in this schema, and no other is fetched", (*parts, "$ref"))
+
+
+class _Cleaner:
+    def __init__(self) -> None:
+        self.relaxed: list[str] = []
+        self.bounds = Bounds()
+
+    def clean(self, schema: Any, parts: Parts) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            self._refuse("a schema is an object or a boolean", parts)
+        copy: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if keyword in KEPT:
+                self._check(keyword, value, (*parts, keyword))
+                copy[keyword] = self._inner(keyword, value, (*parts, keyword))
+            elif keyword in UNENFORCED and UNENFORCED[keyword](value):
+                self._unenforced(keyword, schema, copy, parts)
+        self._relax_strings(copy, parts)
+        for keyword in self.bounds.unenforceable(copy):
+            self._relax(copy, keyword, parts)
+        return copy
+
+    def _inner(self, keyword: str, value: Any, parts: Parts) -> Any:
+        if keyword in SEVERAL and isinstance(value, list | tuple):
+            return [self.clean(inner, (*parts, index)) for index, inner in enumerate(value)]
+        if keyword in NAMED:
+            return {name: self.clean(inner, (*parts, name)) for name, inner in value.items()}
+        return self.clean(value, parts) if keyword in ONE else value
+
+    def _unenforced(self, keyword: str, schema: Mapping[str, Any], copy: dict[str, Any], parts: Parts) -> None:
+        # Without anything beside it that evaluates properties too, the one means the same as the other.
+        plain = "additionalProperties" not in schema and not any(other in schema for other in APPLICATORS)
+        if keyword == "unevaluatedProperties" and plain:
+            copy["additionalProperties"] = self.clean(schema[keyword], (*parts, keyword))
+        else:
+            self.relaxed.append(named("", (*parts, keyword)))
+
+    def _relax(self, schema: dict[str, Any], keyword: str, parts: Parts) -> None:
+        del schema[keyword]
+        self.relaxed.append(named("", (*parts, keyword)))
+
+    def _relax_strings(self, schema: dict[str, Any], parts: Parts) -> None:
+        if "format" in schema and schema["format"] not in FORMATS:
+            if "string" in _types(schema):
+                self._relax(schema, "format", parts)
+            else:
+                del schema["format"]
+        if "pattern" in schema and not self._enforceable(schema["pattern"], (*parts, "pattern")):
+            self._relax(schema, "pattern", parts)
+        patterns = schema.get("patternProperties", {})
+        if not all(self._enforceable(pattern, (*parts, "patternProperties")) for pattern in patterns):
+            self._relax(schema, "patternProperties", parts)
+            if "additionalProperties" in schema:
+                self._relax(schema, "additionalProperties", parts)
+
+    def _enforceable(self, pattern: str, parts: Parts) -> bool:
+        try:
+            return enforceable(pattern)
+        except MalformedPattern as problem:
+            self._refuse(str(problem), parts)
+
+    def _check(self, keyword: str, value: Any, parts: Parts) -> None:
+        problem = _problem(keyword, value)
+        if problem:
+            self._refuse(problem, parts)
+
+    def _refuse(self, problem: str, parts: Parts) -> NoReturn:
+        raise _MistakenError(problem, parts)
+
+
+def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    given = schema.get("type", TYPES)
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _problem(keyword: str, value: Any) -> str | None:
+    """What is wrong with the value of a keyword."""
+    if keyword == "type":
+        types = [value] if isinstance(value, str) else value
+        if not isinstance(types, list | tuple) or not types or any(given not in TYPES for given in types):
+            return f"a type is one or several of {', '.join(TYPES)}"
+    elif keyword in NAMED:
+        if not isinstance(value, Mapping):
+            return "an object with schemas as its values is needed"
+        if len(value) > MOST_PROPERTIES:
+            return f"an object may have {MOST_PROPERTIES} properties, not {len(value)}"
+    elif keyword in ("allOf", "anyOf", "oneOf", "prefixItems", "enum"):
+        if not isinstance(value, list | tuple):
+            return "an array is needed"
+    elif keyword == "required":
+        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+            return "an array of names is needed"
+    elif keyword in ("pattern", "format", "$ref", "$anchor", "$id"):
+        if not isinstance(value, str):
+            return "a string is needed"
+    elif keyword in COUNTS:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            return "a count is a whole number, 0 or more"
+    elif keyword in BOUNDS:
+        flag = keyword.startswith("exclusive") and isinstance(value, bool)
+        if not flag and (isinstance(value, bool) or not isinstance(value, int | float)):
+            return "a number is needed"
+    return None
+
+
+def _error(document: Any) -> str:
+    return LLMatcher.validate_grammar(f"%llguidance {{}}\nstart: {inline(document)}")
+
+
+def _repaired(document: Any) -> tuple[Any, list[str]]:
+    """The document without what compiles nowhere, and the places where that stood."""
+    relaxed: list[str] = []
+    deadline = time.monotonic() + REPAIR_SECONDS
+    while error := _error(document):
+        parts, problem = _culprit(document, error, deadline)
+        found = None if "Unsatisfiable" in problem else _without(document, parts)
+        if found is None or time.monotonic() > deadline:
+            raise _MistakenError(_reason(problem), parts)
+        document, keyword = found
+        relaxed.append(named("", (*parts, keyword)))
+    return document, relaxed
+
+
+def _reason(error: str) -> str:
+    """What llguidance says, without the place in a grammar that nobody has seen."""
+    return error.splitlines()[0].partition("JSON schema: ")[2] or error.splitlines()[0]
+
+
+def _culprit(document: Any, error: str, deadline: float) -> tuple[Parts, str]:
+    """The innermost schema that does not compile, and what is said of it."""
+    for parts, inner in all_schemas(document):
+        if time.monotonic() > deadline:
+            break
+        if parts and isinstance(inner, Mapping) and _suspicious(inner):
+            problem = _error(_alone(document, parts))
+            if problem:
+                return parts, problem
+    return (), error
+
+
+def _suspicious(schema: Mapping[str, Any]) -> bool:
+    return any(keyword in schema for keyword in KEPT - {"type", "$defs", "definitions", "$anchor", "$id"})
+
+
+def _alone(document: Any, parts: Parts) -> dict[str, Any]:
+    """One schema of a document, with everything that it may refer to."""
+    return {"$ref": f"#/$defs/all{pointer(parts)}", "$defs": {"all": rebased(document, "/$defs/all")}}
+
+
+def _without(document: Any, parts: Parts) -> tuple[Any, str] | None:
+    """The document without the keyword that keeps the schema at a place from compiling."""
+    schema = at(document, parts)
+    for keyword in ("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf", "allOf", *schema):
+        if keyword not in schema:
+            continue
+        less = {key: value for key, value in schema.items() if key != keyword}
+        if keyword == "oneOf":
+            less["allOf"] = [*less.get("allOf", ()), {"anyOf": schema["oneOf"]}]
+        if keyword == "patternProperties":
+            less.pop("additionalProperties", None)
+        changed = _replaced(document, parts, less)
+        if not _error(_alone(changed, parts)):
+            return changed, keyword
+    return None
+
+
+def _replaced(document: Any, parts: Parts, schema: Any) -> Any:
+    if not parts:
+        return schema
+    copy = dict(document) if isinstance(document, Mapping) else list(document)
+    copy[parts[0]] = _replaced(document[parts[0]], parts[1:], schema)  # type: ignore[index]
+    return copy

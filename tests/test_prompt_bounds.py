@@ -1,0 +1,123 @@
+"""A template that would never end, or fill the memory, fails in about its time, and nothing else notices."""
+
+import threading
+import time
+
+import pytest
+
+from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.errors import EngineFailed
+from dragoman.prompt import ChatTemplate
+
+CHAT = GenerationRequest(messages=(Message("user", (Text("hello"),)),))
+MANY = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+END = "{% endfor %}{% endfor %}{% endfor %}"
+
+SLOW = {
+    "nested loops": MANY + END,
+    "loops that say something": MANY + "x" + END,
+    "loops that choose nothing": (
+        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}"
+    ),
+    "a loop in a block": "{% set x %}" + MANY + END + "{% endset %}",
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "a recursive loop": "{% for a in [[1, 2, 3]] recursive %}{{ loop([1, 2, 3]) if loop.depth < 60 }}{% endfor %}",
+}
+GROWING = "{% set n = namespace(x=START) %}{% for i in range(60) %}MORE{% set n.x = MADE %}{% endfor %}"
+
+
+def growing(start: str, made: str, more: str = "") -> str:
+    return GROWING.replace("START", start).replace("MADE", made).replace("MORE", more)
+
+
+LARGE = {
+    "a long range": "{% for i in range(10 ** 9) %}{% endfor %}",
+    "a large number": "{{ 10 ** (10 ** 10) }}",
+    "a number that grows": growing("9", "n.x * n.x"),
+    "a repeated text": "{{ 'x' * 10 ** 12 }}",
+    "a text that doubles by +": growing("'x'", "n.x + n.x"),
+    "a text that doubles by ~": growing("'x'", "n.x ~ n.x"),
+    "a list that doubles": growing("[1]", "n.x + n.x"),
+    "a list that is repeated": "{{ ([1] * 10 ** 12) | length }}",
+    "a text that doubles in a block": growing("'x'", "y", "{% set y %}{{ n.x }}{{ n.x }}{% endset %}"),
+    "much output": "{% set x = 'x' * 10 ** 7 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "replace": "{% set x = 'x' * 10 ** 7 %}{{ x.replace('x', x) }}",
+    "the filter replace": "{% set x = 'x' * 10 ** 7 %}{{ x | replace('x', x) }}",
+    "join": "{% set x = 'x' * 10 ** 7 %}{{ x.join(x) }}",
+    "join of what is made one by one": "{{ ('x' * 10 ** 7).join(range(99999) | map('string')) }}",
+    "join of attributes": "{{ ([{'x': 'x' * 10 ** 7}] * 9999) | join(attribute='x') }}",
+    "the filter join": "{% set x = 'x' * 10 ** 7 %}{{ range(99999) | join(x) }}",
+    "center": "{{ 'x'.center(10 ** 12) }}",
+    "the filter center": "{{ 'x' | center(10 ** 12) }}",
+    "format": "{{ '{:>999999999999}'.format('x') }}",
+    "format with a width": "{{ '{:>{}}'.format('x', 10 ** 12) }}",
+    "the filter format": "{{ '%999999999999d' | format(1) }}",
+    "% with names": "{{ '%(x)s' * 10 ** 6 % {'x': 'x' * 10 ** 7} }}",
+    "% with a name and a width": "{{ '%(x)-999999999999d' % {'x': 1} }}",
+    "%": "{{ '%*d' % (10 ** 12, 1) }}",
+    "indent": "{{ 'x\ny' | indent(10 ** 12) }}",
+    "tojson": "{{ [1] | tojson(indent=10 ** 12) }}",
+}
+
+
+@pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
+def test_time(source: str) -> None:
+    begun = time.monotonic()
+    template = ChatTemplate(source, bos="", eos="", control=[], seconds=0.3)
+    with pytest.raises(EngineFailed, match=r"the model's chat template failed: it takes more than 0\.3 s"):
+        template.render(CHAT)
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("source", LARGE.values(), ids=LARGE)
+def test_size(source: str) -> None:
+    begun = time.monotonic()
+    template = ChatTemplate(source, bos="", eos="", control=[])
+    with pytest.raises(EngineFailed, match="the model's chat template failed"):
+        template.render(CHAT)
+    assert time.monotonic() - begun < 5
+
+
+def test_the_ordinary_is_not_in_the_way() -> None:
+    source = (
+        "{{ 2 * 3 + 2 ** 8 }} {{ 'ab' * 3 }} {{ '%s-%05d' % ('a', 12345678) }} {{ '{}:{:>4}'.format('k', 1) }} "
+        "{{ ['a', 'b'] | join('/') }} {{ ','.join(['a', 'b']) }} {{ 'a-b' | replace('-', '+') }} {{ 1 ~ 'x' ~ none }} "
+        "{{ 'x\ny' | indent(2) }} {{ 'a b'.split() | length }} {{ 'x'.rjust(3) }} "
+        "{{ [{'n': 1}] | map(attribute='n') | join }} "
+        "{{ [{'n': 'a'}, {'n': 'b'}] | join('+', attribute='n') }} {{ '%(k)s' % {'k': 1} }}"
+    )
+    template = ChatTemplate(source, bos="", eos="", control=[])
+    assert template.render(CHAT).text == "262 ababab a-12345678 k:   1 a/b a,b a+b 1xNone x\n  y 2   x 1 a+b 1"
+
+
+def test_each_rendering_has_its_own_time() -> None:
+    source = "{% for i in range(99999) %}{% if messages[0].content == 'hello' %}{% break %}{% endif %}" + MANY + END
+    template = ChatTemplate(source + "{% endfor %}done", bos="", eos="", control=[], seconds=0.5)
+    slow = GenerationRequest(messages=(Message("user", (Text("slow"),)),))
+    failures: list[EngineFailed] = []
+
+    def fail() -> None:
+        with pytest.raises(EngineFailed) as caught:
+            template.render(slow)
+        failures.append(caught.value)
+
+    threads = [threading.Thread(target=fail) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        assert template.render(CHAT).text == "done"
+    for thread in threads:
+        thread.join()
+    assert len(failures) == 2
+    assert template.render(CHAT).text == "done"
+
+
+def test_a_long_conversation_is_no_trouble() -> None:
+    source = "{% for message in messages %}<{{ message.role }}>{{ message.content ~ '\n' }}{% endfor %}"
+    messages = tuple(Message("user" if at % 2 else "assistant", (Text("word " * 200),)) for at in range(10_000))
+    begun = time.monotonic()
+    prompt = ChatTemplate(source, bos="", eos="", control=["<|im_end|>"]).render(GenerationRequest(messages=messages))
+    assert time.monotonic() - begun < 5
+    assert len(prompt.text) > 10_000_000
