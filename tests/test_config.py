@@ -174,7 +174,8 @@ MISTAKES = {
     "api_keys:\n  - good\n  - 12": "3: api_keys[1]: expected str, got int",
     "limits: {queue: -1}": "1: limits.queue: expected int >= 0",
     "limits:\n  que: 1": "2: limits.que: unknown key; keys: body_bytes, header_bytes, body_seconds, queue, "
-    "queue_seconds, stall_seconds, write_seconds, keepalive_seconds, choices, stop_strings",
+    "queue_seconds, stall_seconds, write_seconds, keepalive_seconds, choices, stop_strings, "
+    "kept_responses, kept_bytes, kept_seconds",
     "limits:\n  queue: 1\n  body_seconds: 0": "3: limits.body_seconds: expected float > 0.0",
     "limits: 5": "1: limits: expected a mapping, got int",
     "models: [a]": "1: models: expected a mapping, got list",
@@ -213,6 +214,12 @@ MISTAKES = {
     "port: !!python/name:os.system ''": "1: could not determine a constructor for the tag "
     "'tag:yaml.org,2002:python/name:os.system'",
 }
+
+
+@pytest.mark.parametrize("engine", ["scripted", "llama"])
+def test_a_format_that_there_is_not(engine: str) -> None:
+    with pytest.raises(ConfigError, match=r"^dragoman.yaml:4: models.smollm2.format: .*'xml'"):
+        load(f"models:\n  smollm2:\n    engine: {engine}\n    format: xml\n")
 
 
 @pytest.mark.parametrize(("text", "words"), MISTAKES.items(), ids=[words[:60] for words in MISTAKES.values()])

@@ -22,6 +22,7 @@ from dragoman.config import Limits, ModelSpec, Settings
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, ModelFailed, ModelLoading, ModelNotFound
+from dragoman.formats import named
 from dragoman.worker.parent import WorkerEngine, options_of
 
 log = logging.getLogger("dragoman.catalog")
@@ -72,6 +73,8 @@ class Host:
         try:
             engine = await self._make()
             await engine.start()
+            for info in engine.models():
+                named(info.format)
         except (Exception, asyncio.CancelledError) as error:
             if engine is not None:
                 await _stopped(engine)

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
-from dragoman.engines import engine_class
+from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
+from dragoman.formats import named
 from dragoman.sources import BUILT_IN, is_path
 
 FILE_NAME = "dragoman.yaml"
@@ -57,6 +58,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keepalive_seconds: Seconds = 10.0
     choices: Count = 128
     stop_strings: Count = 32
+    kept_responses: Count = 1000
+    """Responses that are kept for a while, so that a later request can go on from one."""
+    kept_bytes: Count = 64 * 1024 * 1024
+    kept_seconds: Seconds = 24 * 3600.0
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -251,6 +256,18 @@ class _File:
         if takes_file and source is None and "path" in _required(wanted):
             raise self.error(key, f"source is missing: a path, pypi:PACKAGE or a built-in name ({', '.join(BUILT_IN)})")
         self.convert(options if source is None else options | {"path": source}, wanted, key)
+        if engine in ENGINES:
+            self.check_format(wanted, options, f"{key}.format")
+
+    def check_format(self, wanted: type[msgspec.Struct], options: dict[str, Any], key: str) -> None:
+        """An engine's default may mean that it finds out by itself; anything else is a format that there is."""
+        default = next((field.default for field in msgspec.structs.fields(wanted) if field.name == "format"), None)
+        chosen: Any = options.get("format", default)
+        try:
+            if chosen != default:
+                named(chosen)
+        except ConfigError as error:
+            raise self.error(key, str(error)) from error
 
     def from_here(self, source: str | None) -> str | None:
         if source is None or not is_path(source):

@@ -1,6 +1,6 @@
 """From a request to events: what is asked is checked, the engine runs, the stages shape what it says.
 
-    request -> check -> one choice at a time or several side by side -> engine -> limit, stop, tally -> batches
+    request -> check -> one choice at a time or several side by side -> engine -> limit, split, stop, tally -> batches
 
 Rules
 1. The only list of stages is here.
@@ -20,17 +20,24 @@ from dragoman.engines.interface import Engine
 from dragoman.engines.run import run
 from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
 from dragoman.events import Event, Finished, Usage
+from dragoman.formats import FORMATS
+from dragoman.formats.plain import PLAIN
 from dragoman.reply import Batch
 from dragoman.stages import Stage
 from dragoman.stages.limit import Limit
+from dragoman.stages.split import Split
 from dragoman.stages.stop import Stop
+from dragoman.stages.syntax import ModelFormat
 from dragoman.stages.tally import Tally
 
 OURS = frozenset({"stop", "choices", "best_of"})
 """Features that work with every engine because the server provides them."""
 
 ESSENTIAL = frozenset(
-    {"chat", "completion", "token_prompt", "infill", "images", "audio", "files", "tools", "constraint"}
+    {
+        *("chat", "completion", "token_prompt", "infill", "images", "audio", "files"),
+        *("tools", "custom_tools", "constraint", "structural_tag"),
+    }
 )
 """Features without which a reply would not be an answer to what was asked."""
 
@@ -44,12 +51,14 @@ def check(request: GenerationRequest, supports: frozenset[str], strict: bool) ->
         if asked.feature in ESSENTIAL:
             raise NotSupported(f"model '{request.model}' does not support '{asked.param}'", param=asked.param)
         if strict:
-            raise UnsupportedParameter(
-                f"model '{request.model}' cannot honour '{asked.param}'; leave it out, or ask without strict mode",
-                param=asked.param,
-            )
+            raise cannot_honour(request.model, asked.param)
         ignored.append(asked.param)
     return tuple(ignored)
+
+
+def cannot_honour(model: str, param: str) -> UnsupportedParameter:
+    words = f"model '{model}' cannot honour '{param}'; leave it out, or ask without strict mode"
+    return UnsupportedParameter(words, param=param)
 
 
 def check_limits(request: GenerationRequest, choices: int, stop_strings: int) -> None:
@@ -115,11 +124,24 @@ def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
     stages: list[Stage] = []
     if request.max_tokens is not None and "max_tokens" not in supports:
         stages.append(Limit(request.max_tokens))
-    if request.stop:
+    syntax = _syntax(engine, request)
+    if syntax is not PLAIN:
+        choice = request.tool_choice
+        stages.append(Split(syntax, () if choice.mode == "none" else request.tools, parallel=choice.parallel))
+    # A shape that is guaranteed is not cut in two by a stop string.
+    if request.stop and request.constraint is None:
         stages.append(Stop(request.stop))
     if stages or "usage" not in supports:
         stages.append(Tally())
     return stages
+
+
+def _syntax(engine: Engine, request: GenerationRequest) -> ModelFormat:
+    """How the reply is written; that of a completion is the model's raw output."""
+    if not request.messages:
+        return PLAIN
+    names = (info.format for info in engine.models() if info.name == request.model)
+    return FORMATS[next(names, PLAIN.name)]
 
 
 async def _side_by_side(

@@ -1,7 +1,8 @@
 """What happened, for the operator: one JSON line per event.
 
     run_start  schema, time, host, version, models
-    request    id, time, route, model, principal, status, tokens, time to the first event, duration, finish, error
+    request    id, time, route, model, principal, status, tokens, time to the first event, duration, finish, error,
+               number of warnings
     run_end    time, totals
 
 The id of a request is the id of its response and its `x-request-id` header. No prompt and no reply is ever written.
@@ -41,6 +42,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     duration_us: int = 0
     finish: str | None = None
     error: str | None = None
+    warnings: int = 0
 
     def count(self, usage: Usage) -> None:
         self.prompt_tokens += usage.prompt

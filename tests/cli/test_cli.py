@@ -31,7 +31,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def environment(folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DRAGOMAN")}
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("DRAGOMAN", "HTTP"))}
     return kept | {
         "PYTHONPATH": str(SOURCE),
         "DRAGOMAN_HOME": str(folder / "home"),
@@ -83,7 +83,7 @@ def test_version(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"dragoman {__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["pull", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["models", "--help"], ["pull", "--help"]])
 def test_help_has_an_example(tmp_path: Path, arguments: list[str]) -> None:
     done = run(tmp_path, *arguments)
     assert done.returncode == 0

@@ -125,6 +125,8 @@ def test_what_cannot_be_ignored_is_named() -> None:
     assert asked(request) == {
         ("images", "messages[0].content[0]"),
         ("tools", "tools"),
+        ("strict_tools", "tools[0].function.strict"),
+        ("constraint", "tool_choice"),
         ("constraint", "response_format"),
         ("thinking", "reasoning_effort"),
         ("store", "store"),

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dragoman.conversation import Delivery, GenerationRequest, Logprobs
+from dragoman.conversation import Asked, Delivery, GenerationRequest, Logprobs, OneOf
 from dragoman.errors import BadRequest
 from dragoman.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
 from dragoman.protocols import PROTOCOLS
@@ -120,3 +120,10 @@ def test_echo_with_logprobs_and_ids() -> None:
     choice = COMPLETIONS.encode_reply(request, 1, collected(events))["choices"][0]
     assert (choice["text"], choice["ids"]) == ("Hello world", [2])
     assert choice["logprobs"]["text_offset"] == [0, 5]
+
+
+def test_a_shape_can_be_asked_for_here_too() -> None:
+    request = decode(prompt="a", guided_choice=["yes", "no"])
+    assert request.constraint == OneOf(("yes", "no"))
+    assert Asked("constraint", "guided_choice") in request.asked
+    assert decode(prompt="a", response_format={"type": "text"}).constraint is None

@@ -49,7 +49,8 @@ def test_wrong_message_is_named_by_its_path(client: httpx.Client, messages: list
     ("field", "value", "param"),
     [
         ("tools", [{"type": "function"}], "tools[0].function"),
-        ("tools", [{"type": "spell", "function": {"name": "a"}}], "tools[0].type"),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+        ("chat_template", "{{ messages }}", "chat_template"),
         ("tool_choice", "perhaps", "tool_choice"),
         ("response_format", {"type": "poem"}, "response_format.type"),
         ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
@@ -133,7 +134,6 @@ def test_late_failure_without_a_stream_is_a_500(client: httpx.Client, path: str)
     refused(ask(client, path, model="failing"), 500, code="inference_error")
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/cat.png"}}
 AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 FILE = {"type": "file", "file": {"file_id": "f"}}
 
@@ -141,11 +141,8 @@ FILE = {"type": "file", "file": {"file_id": "f"}}
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        (CHAT, {"functions": [{"name": "f"}]}, "functions"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
-        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         (CHAT, {"messages": [*HELLO, {"role": "user", "content": [AUDIO]}]}, "messages[1].content[0]"),
         (CHAT, {"messages": [{"role": "user", "content": [FILE]}]}, "messages[0].content[0]"),
         (COMPLETIONS, {"suffix": "the end"}, "suffix"),

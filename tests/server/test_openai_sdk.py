@@ -258,4 +258,5 @@ def test_models(scripted: Running, smol: Asking) -> None:
         reply = client.chat.completions.create(model="org/nested", messages=[{"role": "user", "content": "ping"}])
         assert (content(reply), reply.model) == ("ping", "org/nested")
     (entry,) = smol.client.models.list()
-    assert (entry.id, entry.model_extra) == ("smollm2", {"max_model_len": 2048, "device": "cpu", "state": "ready"})
+    known = {"max_model_len": 2048, "format": "hermes", "device": "cpu", "state": "ready"}
+    assert (entry.id, entry.model_extra) == ("smollm2", known)

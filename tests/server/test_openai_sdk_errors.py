@@ -35,7 +35,7 @@ def strained_client(strained: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL = {"type": "custom", "custom": {"name": "f"}}
 ERRORS: list[tuple[str, dict[str, Any], type[openai.APIStatusError], int, str, str | None]] = [
     ("value", {"temperature": 9}, openai.BadRequestError, 400, "invalid_value", "temperature"),
     (
@@ -72,7 +72,7 @@ ERRORS: list[tuple[str, dict[str, Any], type[openai.APIStatusError], int, str, s
         None,
     ),
     ("engine fails", {"model": "failing"}, openai.InternalServerError, 500, "inference_error", None),
-    ("not supported", {"tools": [TOOL]}, openai.InternalServerError, 501, "not_implemented", "tools"),
+    ("not supported", {"tools": [TOOL]}, openai.InternalServerError, 501, "not_implemented", "tools[0].type"),
     ("engine dies", {"model": "crashing"}, openai.InternalServerError, 502, "engine_died", None),
     ("engine hangs", {"model": "hanging"}, openai.InternalServerError, 504, "engine_timeout", None),
 ]

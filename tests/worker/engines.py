@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import Engine, ModelInfo, Output
+from dragoman.engines.interface import Engine, ModelInfo, Output, Rendered
 from dragoman.errors import BadRequest, ConfigError
 from dragoman.events import TextDelta
 
@@ -44,6 +44,14 @@ class Obedient(Engine):
         for at in range(int(rest)):
             yield [TextDelta(f"{at} ", tokens=(at,))]
             await asyncio.sleep(0.01 if command == "slowly" else 0)
+
+    def render(self, request: GenerationRequest) -> Rendered:
+        command, _, rest = request.last_user_text.partition(" ")
+        if command == "refuse":
+            raise BadRequest(rest, param="messages[0]")
+        if command == "raise":
+            raise RuntimeError(rest)
+        return Rendered(f"{request.tools[0].name}: {rest}", (1, 2), "hermes")
 
     def tokenize(self, text: str, special: bool) -> Sequence[int]:
         if text == "numpy":

@@ -10,10 +10,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 
-from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.conversation import GenerationRequest, Message, Text, Tool
+from dragoman.engines.interface import Rendered
 from dragoman.errors import (
     BadRequest,
     ConfigError,
@@ -72,11 +74,27 @@ def test_it_is_the_engine_it_runs() -> None:
         await engine.start()
         assert [(info.name, info.owner, info.context) for info in engine.models()] == [("obedient", "tests", 99)]
         assert (engine.device, engine.slots) == ("pretend", 3)
-        assert engine.supports() == {"chat", "completion", "tokenize"}
+        assert engine.supports() == {"chat", "completion", "render", "tokenize"}
         said = await events(engine, "count 3")
         assert said == [Started(), *(TextDelta(f"{at} ", tokens=(at,)) for at in range(3)), Finished()]
         assert list(await engine.tokenize("héllo", True)) == [5, 1]
         assert await engine.detokenize([1, 2]) == "1 2"
+
+    run(engine, scenario())
+
+
+def test_prompts_are_shown() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        request = msgspec.structs.replace(ask("show this"), tools=(Tool("f", parameters={"a": [1, None]}),))
+        assert await engine.render(request) == Rendered("f: this", (1, 2), "hermes")
+        with pytest.raises(BadRequest) as refused:
+            await engine.render(ask("refuse not like that"))
+        assert (refused.value.message, refused.value.param) == ("not like that", "messages[0]")
+        with pytest.raises(EngineFailed):
+            await engine.render(ask("raise boom"))
+        assert len(await events(engine, "count 2")) == 4
 
     run(engine, scenario())
 

@@ -1,9 +1,10 @@
 """The wire protocols, by name. A new protocol is one module and one line here.
 
-A protocol is a handful of pure functions and a small encoder; none knows another, none knows an engine.
+A protocol is a handful of pure functions and a small encoder; none knows another, none knows an engine. `responses` is
+not in the table: between reading a request and decoding it somebody looks up what it refers to.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from typing import Protocol as Interface
@@ -11,7 +12,7 @@ from typing import Protocol as Interface
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError
 from dragoman.events import Event
-from dragoman.protocols import chat, completions, openai
+from dragoman.protocols import chat, completions, messages, openai
 from dragoman.reply import Reply
 
 
@@ -28,17 +29,45 @@ class Encoder(Interface):
 
 
 @dataclass(frozen=True)
+class Family:
+    """What the protocols of one origin share: how they tell of errors, and the request's id beside `x-request-id`."""
+
+    encode_error: Callable[[DragomanError, str], dict[str, Any]]
+    status: Callable[[DragomanError], int]
+    id_header: bytes | None = None
+
+
+OPENAI = Family(lambda error, request_id: openai.encode_error(error), lambda error: error.status)
+ANTHROPIC = Family(messages.encode_error, messages.status, b"request-id")
+
+
+def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
+    """Whose words are understood where no route says so."""
+    is_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return ANTHROPIC if is_messages or b"anthropic-version" in headers else OPENAI
+
+
+class Telling(Interface):
+    """How a reply is told. A protocol does it the same way for every request, or makes one for each."""
+
+    @property
+    def encoder(self) -> Callable[[GenerationRequest, int], Encoder]: ...
+
+    @property
+    def encode_reply(self) -> Callable[[GenerationRequest, int, Reply], dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
 class Protocol:
     id_prefix: str
     decode: Callable[[bytes], GenerationRequest]
     encoder: Callable[[GenerationRequest, int], Encoder]
     encode_reply: Callable[[GenerationRequest, int, Reply], dict[str, Any]]
-    encode_error: Callable[[DragomanError], dict[str, Any]]
+    family: Family = OPENAI
 
 
 PROTOCOLS = {
-    "chat": Protocol("chatcmpl-", chat.decode, chat.ChatEncoder, chat.encode_reply, openai.encode_error),
-    "completions": Protocol(
-        "cmpl-", completions.decode, completions.CompletionEncoder, completions.encode_reply, openai.encode_error
-    ),
+    "chat": Protocol("chatcmpl-", chat.decode, chat.ChatEncoder, chat.encode_reply),
+    "completions": Protocol("cmpl-", completions.decode, completions.CompletionEncoder, completions.encode_reply),
+    "messages": Protocol("msg_", messages.decode, messages.MessagesEncoder, messages.encode_reply, ANTHROPIC),
 }

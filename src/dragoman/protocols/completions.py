@@ -15,7 +15,7 @@ from dragoman.conversation import Asked, Delivery, GenerationRequest, Logprobs
 from dragoman.detokenize import Detokenizer
 from dragoman.errors import BadRequest
 from dragoman.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
-from dragoman.protocols import openai, wire
+from dragoman.protocols import openai, shape, wire
 from dragoman.reply import Choice, Reply
 
 MAX_PROMPTS = 1024
@@ -38,11 +38,13 @@ def decode(body: bytes) -> GenerationRequest:
     _check(fields, prompts)
     options = fields.stream_options or openai.StreamOptions()
     echo = bool(fields.echo)
+    asked = [*_asked(fields, prompts), *openai.asked_fields(fields, parsed, shape.FIELDS)]
     return GenerationRequest(
         model=fields.model or "",
         prompts=prompts,
         suffix=fields.suffix or None,
         echo=echo,
+        constraint=shape.decode(parsed, asked),
         sampling=openai.sampling(fields),
         max_tokens=fields.max_tokens,
         stop=openai.stops(fields.stop),
@@ -52,7 +54,7 @@ def decode(body: bytes) -> GenerationRequest:
         choices=fields.n or 1,
         best_of=fields.best_of or 1,
         delivery=Delivery(bool(fields.stream), bool(options.include_usage), bool(fields.return_token_ids)),
-        asked=(*_asked(fields, prompts), *openai.asked_fields(fields, parsed)),
+        asked=tuple(asked),
     )
 
 

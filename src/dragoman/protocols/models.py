@@ -1,9 +1,18 @@
-"""OpenAI's list of models, with what else is known of each: context, device, state."""
+"""The list of models: OpenAI's, with what else is known of each (context, format, device, state), and Anthropic's.
 
-from collections.abc import Sequence
+Anthropic's comes in pages: the first `limit` models after `after_id`, or the last before `before_id`.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+
+from dragoman.errors import BadRequest
+
+PAGE = 20
+LARGEST_PAGE = 1000
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -11,15 +20,67 @@ class ListedModel(msgspec.Struct, frozen=True):
     created: int
     owner: str
     context: int | None
+    format: str | None
     device: str | None
     state: str
 
 
 def encode_model(model: ListedModel) -> dict[str, Any]:
     listed = {"id": model.name, "object": "model", "created": model.created, "owned_by": model.owner}
-    known = {"max_model_len": model.context, "device": model.device, "state": model.state}
+    known = {
+        "max_model_len": model.context,
+        "format": model.format,
+        "device": model.device,
+        "state": model.state,
+    }
     return listed | {key: value for key, value in known.items() if value is not None}
 
 
 def encode_models(models: Sequence[ListedModel]) -> dict[str, Any]:
     return {"object": "list", "data": [encode_model(model) for model in models]}
+
+
+def encode_anthropic_model(model: ListedModel) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context,
+        "max_tokens": model.context,
+    }
+
+
+def encode_anthropic_models(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
+    page, has_more = _page(models, query)
+    return {
+        "data": [encode_anthropic_model(model) for model in page],
+        "has_more": has_more,
+        "first_id": page[0].name if page else None,
+        "last_id": page[-1].name if page else None,
+    }
+
+
+def _page(models: Sequence[ListedModel], query: Mapping[str, str]) -> tuple[Sequence[ListedModel], bool]:
+    """The models asked for, and whether there are more in that direction."""
+    limit = _limit(query)
+    if "before_id" in query:
+        end = _place(models, query, "before_id")
+        return models[max(0, end - limit) : end], end > limit
+    start = _place(models, query, "after_id") + 1 if "after_id" in query else 0
+    return models[start : start + limit], len(models) > start + limit
+
+
+def _limit(query: Mapping[str, str]) -> int:
+    given = query.get("limit", str(PAGE))
+    if not (given.isascii() and given.isdigit() and len(given) <= 4 and 1 <= int(given) <= LARGEST_PAGE):
+        raise BadRequest(f"limit: a number from 1 to {LARGEST_PAGE}", param="limit")
+    return int(given)
+
+
+def _place(models: Sequence[ListedModel], query: Mapping[str, str], name: str) -> int:
+    places = [at for at, model in enumerate(models) if model.name == query[name]]
+    if not places:
+        raise BadRequest(f"{name}: no model is called {query[name]!r:.100}", param=name)
+    return places[0]

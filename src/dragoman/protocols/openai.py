@@ -1,7 +1,7 @@
 """What chat completions and completions share: the sampling fields, usage, log probabilities, errors, framing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -68,8 +68,8 @@ NEUTRAL: dict[str, object] = {
 """Values that ask for nothing: any engine honours them."""
 
 
-def asked_fields(fields: SamplingFields, parsed: dict[str, Any]) -> list[Asked]:
-    """What these fields ask of an engine; of a field nobody knows, just that."""
+def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:
+    """What these fields ask of an engine; of a field that is neither one of them nor of the others, just that."""
     asked = [Asked(name, name) for name in SAMPLING if getattr(fields, name) not in (None, NEUTRAL.get(name))]
     if fields.logit_bias:
         asked.append(Asked("logit_bias", "logit_bias"))
@@ -81,8 +81,8 @@ def asked_fields(fields: SamplingFields, parsed: dict[str, Any]) -> list[Asked]:
         asked.append(Asked("ignore_eos", "ignore_eos"))
     if fields.n is not None and fields.n > 1:
         asked.append(Asked("choices", "n"))
-    asked += [Asked("unknown", name) for name in unknown_fields(parsed, type(fields)) if parsed[name] is not None]
-    return asked
+    unknown = [name for name in unknown_fields(parsed, type(fields)) if name not in others]
+    return asked + [Asked("unknown", name) for name in unknown if parsed[name] is not None]
 
 
 def sampling(fields: SamplingFields) -> Sampling:

@@ -41,6 +41,14 @@ def parse(body: bytes) -> dict[str, Any]:
     return parsed
 
 
+def parse_text(text: str, path: str) -> dict[str, Any]:
+    """The JSON in the text of a field, by the same rules."""
+    try:
+        return parse(text.encode())
+    except BadRequest as error:
+        raise BadRequest(f"{path}: {error.message.replace('the body', 'the text', 1)}", param=path) from None
+
+
 _TOO_DEEP = f"the body is nested deeper than {MAX_DEPTH} levels"
 
 
@@ -99,22 +107,30 @@ def _check_surrogates(root: object) -> None:
         pending += _children(node)
 
 
-def convert(parsed: dict[str, Any], shape: type[T]) -> T:
+def convert(parsed: dict[str, Any], shape: type[T], at: str = "") -> T:
+    """The object as a value; `at` is the path of what is not the body itself."""
     try:
         return msgspec.convert(parsed, shape)
     except msgspec.ValidationError as error:
-        raise _bad_field(str(error)) from None
+        raise _bad_field(str(error), at) from None
 
 
-def _bad_field(words: str) -> BadRequest:
+def _bad_field(words: str, at: str) -> BadRequest:
     found = _ERROR.match(words)
     what, path = (found["what"], found["path"]) if found else (words, None)
     missing = re.search(r"missing required field `(.*)`", what)
-    param = (path or "$").removeprefix("$").removeprefix(".")
+    param = (at + (path or "$").removeprefix("$")).removeprefix(".")
     if missing:
         param = f"{param}.{missing[1]}".lstrip(".")
         what = "required, but missing"
     return BadRequest(f"{param}: {what[0].lower()}{what[1:]}" if param else what, param=param or None)
+
+
+def at(parsed: dict[str, Any], path: str) -> Any:
+    """What a field has, or a field of a field (`thinking.type`); None where there is nothing."""
+    outer, dot, inner = path.partition(".")
+    value = parsed.get(outer)
+    return value.get(inner) if dot and value is not None else value
 
 
 def unknown_fields(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> list[str]:

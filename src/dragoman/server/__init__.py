@@ -4,6 +4,7 @@ app         create_app(), the route table, errors of every kind
 exchange    one request and its response: headers, body, stream, disconnect
 respond     from a generation's events to JSON or a stream of frames
 listing     models, health, tokens
+counting    the tokens of a prompt that is not answered
 auth        who is asking
 watch       what takes long: keep-alive comments, requests that are overdue, clients that leave
 serve       the app in uvicorn

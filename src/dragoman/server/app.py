@@ -5,18 +5,20 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from dragoman.catalog import Catalog
-from dragoman.config import Settings
+from dragoman.config import Limits, Settings
 from dragoman.engines.interface import Engine
-from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, Unavailable
-from dragoman.protocols import PROTOCOLS, Protocol, openai
-from dragoman.server import listing
+from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported, Unavailable
+from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol, family
+from dragoman.protocols.responses import PREFIX
+from dragoman.server import counting, listing, responses
 from dragoman.server.auth import Keys
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.respond import answer, new_id
 from dragoman.server.watch import Watch
+from dragoman.store import ResponseStore
+from dragoman.store.memory import MemoryResponses
 from dragoman.telemetry import EventLog
 
 Handler = Callable[["App", Exchange], Awaitable[None]]
@@ -26,13 +28,14 @@ Handler = Callable[["App", Exchange], Awaitable[None]]
 class Route:
     handler: Handler
     id_prefix: str = "req-"
-    encode_error: Callable[[DragomanError], dict[str, Any]] = openai.encode_error
+    family: Family | None = None
+    """In whose words it tells of errors; None: in those of whoever asks."""
     is_open: bool = False
     """Whether it needs no key."""
 
 
 def _generates(protocol: Protocol) -> Route:
-    return Route(partial(answer, protocol=protocol), protocol.id_prefix, protocol.encode_error)
+    return Route(partial(answer, protocol=protocol), protocol.id_prefix, protocol.family)
 
 
 ROUTES = {
@@ -42,7 +45,20 @@ ROUTES = {
     "/v1/models": {"GET": Route(listing.models)},
     "/v1/models/*": {"GET": Route(listing.one_model)},
     "/v1/chat/completions": {"POST": _generates(PROTOCOLS["chat"])},
+    "/v1/chat/completions/render": {"POST": Route(listing.render)},
     "/v1/completions": {"POST": _generates(PROTOCOLS["completions"])},
+    "/v1/messages": {"POST": _generates(PROTOCOLS["messages"])},
+    "/v1/messages/count_tokens": {"POST": Route(counting.messages_count, family=ANTHROPIC)},
+    responses.ROOT: {
+        "POST": Route(responses.create, PREFIX, OPENAI),
+        "GET": Route(responses.no_websocket, family=OPENAI),
+    },
+    f"{responses.ROOT}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
+    f"{responses.ROOT}/*": {
+        "GET": Route(responses.show, family=OPENAI),
+        "DELETE": Route(responses.delete, family=OPENAI),
+        "POST": Route(responses.cancel, family=OPENAI),
+    },
     "/tokenize": {"POST": Route(listing.tokenize)},
     "/detokenize": {"POST": Route(listing.detokenize)},
 }
@@ -55,6 +71,7 @@ class App:
         self.catalog = Catalog(settings, engines)
         self.watch = Watch(settings.limits)
         self.log = EventLog(settings.event_log)
+        self.responses: ResponseStore = _response_store(settings.limits)
         self.created = int(time.time())
         self._started = False
         self._keys = Keys(settings.api_keys)
@@ -70,7 +87,7 @@ class App:
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
-            await send({"type": "websocket.close"})
+            await responses.refuse_websocket(scope, receive, send)
 
     async def _http(self, exchange: Exchange) -> None:
         if not self._started:
@@ -95,8 +112,7 @@ class App:
         methods = _methods(exchange.path)
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
-        if route is not None:
-            exchange.encode_error = route.encode_error
+        exchange.speak(route.family if route and route.family else family(exchange.path, exchange.headers))
         exchange.check_host(self._hosts)
         if route is None or not route.is_open:
             exchange.record.principal = self._keys.principal(exchange.headers)
@@ -105,12 +121,16 @@ class App:
         await route.handler(self, exchange)
 
     async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
-        exchange.record.status = error.status
+        status = exchange.family.status(error)
+        exchange.record.status = status
         if exchange.begun:
             return
+        if error.status == NotSupported.status:
+            # The SDKs try again after any 5xx; here nothing would be different.
+            exchange.extra_headers.append((b"x-should-retry", b"false"))
         if error.retry_after is not None:
             exchange.extra_headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
-        await exchange.reply_json(exchange.encode_error(error), error.status)
+        await exchange.reply_json(exchange.family.encode_error(error, exchange.record.id), status)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -133,6 +153,10 @@ class App:
     async def stop(self) -> None:
         await self.catalog.stop()
         self.log.close()
+
+
+def _response_store(limits: Limits) -> ResponseStore:
+    return MemoryResponses(count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds)
 
 
 def _methods(path: str) -> Mapping[str, Route]:

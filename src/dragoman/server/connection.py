@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from dragoman.config import Limits
 from dragoman.errors import BadRequest, DragomanError, HeadersTooLarge, RequestTimeout
-from dragoman.protocols import openai
+from dragoman.protocols import Family, family
 from dragoman.server.exchange import DIRECT, Scope
 from dragoman.server.respond import new_id
 from dragoman.server.writing import ResponseTransport
@@ -85,7 +85,7 @@ class _Connection(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                # The parser takes what follows such a head for another protocol; without the header it is a body.
+                # The parser takes what follows such a head for another protocol; without that word it is a body.
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
                 # Where the client says that this request is its last, what follows is ignored, as in uvicorn's own.
@@ -94,7 +94,9 @@ class _Connection(HttpToolsProtocol):
     def _head_without_upgrade(self) -> bytes:
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        lines += [
+            b"%b: %b" % (name, _staying(value) if name == b"connection" else value) for name, value in self.headers
+        ]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
@@ -172,7 +174,7 @@ class _Connection(HttpToolsProtocol):
             return
         if self._may_refuse():
             record = RequestRecord(id=new_id("req-"), route="", status=error.status, error=error.code)
-            self.transport.write(_response(error, record.id))
+            self.transport.write(_response(error, record.id, family("", dict(self.headers or ()))))
             self.log.request(record)
         self.transport.close()
 
@@ -210,12 +212,20 @@ class _Connection(HttpToolsProtocol):
             self._write_timer = None
 
 
-def _response(error: DragomanError, request_id: str) -> bytes:
-    body = msgspec.json.encode(openai.encode_error(error))
+def _staying(connection: bytes) -> bytes:
+    """What the Connection header says, but for the wish to leave HTTP; the Upgrade header says for what."""
+    words = [word.strip() for word in connection.split(b",")]
+    return b", ".join(word for word in words if word.lower() != b"upgrade")
+
+
+def _response(error: DragomanError, request_id: str, spoken: Family) -> bytes:
+    body = msgspec.json.encode(spoken.encode_error(error, request_id))
+    own = () if spoken.id_header is None else (f"{spoken.id_header.decode()}: {request_id}",)
     lines = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
         "content-type: application/json",
         f"x-request-id: {request_id}",
+        *own,
         f"content-length: {len(body)}",
         "connection: close",
     )

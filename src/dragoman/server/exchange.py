@@ -11,8 +11,9 @@ import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -26,7 +27,7 @@ from dragoman.errors import (
     TooLarge,
     UnsupportedMedia,
 )
-from dragoman.protocols import openai
+from dragoman.protocols import OPENAI, Family
 from dragoman.telemetry import RequestRecord
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 CLIENT_LEFT = 499
 LARGE_BODY = 256 * 1024
+LONGEST_LIST = 1000
+"""Characters of a header that lists words."""
 DIRECT = "dragoman.direct"
 """An extension of the ASGI scope: the connection itself, to which a piece of a stream can be handed with one call."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -63,8 +66,10 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
         self.extra_headers: list[tuple[bytes, bytes]] = []
-        self.encode_error: Callable[[DragomanError], dict[str, Any]] = openai.encode_error
-        """In the words of the route's protocol, as soon as the route is known."""
+        self._ignored: list[str] = []
+        self._warnings: list[str] = []
+        self.family: Family = OPENAI
+        """In whose words errors are told."""
         self.begun = False
         self.gone = False
         self.streaming = False
@@ -80,12 +85,20 @@ class Exchange:
         self._listener: asyncio.Task[None] | None = None
         self._pinging: asyncio.Task[None] | None = None
 
+    def speak(self, family: Family) -> None:
+        self.family = family
+        if family.id_header is not None:
+            self.extra_headers.append((family.id_header, self.record.id.encode()))
+
     def check_host(self, allowed: frozenset[bytes] | None) -> None:
         host = self.headers.get(b"host")
         match = _HOST.fullmatch(host) if host is not None else None
         if match is None or (allowed is not None and match[1].lower() not in allowed):
             self.extra_headers.append((b"connection", b"close"))
             raise BadRequest("the Host header does not name this server")
+
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
     async def body(self, limits: Limits) -> bytes:
         self._check_media()
@@ -175,10 +188,25 @@ class Exchange:
         self._task.uncancel()
         return error
 
+    def ignore(self, params: Iterable[str]) -> None:
+        """The reply is not to say that these parameters were honoured."""
+        self._ignored += [param for param in params if param not in self._ignored]
+
+    def warn(self, words: str) -> None:
+        """Something is odd about the reply; the log says so, and a header where it has not been sent."""
+        log.warning("request %s: %s", self.record.id, words)
+        self.record.warnings += 1
+        if words not in self._warnings:
+            self._warnings.append(words)
+
     async def _begin(self, status: int, content_type: bytes, length: int | None) -> None:
         self.begun = True
         self.record.status = status
         headers = [(b"content-type", content_type), (b"x-request-id", self.record.id.encode()), *self.extra_headers]
+        if self._ignored:
+            headers.append((b"x-dragoman-ignored", _listed(self._ignored)))
+        if self._warnings:
+            headers.append((b"x-dragoman-warning", _listed(self._warnings)))
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -229,3 +257,10 @@ class Exchange:
         self.record.duration_us = int((time.monotonic() - self.started) * 1e6)
         if self.gone:
             self.record.status = CLIENT_LEFT
+
+
+def _listed(words: Sequence[str]) -> bytes:
+    """Words as the value of a header. A caller may have called a field anything, so that it needs care."""
+    names = ", ".join(words)
+    shown = names if len(names) <= LONGEST_LIST else names[:LONGEST_LIST] + "..."
+    return re.sub(rb"[^ -~]", b"?", shown.encode("ascii", "replace"))

@@ -9,9 +9,8 @@ Rules
 
 import asyncio
 import os
-import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,16 +22,16 @@ from dragoman.catalog import Model
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
-from dragoman.generate import check, check_limits, generate
-from dragoman.protocols import Encoder, Protocol
+from dragoman.generate import cannot_honour, check, check_limits, generate
+from dragoman.protocols import Encoder, Protocol, Telling
 from dragoman.reply import Batch, collect
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
 
-LONGEST_LIST = 1000
-"""Characters of a header that lists names."""
+
+Settle = Callable[[], Awaitable[None]]
 
 
 def new_id(prefix: str) -> str:
@@ -41,16 +40,28 @@ def new_id(prefix: str) -> str:
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
     decoded = await exchange.decoded(app.settings.limits, protocol.decode)
+    await reply_to(app, exchange, decoded, protocol)
+
+
+async def _nothing() -> None: ...
+
+
+async def reply_to(
+    app: "App", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle = _nothing
+) -> None:
+    """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
     model = app.catalog.resolve(decoded.model)
     record = exchange.record
     record.model = model.name
     request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
     if request.delivery.stream:
-        await _stream(app, exchange, model, request, protocol.encoder(request, int(time.time())))
+        await _stream(app, exchange, model, request, telling.encoder(request, int(time.time())), settle)
         return
     async with _running(app, exchange, model, request) as batches:
-        reply = await collect(batches, partial(_note, exchange))
-    await exchange.reply_json(protocol.encode_reply(request, int(time.time()), reply))
+        reply = await collect(batches, partial(_note, app, exchange))
+    told = telling.encode_reply(request, int(time.time()), reply)
+    await settle()
+    await exchange.reply_json(told)
 
 
 @asynccontextmanager
@@ -63,7 +74,7 @@ async def _running(
     engine = await host.ready()
     ignored = check(request, host.supports, app.is_strict(exchange))
     if ignored:
-        exchange.extra_headers.append((b"x-dragoman-ignored", _listed(ignored)))
+        exchange.ignore(ignored)
     # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
     exchange.streaming = request.delivery.stream
     slots = Slots(host.admission, request.principal)
@@ -76,11 +87,15 @@ async def _running(
         slots.close()
 
 
-async def _stream(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder) -> None:
+async def _stream(
+    app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder, settle: Settle
+) -> None:
     failure: Exception | None
     try:
         async with _running(app, exchange, model, request) as batches:
-            await _write_frames(exchange, batches, encoder)
+            await _write_frames(app, exchange, batches, encoder)
+        end = encoder.end()
+        await settle()
     except asyncio.CancelledError:
         failure = exchange.take_cancellation()
         if failure is None:
@@ -90,17 +105,17 @@ async def _stream(app: "App", exchange: Exchange, model: Model, request: Generat
         if not exchange.begun:
             raise
     else:
-        await exchange.end(encoder.end())
+        await exchange.end(end)
         return
     if not exchange.begun:
         raise failure
     await exchange.end(encoder.fail(exchange.told(failure)))
 
 
-async def _write_frames(exchange: Exchange, batches: AsyncIterator[Batch], encoder: Encoder) -> None:
+async def _write_frames(app: "App", exchange: Exchange, batches: AsyncIterator[Batch], encoder: Encoder) -> None:
     held = b""
     async for choice, events in batches:
-        _note(exchange, events)
+        _note(app, exchange, events)
         frames = encoder.feed(choice, events)
         if not exchange.begun and all(type(event) is Started for event in events):
             held += frames
@@ -114,20 +129,19 @@ def silent_engine(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine was silent for {seconds:g} s")
 
 
-def _listed(params: Sequence[str]) -> bytes:
-    """Names as the value of a header. A caller may have called a field anything, so that it needs care."""
-    names = ", ".join(params)
-    shown = names if len(names) <= LONGEST_LIST else names[:LONGEST_LIST] + "..."
-    return re.sub(rb"[^ -~]", b"?", shown.encode("ascii", "replace"))
-
-
-def _note(exchange: Exchange, events: Sequence[Event]) -> None:
+def _note(app: "App", exchange: Exchange, events: Sequence[Event]) -> None:
     exchange.note_progress()
     record = exchange.record
+    first, last = events[0], events[-1]
     if record.first_event_us is None:
         record.first_event_us = int((exchange.heard - exchange.started) * 1e6)
-    last = events[-1]
+    if type(first) is Started and first.ignored:
+        if app.is_strict(exchange):
+            raise cannot_honour(record.model or "", first.ignored[0])
+        exchange.ignore(first.ignored)
     if type(last) is Finished:
         record.finish = last.reason
+        for words in last.warnings:
+            exchange.warn(words)
         if last.usage is not None:
             record.count(last.usage)

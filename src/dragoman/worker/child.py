@@ -29,12 +29,14 @@ from dragoman.worker.messages import (
     Answer,
     Broken,
     Cancel,
-    Detokenize,
+    CountTokens,
     Failure,
     Generate,
     PackedStep,
     Progress,
+    Question,
     Ready,
+    Render,
     Start,
     ToChild,
     Tokenize,
@@ -58,7 +60,7 @@ class Child:
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Generate):
             self._keep(message.id, self._generate(message.id, message.request))
-        elif isinstance(message, Tokenize | Detokenize):
+        elif isinstance(message, Question):
             self._keep(message.id, self._answer(message))
         elif isinstance(message, Cancel) and message.id in self._tasks:
             self._tasks[message.id].cancel()
@@ -94,17 +96,22 @@ class Child:
         self._outbox.clear()
         self._write(encode(step))
 
-    async def _answer(self, message: Tokenize | Detokenize) -> None:
+    async def _answer(self, message: Question) -> None:
         try:
-            if isinstance(message, Tokenize):
-                tokens = await call(self._engine.tokenize, message.text, message.special)
-                answer = Answer(message.id, tokens=tuple(tokens))
-            else:
-                answer = Answer(message.id, text=await call(self._engine.detokenize, message.tokens))
-            encoded = encode(answer)
+            encoded = encode(await self._asked(message))
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
             encoded = encode(Answer(message.id, failure=_failure(error)))
         self._write(encoded)
+
+    async def _asked(self, message: Question) -> Answer:
+        if isinstance(message, Render):
+            return Answer(message.id, rendered=await call(self._engine.render, message.request))
+        if isinstance(message, CountTokens):
+            return Answer(message.id, count=await call(self._engine.count_tokens, message.request))
+        if isinstance(message, Tokenize):
+            tokens = await call(self._engine.tokenize, message.text, message.special)
+            return Answer(message.id, tokens=tuple(tokens))
+        return Answer(message.id, text=await call(self._engine.detokenize, message.tokens))
 
     def send(self, message: ToParent) -> None:
         self._write(encode(message))

@@ -1,6 +1,6 @@
 """The messages between the server and a worker: a length of four bytes, then MessagePack.
 
-    parent -> child   Start, then Generate | Cancel | Tokenize | Detokenize; the end of the pipe means: end
+    parent -> child   Start, then Generate | Cancel | Question; the end of the pipe means: end
     child -> parent   Ready | Broken, then Step | Answer
 
 A `Step` carries everything that became ready since the last one, of all requests.
@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import ModelInfo
-from dragoman.errors import DragomanError, by_name
+from dragoman.engines.interface import ModelInfo, Rendered
+from dragoman.errors import ContextTooLong, DragomanError, by_name
 from dragoman.events import Event
 
 HEADER = struct.Struct("<I")
@@ -33,6 +33,16 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
+
+
+class Render(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    request: GenerationRequest
+
+
+class CountTokens(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    request: GenerationRequest
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
@@ -69,15 +79,20 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
     param: str | None = None
     retry_after: float | None = None
+    tokens: int | None = None
+    limit: int | None = None
 
     @classmethod
     def of(cls, error: DragomanError) -> "Failure":
         param = None if error.param is None else _sendable(error.param)
-        return cls(type(error).__name__, _sendable(error.message), param, error.retry_after)
+        lengths = (error.tokens, error.limit) if isinstance(error, ContextTooLong) else ()
+        return cls(type(error).__name__, _sendable(error.message), param, error.retry_after, *lengths)
 
     def error(self) -> DragomanError:
         error = by_name(self.name)(self.message, param=self.param)
         error.retry_after = self.retry_after
+        if isinstance(error, ContextTooLong):
+            error.tokens, error.limit = self.tokens, self.limit
         return error
 
 
@@ -104,10 +119,14 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     id: int
     tokens: tuple[int, ...] | None = None
     text: str | None = None
+    rendered: Rendered | None = None
+    count: int | None = None
     failure: Failure | None = None
 
 
-ToChild = Start | Generate | Cancel | Tokenize | Detokenize
+Question = Render | CountTokens | Tokenize | Detokenize
+"""What gets one `Answer`."""
+ToChild = Start | Generate | Cancel | Question
 ToParent = Ready | Broken | Step | Answer
 
 _encoder = msgspec.msgpack.Encoder()

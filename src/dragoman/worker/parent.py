@@ -19,12 +19,13 @@ from typing import Any
 import msgspec
 
 from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.errors import (
     BadRequest,
     ConfigError,
     DragomanError,
     EngineDied,
+    EngineFailed,
     EngineTimeout,
     ModelFailed,
     Unavailable,
@@ -36,10 +37,13 @@ from dragoman.worker.messages import (
     Answer,
     Broken,
     Cancel,
+    CountTokens,
     Detokenize,
     Failure,
     Generate,
+    Question,
     Ready,
+    Render,
     Start,
     Step,
     ToChild,
@@ -91,7 +95,7 @@ class _Child:
         self.streams[key] = stream = Mailbox()
         return key, stream
 
-    async def ask(self, question: Callable[[int], Tokenize | Detokenize]) -> Answer:
+    async def ask(self, question: Callable[[int], Question]) -> Answer:
         key = self._begin(question)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.answers[key] = future
@@ -220,6 +224,20 @@ class WorkerEngine(Engine):
                 yield events
         finally:
             child.cancel(key)
+
+    async def render(self, request: GenerationRequest) -> Rendered:
+        child = await self._asked()
+        rendered = (await child.ask(lambda key: Render(key, request))).rendered
+        if rendered is None:
+            raise EngineFailed("the engine told no prompt")
+        return rendered
+
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        child = await self._asked()
+        count = (await child.ask(lambda key: CountTokens(key, request))).count
+        if count is None:
+            raise EngineFailed("the engine told no count")
+        return count
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         child = await self._asked()

@@ -1,0 +1,169 @@
+"""`dragoman models`: what a configuration would serve, or what a running server does."""
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dragoman import sources
+from dragoman.config import Flags, ModelSpec, load_settings
+from dragoman.engines import engine_class
+from dragoman.errors import ConfigError
+from dragoman.formats import detect
+from dragoman.gguf import Value, read_metadata
+
+EXAMPLES = """\
+examples:
+  dragoman models                                what `dragoman serve` would serve
+  dragoman models --config team.yaml --json
+  dragoman models --url http://127.0.0.1:8000    what is served there, and which models are loaded
+
+Without --config the file is found as for `dragoman serve`. With --url the key may also be in $DRAGOMAN_API_KEY.
+"""
+UNDECIDED = (None, "auto")
+"""Formats that a configuration leaves to the model's chat template."""
+PATIENCE_SECONDS = 10
+
+
+class Row(msgspec.Struct, frozen=True):
+    name: str
+    engine: str | None = None
+    format: str | None = None
+    context: int | None = None
+    source: str | None = None
+    device: str | None = None
+    state: str | None = None
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "models",
+        help="list models",
+        description="List the models of a configuration, or of a running server, with their formats.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
+    of.add_argument("--url", help="the address of a running server")
+    parser.add_argument("--api-key", metavar="KEY", help="a key for that server")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.url is not None:
+        rows = _served(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
+    elif arguments.api_key is not None:
+        raise ConfigError("--api-key is for a running server: give its --url too")
+    else:
+        # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+        rows = [_configured(spec) for spec in load_settings(arguments.config, Flags(), os.environ).models]
+    print(json.dumps(msgspec.to_builtins(rows), indent=2) if arguments.json else table(rows))
+    return 0
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned columns, those that say something."""
+    named = [name for name in Row.__struct_fields__ if any(getattr(row, name) is not None for row in rows)]
+    lines = [[name.upper() for name in named]]
+    for row in rows:
+        values = (getattr(row, name) for name in named)
+        lines.append(["-" if value is None else str(value) for value in values])
+    widths = [max(len(line[at]) for line in lines) for at in range(len(named))]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
+
+
+def _configured(spec: ModelSpec) -> Row:
+    given = dict(spec.options) if spec.source is None else {**spec.options, "path": spec.source}
+    options = msgspec.to_builtins(msgspec.convert(given, engine_class(spec.engine).Options))
+    state, metadata = _looked_at(spec.source)
+    context = options.get("context")
+    return Row(
+        name=spec.name,
+        engine=spec.engine,
+        format=_format(options, metadata),
+        context=_trained_context(metadata) if context is None else context,
+        source=spec.source,
+        state=state,
+    )
+
+
+def _looked_at(source: str | None) -> tuple[str, dict[str, Value]]:
+    """The state of a model that is not served, and what its file says."""
+    if source is None:
+        return "here", {}
+    try:
+        path: Path | None = sources.locate(source)
+    except ConfigError:
+        return "missing", {}
+    if path is None:
+        return "not downloaded", {}
+    try:
+        return "here", read_metadata(path)
+    except ConfigError:
+        return "unreadable", {}
+
+
+def _format(options: dict[str, Any], metadata: dict[str, Value]) -> str | None:
+    if "format" not in options or options["format"] not in UNDECIDED:
+        return options.get("format")
+    if not metadata:
+        return "auto"
+    template = metadata.get("tokenizer.chat_template")
+    return detect(None if template is None else str(template), str(metadata.get("general.name", "")))
+
+
+def _trained_context(metadata: dict[str, Value]) -> int | None:
+    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    return length if isinstance(length, int) else None
+
+
+def _served(url: str, key: str | None) -> list[Row]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{_address(url)}/v1/models", headers=headers)  # noqa: S310 (it is http or https)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:  # noqa: S310
+            return [_listed(entry) for entry in json.load(response)["data"]]
+    except urllib.error.HTTPError as error:
+        way_out = "; give --api-key" if error.code == 401 else ""
+        raise ConfigError(f"--url {url}: the server answered {error.code} {error.reason}{way_out}") from error
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ConfigError(f"--url {url}: no answer: {reason}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--url {url}: what answers there is no list of models") from error
+
+
+def _address(url: str) -> str:
+    """The server's own, also where that of its API was given."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _listed(entry: dict[str, Any]) -> Row:
+    return Row(
+        name=str(entry["id"]),
+        format=entry.get("format"),
+        context=entry.get("max_model_len"),
+        device=entry.get("device"),
+        state=entry.get("state"),
+    )

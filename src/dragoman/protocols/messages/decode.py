@@ -1,0 +1,176 @@
+"""A request for a message, or for the number of tokens that it would begin with."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dragoman.conversation import (
+    Asked,
+    Constraint,
+    Delivery,
+    GenerationRequest,
+    JsonSchema,
+    Sampling,
+    Thinking,
+)
+from dragoman.errors import BadRequest, ThreadUnsupported
+from dragoman.protocols import wire
+from dragoman.protocols.messages import blocks, history, tools
+from dragoman.protocols.messages.tools import ChoiceField
+from dragoman.protocols.openai import MAX_STOP_LENGTH, Int64, Share
+
+Budget = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Effort = Literal["none", "minimal", "low", "medium", "high"]
+
+
+class ThinkingField(msgspec.Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Budget | None = None
+    display: str | None = None
+
+
+class FormatField(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    format: FormatField | None = None
+
+
+class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
+    messages: list[history.MessageField]
+    model: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    system: blocks.Content | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ChoiceField | None = None
+    thinking: ThinkingField | None = None
+    output_config: OutputConfig | None = None
+    output_format: FormatField | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Int64 | None = None
+    stream: bool | None = None
+
+
+HARMLESS = frozenset({"metadata", "cache_control", "betas", "anthropic_version", "anthropic_beta", "thread"})
+"""Fields that ask nothing of a reply."""
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "mcp_servers": ([],),
+}
+"""Values of fields that nobody honours, and that ask for nothing."""
+
+
+def decode(body: bytes) -> GenerationRequest:
+    request = decode_count(body)
+    if request.max_tokens is None:
+        raise BadRequest("max_tokens: required, but missing", param="max_tokens")
+    return request
+
+
+def decode_count(body: bytes) -> GenerationRequest:
+    """The same, where nothing is to be generated."""
+    parsed = wire.parse(body)
+    if parsed.get("thread") is not None:
+        words = "thread: no conversations are kept here; send the whole conversation, without `thread`"
+        raise ThreadUnsupported(words, param="thread")
+    fields = wire.convert(parsed, MessagesFields)
+    if not fields.messages:
+        raise BadRequest("messages: at least one message is needed", param="messages")
+    asked = [Asked("chat", "messages"), *_asked_fields(fields, parsed)]
+    offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked)
+    return GenerationRequest(
+        model=fields.model or "",
+        messages=history.decode(fields.system, fields.messages, asked),
+        tools=offered,
+        tool_choice=choice,
+        constraint=_shape(fields, asked),
+        thinking=_thinking(fields, asked),
+        sampling=_sampling(fields),
+        max_tokens=fields.max_tokens,
+        stop=_stops(fields.stop_sequences or []),
+        delivery=Delivery(stream=bool(fields.stream), usage=True),
+        asked=tuple(asked),
+    )
+
+
+def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]:
+    given = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k, "seed": fields.seed}
+    asked = [Asked(name, name) for name, value in given.items() if value is not None and (name, value) != ("top_p", 1)]
+    if fields.stop_sequences:
+        asked.append(Asked("stop", "stop_sequences"))
+    for name in wire.unknown_fields(parsed, MessagesFields):
+        value = parsed[name]
+        if name == "context_management":
+            value = _edits(value)
+        if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, ()):
+            asked.append(Asked("unknown", name))
+    config = parsed.get("output_config") or {}
+    unknown = [name for name in wire.unknown_fields(config, OutputConfig) if config[name] is not None]
+    return asked + [Asked("unknown", f"output_config.{name}") for name in unknown]
+
+
+def _edits(management: Any) -> Any:
+    """What is to be edited; nothing where everything is to be kept, which is how it is."""
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if not isinstance(edits, list):
+        return edits
+    keeps_all = {"type": "clear_thinking_20251015", "keep": "all"}
+    return [edit for edit in edits if edit != keeps_all] or None
+
+
+def _sampling(fields: MessagesFields) -> Sampling:
+    # -1 is how some clients say: no limit.
+    top_k = 0 if fields.top_k == -1 else fields.top_k
+    return Sampling(temperature=fields.temperature, top_p=fields.top_p, top_k=top_k, seed=fields.seed)
+
+
+def _stops(stops: list[str]) -> tuple[str, ...]:
+    for at, stop in enumerate(stops):
+        path = f"stop_sequences[{at}]"
+        if not stop:
+            raise BadRequest(f"{path}: a stop sequence must not be empty", param=path)
+        if len(stop) > MAX_STOP_LENGTH:
+            raise BadRequest(f"{path}: a stop sequence has at most {MAX_STOP_LENGTH} characters", param=path)
+    return tuple(stops)
+
+
+def _shape(fields: MessagesFields, asked: list[Asked]) -> Constraint | None:
+    config = fields.output_config or OutputConfig()
+    if config.format is not None and fields.output_format is not None:
+        words = "output_format: a reply has one shape, and output_config.format gives it already"
+        raise BadRequest(words, param="output_format")
+    given = config.format or fields.output_format
+    if given is None:
+        return None
+    asked.append(Asked("constraint", "output_format" if config.format is None else "output_config.format"))
+    return JsonSchema(given.schema)
+
+
+def _thinking(fields: MessagesFields, asked: list[Asked]) -> Thinking:
+    """`adaptive` leaves it to the model."""
+    field, config = fields.thinking, fields.output_config or OutputConfig()
+    effort: Effort | None = "high" if config.effort == "xhigh" or config.effort == "max" else config.effort
+    if effort is not None:
+        asked.append(Asked("thinking", "output_config.effort"))
+    if field is None:
+        return Thinking(effort=effort)
+    if field.display == "omitted":
+        asked.append(Asked("thinking_display", "thinking.display"))
+    if field.type == "between_tools":
+        asked.append(Asked("between_tools", "thinking.type"))
+    if field.type == "disabled":
+        asked.append(Asked("thinking", "thinking.type"))
+        return Thinking(enabled=False)
+    if field.budget_tokens is not None:
+        asked.append(Asked("thinking", "thinking.budget_tokens"))
+    if field.type != "enabled":
+        return Thinking(effort=effort, budget_tokens=field.budget_tokens)
+    asked.append(Asked("thinking", "thinking.type"))
+    return Thinking(True, None if effort == "none" else effort, field.budget_tokens)

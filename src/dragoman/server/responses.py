@@ -1,0 +1,159 @@
+"""The routes of responses: those that answer look up and keep, the others show what was kept.
+
+Rules
+1. A response is kept when it is complete, before the caller hears that it is; one that failed is not.
+2. What belongs to another principal is not there.
+"""
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dragoman.errors import (
+    BadRequest,
+    ContextTooLong,
+    MethodNotAllowed,
+    NotFound,
+    NotSupported,
+    PreviousResponseNotFound,
+    UpgradeRequired,
+)
+from dragoman.protocols import openai, responses
+from dragoman.server.counting import count_prompt
+from dragoman.server.exchange import Exchange, Receive, Scope, Send
+from dragoman.server.respond import reply_to
+from dragoman.store import KeptItem, KeptResponse
+
+if TYPE_CHECKING:
+    from dragoman.server.app import App
+
+ROOT = "/v1/responses"
+INPUT_ITEMS, CANCEL = "input_items", "cancel"
+
+
+async def create(app: "App", exchange: Exchange) -> None:
+    question = await _question(app, exchange)
+    telling = responses.Telling(question.shown, time.time)
+    settle = partial(_settle, app, exchange, question.shown, telling)
+    try:
+        await reply_to(app, exchange, question.request, telling, settle)
+    except ContextTooLong as error:
+        # An engine cannot know what the conversation is called here.
+        error.param = "input"
+        raise
+
+
+async def count(app: "App", exchange: Exchange) -> None:
+    question = await _question(app, exchange)
+    await exchange.reply_json(responses.encode_count(await count_prompt(app, exchange, question.request)))
+
+
+async def _question(app: "App", exchange: Exchange) -> responses.Question:
+    asking = await exchange.decoded(app.settings.limits, responses.read)
+    principal = exchange.record.principal
+    earlier: list[dict[str, Any]] = []
+    previous = asking.fields.previous_response_id
+    if previous is not None:
+        kept = await app.responses.find(principal, previous)
+        if kept is None:
+            words = f"previous_response_id: no response {previous!r:.100} is kept here; send the whole conversation"
+            raise PreviousResponseNotFound(words, param="previous_response_id")
+        earlier = [msgspec.json.decode(item.body) for item in kept.items]
+    found = await app.responses.items(principal, asking.references)
+    return responses.decode(asking, earlier, {item: msgspec.json.decode(body) for item, body in found.items()})
+
+
+async def _settle(app: "App", exchange: Exchange, shown: responses.Shown, telling: responses.Telling) -> None:
+    response = telling.response
+    if response is None or not shown.keep:
+        return
+    kept = KeptResponse(
+        id=response["id"],
+        principal=exchange.record.principal,
+        body=msgspec.json.encode(response),
+        input=_items(responses.kept_items(shown.items, response["id"])),
+        output=_items(response["output"]),
+    )
+    await app.responses.keep(kept)
+
+
+def _items(items: list[dict[str, Any]]) -> tuple[KeptItem, ...]:
+    return tuple(KeptItem(item["id"], msgspec.json.encode(item)) for item in items)
+
+
+async def show(app: "App", exchange: Exchange) -> None:
+    """A response, or what it answered."""
+    response_id, below = _named(exchange)
+    if below not in ("", INPUT_ITEMS):
+        raise NotFound(f"there is nothing at {exchange.path[:100]}")
+    kept = await _kept(app, exchange, response_id)
+    if below == INPUT_ITEMS:
+        page = responses.decode_page(exchange.query())
+        await exchange.reply_json(responses.encode_page([(item.id, item.body) for item in kept.input], page))
+        return
+    if exchange.query().get("stream") == "true":
+        raise NotSupported("stream: a response that was kept is shown whole", param="stream")
+    await exchange.reply_json(msgspec.Raw(kept.body))
+
+
+async def delete(app: "App", exchange: Exchange) -> None:
+    response_id, below = _named(exchange)
+    if below:
+        raise NotFound(f"there is nothing at {exchange.path[:100]}")
+    await _kept(app, exchange, response_id)
+    await app.responses.delete(exchange.record.principal, response_id)
+    await exchange.reply_json(responses.encode_deleted(response_id))
+
+
+async def cancel(app: "App", exchange: Exchange) -> None:
+    response_id, below = _named(exchange)
+    if below != CANCEL:
+        raise NotFound(f"there is nothing at {exchange.path[:100]}")
+    await _kept(app, exchange, response_id)
+    raise BadRequest("only a background response can be cancelled, and this one is complete")
+
+
+def _named(exchange: Exchange) -> tuple[str, str]:
+    """The id in the path, and what follows it."""
+    response_id, _, below = exchange.path.removeprefix(f"{ROOT}/").partition("/")
+    return response_id, below
+
+
+async def _kept(app: "App", exchange: Exchange, response_id: str) -> KeptResponse:
+    kept = await app.responses.find(exchange.record.principal, response_id)
+    if kept is None:
+        raise NotFound(f"no response {response_id!r:.100} is kept here")
+    return kept
+
+
+async def no_websocket(app: "App", exchange: Exchange) -> None:
+    """A client that would rather talk through a WebSocket turns to HTTP when it hears this."""
+    if exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
+        exchange.extra_headers.append((b"allow", b"POST"))
+        raise MethodNotAllowed(f"{ROOT} takes POST, not {exchange.method}")
+    exchange.extra_headers.append((b"upgrade", b"HTTP/1.1"))
+    raise _upgrade()
+
+
+def _upgrade() -> UpgradeRequired:
+    return UpgradeRequired(f"there is no WebSocket here; send the request with POST to {ROOT}")
+
+
+async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
+    """The same where the server that this app is mounted in has made a WebSocket of it."""
+    await receive()
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path != ROOT or "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+    error = _upgrade()
+    body = msgspec.json.encode(openai.encode_error(error))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"upgrade", b"HTTP/1.1"),
+        (b"content-length", b"%d" % len(body)),
+    ]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})

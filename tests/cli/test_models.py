@@ -1,0 +1,125 @@
+"""`dragoman models`, as a user types it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dragoman.cli.models import Row, table
+from tests.cli.test_cli import refused, run
+from tests.serving import Running, free_port, serving
+from tests.test_gguf import gguf, pair, text
+
+TEMPLATE = "{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "m.gguf").write_bytes(
+        gguf(
+            pair("general.architecture", 8, text("llama")),
+            pair("llama.context_length", 4, (2048).to_bytes(4, "little")),
+            pair("tokenizer.chat_template", 8, text(TEMPLATE)),
+        )
+    )
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    return tmp_path
+
+
+def listed(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    done = run(folder, "models", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in json.loads(done.stdout)}
+
+
+def test_columns_are_aligned_and_those_without_content_left_out() -> None:
+    rows = [Row("a", engine="llama", context=4096, state="here"), Row("longer", engine="scripted", state="missing")]
+    assert table(rows).splitlines() == [
+        "NAME    ENGINE    CONTEXT  STATE",
+        "a       llama     4096     here",
+        "longer  scripted  -        missing",
+    ]
+
+
+def test_nothing_configured(tmp_path: Path) -> None:
+    done = run(tmp_path, "models")
+    assert (done.returncode, done.stderr) == (0, "")
+    head, row = done.stdout.splitlines()
+    assert head.split() == ["NAME", "ENGINE", "FORMAT", "SOURCE", "STATE"]
+    assert row.split()[:2] == ["smollm2", "llama"]
+    assert row.endswith("not downloaded")
+
+
+def test_what_a_configuration_would_serve(folder: Path) -> None:
+    (folder / "team.yaml").write_text(
+        "models:\n"
+        "  mine: ./m.gguf\n"
+        "  short: {path: ./m.gguf, context: 512}\n"
+        "  gone: ./gone.gguf\n"
+        "  broken: ./bad.gguf\n"
+        "  rehearsal: {engine: scripted, context: 99}\n"
+        "  own: {engine: 'my_module:Shout'}\n"
+    )
+    (folder / "my_module.py").write_text(
+        "from dragoman.engines.interface import Engine\n\n\nclass Shout(Engine):\n    pass\n"
+    )
+    rows = listed(folder, "--config", "team.yaml")
+    assert [(row["engine"], row["context"], row["state"]) for row in rows.values()] == [
+        ("llama", 2048, "here"),
+        ("llama", 512, "here"),
+        ("llama", None, "missing"),
+        ("llama", None, "unreadable"),
+        ("scripted", 99, "here"),
+        ("my_module:Shout", None, "here"),
+    ]
+    assert rows["mine"]["source"] == "m.gguf"
+    assert rows["own"]["format"] is None
+
+
+def test_the_format_is_the_template_s_unless_it_is_configured(folder: Path) -> None:
+    (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, format: plain}}\n")
+    rows = listed(folder)
+    assert rows["mine"]["format"] == "hermes"
+    assert rows["set"]["format"] == "plain"
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_of_a_running_server(tmp_path: Path, scripted: Running, suffix: str) -> None:
+    rows = listed(tmp_path, "--url", scripted.url + suffix)
+    assert "org/nested" in rows
+    echo = rows["echo"]
+    assert (echo["format"], echo["device"], echo["state"], echo["engine"]) == ("plain", "cpu", "ready", None)
+
+
+def test_a_running_server_wants_a_key(tmp_path: Path) -> None:
+    config = {"models": {"one": {"engine": "scripted"}}, "api_keys": ["secret"]}
+    with serving(tmp_path, config) as running:
+        words = refused(run(tmp_path, "models", "--url", running.url))
+        assert words == f"--url {running.url}: the server answered 401 Unauthorized; give --api-key"
+        assert "one" in listed(tmp_path, "--url", running.url, "--api-key", "secret")
+        done = run(tmp_path, "models", "--url", running.url, environ={"DRAGOMAN_API_KEY": "secret"})
+        assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--url", "127.0.0.1:8000"], "expected an address such as http://127.0.0.1:8000"),
+        (["--url", "file:///etc/passwd"], "expected an address"),
+        (["--url", "http://127.0.0.1:{port}"], "no answer: "),
+        (["--url", "http://[x"], "expected an address"),
+        (["--url", "http://a b"], "no answer: "),
+        (["--api-key", "k"], "--api-key is for a running server: give its --url too"),
+        (["--config", "none.yaml"], "cannot read the configuration none.yaml"),
+        (["--config", "a", "--url", "b"], "not allowed with argument"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    given = [argument.format(port=free_port()) for argument in arguments]
+    assert words in refused(run(tmp_path, "models", *given))
+
+
+def test_something_else_answers(tmp_path: Path, scripted: Running) -> None:
+    words = refused(run(tmp_path, "models", "--url", f"{scripted.url}/health?"))
+    assert "what answers there is no list of models" in words

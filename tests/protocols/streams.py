@@ -1,0 +1,71 @@
+"""A stream of Anthropic's as a strict client reads it: every frame where it belongs, and the message they make."""
+
+import json
+from typing import Any
+
+OPENING = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+PIECES = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+OF_BLOCK = {
+    "text": {"text_delta"},
+    "thinking": {"thinking_delta", "signature_delta"},
+    "tool_use": {"input_json_delta"},
+}
+
+
+def read(body: bytes) -> list[dict[str, Any]]:
+    """The payloads; each has the event's name. Comments are left out."""
+    text = body.decode()
+    assert text.endswith("\n\n")
+    payloads = []
+    for frame in text.removesuffix("\n\n").split("\n\n"):
+        if frame.startswith(":"):
+            continue
+        event, data = frame.split("\n")
+        payload: dict[str, Any] = json.loads(data.removeprefix("data: "))
+        assert event == f"event: {payload['type']}"
+        payloads.append(payload)
+    return payloads
+
+
+def accumulated(payloads: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a stream that went well."""
+    first, *inner, last_delta, last = [payload for payload in payloads if payload["type"] != "ping"]
+    assert (first["type"], last_delta["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
+    message: dict[str, Any] = first["message"]
+    assert (message["content"], message["stop_reason"], message["stop_sequence"]) == ([], None, None)
+    while inner:
+        end = next(at for at, payload in enumerate(inner) if payload["type"] == "content_block_stop")
+        block, inner = inner[: end + 1], inner[end + 1 :]
+        assert {payload["index"] for payload in block} == {len(message["content"])}
+        message["content"].append(_block(block[0], block[1:-1]))
+    message |= last_delta["delta"]
+    message["usage"] |= last_delta["usage"]
+    return message
+
+
+def _block(start: dict[str, Any], deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    assert start["type"] == "content_block_start"
+    block: dict[str, Any] = start["content_block"]
+    kind = block["type"]
+    assert not block[OPENING[kind]]
+    assert deltas
+    pieces = []
+    for delta in (payload["delta"] for payload in deltas):
+        assert delta["type"] in OF_BLOCK[kind]
+        if delta["type"] == "signature_delta":
+            assert delta is deltas[-1]["delta"]
+            block["signature"] = delta["signature"]
+        else:
+            pieces.append(delta[PIECES[delta["type"]]])
+    text = "".join(pieces)
+    return block | {OPENING[kind]: _input(text) if kind == "tool_use" else text}
+
+
+def _input(text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return {"INVALID_JSON": text}
+    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": text}

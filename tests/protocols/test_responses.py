@@ -1,0 +1,330 @@
+"""From the body of a request for a response to values."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dragoman.conversation import (
+    Asked,
+    GenerationRequest,
+    Image,
+    JsonObject,
+    JsonSchema,
+    Logprobs,
+    Message,
+    Part,
+    Reasoning,
+    Role,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+)
+from dragoman.errors import BadRequest, DragomanError, NotFound, NotSupported
+from dragoman.protocols import PROTOCOLS
+from dragoman.protocols.responses import Question, decode, read
+from dragoman.protocols.responses.sealed import seal
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def question(**fields: Any) -> Question:
+    return decode(read(json.dumps({"input": "hello", **fields}).encode()))
+
+
+def request(**fields: Any) -> GenerationRequest:
+    return question(**fields).request
+
+
+def asked(**fields: Any) -> list[tuple[str, str]]:
+    """What is asked for beside an answer."""
+    first, *others = [(entry.feature, entry.param) for entry in request(**fields).asked]
+    assert first == ("chat", "input")
+    return others
+
+
+def messages(*items: dict[str, Any], **fields: Any) -> tuple[Message, ...]:
+    return request(input=list(items), **fields).messages
+
+
+def message(role: Role, *parts: Part) -> Message:
+    return Message(role, parts)
+
+
+def test_the_least() -> None:
+    made = request()
+    assert made == GenerationRequest(
+        messages=(message("user", Text("hello")),), asked=(Asked("chat", "input"),), delivery=made.delivery
+    )
+    assert not made.delivery.stream
+
+
+def test_a_text_may_be_empty() -> None:
+    assert request(input="").messages == (message("user", Text("")),)
+
+
+def test_instructions_come_first() -> None:
+    assert request(instructions="be brief").messages == (
+        message("system", Text("be brief")),
+        message("user", Text("hello")),
+    )
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+CALLED = ToolCall("c1", "f", '{"a": 1}')
+DONE = message("tool", ToolResult("c1", (Text("done"),)))
+ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
+    (
+        [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "a"}], "id": "msg_1"},
+            {"role": "system", "content": "b"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "status": "completed"},
+        ],
+        [
+            message("developer", Text("a")),
+            message("system", Text("b")),
+            message("assistant", Text("c")),
+            message("assistant", Text("no")),
+        ],
+    ),
+    # A turn of the assistant is one message, whatever its items are and however they are ordered.
+    (
+        [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
+            {"role": "assistant", "content": "so"},
+            CALL,
+            {**CALL, "call_id": "c2", "arguments": {"b": [2]}},
+            OUTPUT,
+            {**OUTPUT, "call_id": "c2"},
+        ],
+        [
+            message("assistant", Reasoning("hm"), Text("so"), CALLED, ToolCall("c2", "f", '{"b":[2]}')),
+            DONE,
+            message("tool", ToolResult("c2", (Text("done"),))),
+        ],
+    ),
+    ([CALL, {"role": "assistant", "content": "so"}, OUTPUT], [message("assistant", Text("so"), CALLED), DONE]),
+    (
+        [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}, CALL, OUTPUT],
+        [message("assistant", Reasoning("hm"), CALLED), DONE],
+    ),
+    ([{"type": "reasoning", "encrypted_content": seal("deep")}], [message("assistant", Reasoning("deep"))]),
+    # One that says nothing is nothing.
+    ([HELLO, {"type": "reasoning", "content": None, "encrypted_content": None}], [message("user", Text("hello"))]),
+    (
+        [
+            {**OUTPUT, "output": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]},
+            {**OUTPUT, "output": {"ok": True}},
+            {**OUTPUT, "output": None},
+        ],
+        [
+            message("tool", ToolResult("c1", (Text("x"), Image(url="u")))),
+            message("tool", ToolResult("c1", (Text('{"ok":true}'),))),
+            message("tool", ToolResult("c1", ())),
+        ],
+    ),
+    (
+        [
+            {"type": "custom_tool_call", "call_id": "c1", "name": "f", "input": 'a "b"'},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        ],
+        [message("assistant", ToolCall("c1", "f", '{"input": "a \\"b\\""}')), DONE],
+    ),
+    (
+        [
+            {
+                "type": "local_shell_call",
+                "call_id": "c1",
+                "action": {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None},
+            },
+            {"type": "local_shell_call_output", "id": "c1", "output": "done"},
+        ],
+        [message("assistant", ToolCall("c1", "local_shell", '{"command":["ls"]}')), DONE],
+    ),
+    (
+        [
+            {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}},
+            {
+                "type": "shell_call_output",
+                "call_id": "c1",
+                "output": [{"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}}],
+            },
+        ],
+        [
+            message("assistant", ToolCall("c1", "shell", '{"commands":["ls"]}')),
+            message("tool", ToolResult("c1", (Text("a\nb\n(exit code 1)"),))),
+        ],
+    ),
+    (
+        [
+            {"type": "apply_patch_call", "call_id": "c1", "operation": {"type": "delete_file", "path": "a"}},
+            {"type": "apply_patch_call_output", "call_id": "c1", "status": "failed", "output": "done"},
+        ],
+        [
+            message("assistant", ToolCall("c1", "apply_patch", '{"type":"delete_file","path":"a"}')),
+            message("tool", ToolResult("c1", (Text("done"),), is_error=True)),
+        ],
+    ),
+    (
+        [{"type": "mcp_call", "id": "m1", "server_label": "s", "name": "f", "arguments": "{}", "output": "done"}],
+        [message("assistant", ToolCall("m1", "f", "{}")), message("tool", ToolResult("m1", (Text("done"),)))],
+    ),
+    # A tool in a namespace is called what the model calls it, also when it is not offered any more.
+    ([{**CALL, "namespace": "n"}], [message("assistant", ToolCall("c1", "n__f", '{"a": 1}'))]),
+]
+
+
+@pytest.mark.parametrize(("items", "decoded"), ITEMS)
+def test_items(items: list[dict[str, Any]], decoded: list[Message]) -> None:
+    assert list(messages(*items)) == decoded
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "computer_call_output", "call_id": "c", "output": {}},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "of_tomorrow"},
+        {"type": "item_reference", "id": "rs_gone"},
+    ],
+)
+def test_items_that_say_nothing_to_a_model_are_reported(item: dict[str, Any]) -> None:
+    assert asked(input=[HELLO, item]) == [("items", "input[1]")]
+
+
+FIELDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+    ({"store": True, "metadata": {}, "user": "u", "prompt_cache_key": "k", "client_metadata": {"a": 1}}, []),
+    ({"include": ["reasoning.encrypted_content"], "max_tool_calls": 3, "truncation": "disabled"}, []),
+    ({"service_tier": "auto", "background": False, "text": {"verbosity": "medium"}}, []),
+    ({"stream_options": {"include_obfuscation": False}, "reasoning": {"context": "auto"}}, []),
+    ({"temperature": 0, "top_p": 1, "seed": 1}, [("temperature", "temperature"), ("seed", "seed")]),
+    ({"truncation": "auto", "service_tier": "flex"}, [("truncation", "truncation"), ("service_tier", "service_tier")]),
+    ({"text": {"verbosity": "low"}}, [("verbosity", "text.verbosity")]),
+    ({"reasoning": {"summary": "auto"}}, [("unknown", "reasoning.summary")]),
+    ({"reasoning": {"effort": "low"}}, [("thinking", "reasoning.effort")]),
+    ({"context_management": [{"type": "compaction"}]}, [("unknown", "context_management")]),
+    ({"stream_options": {"include_obfuscation": True}}, [("unknown", "stream_options.include_obfuscation")]),
+    ({"include": ["message.output_text.logprobs"]}, [("logprobs", "include")]),
+    ({"top_logprobs": 2}, [("logprobs", "top_logprobs")]),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        [("images", "input[0].content[0]")],
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+        [("files", "input[0].content[0]")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "others"), FIELDS)
+def test_what_is_asked_for(fields: dict[str, Any], others: list[tuple[str, str]]) -> None:
+    assert asked(**fields) == others
+
+
+def test_options() -> None:
+    made = request(max_output_tokens=5, top_logprobs=2, reasoning={"effort": "max"}, stream=True, seed=7, stop="x")
+    assert (made.max_tokens, made.logprobs, made.stop) == (5, Logprobs(2), ("x",))
+    assert made.thinking == Thinking(effort="high")
+    assert made.delivery.stream
+    assert request(reasoning={"effort": "none"}).thinking.is_off
+
+
+def test_settings_that_an_item_changes() -> None:
+    update = {
+        "type": "configuration_update",
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_object"}},
+    }
+    made = request(input=[HELLO, update], reasoning={"effort": "high"})
+    assert (made.thinking, made.constraint) == (Thinking(effort="low"), JsonObject())
+    assert made.messages == (message("user", Text("hello")),)
+    assert (
+        request(input=[HELLO, {"type": "configuration_update"}], reasoning={"effort": "high"}).thinking.effort == "high"
+    )
+
+
+def test_the_shape_of_the_text() -> None:
+    schema = {"type": "object"}
+    wanted = {"type": "json_schema", "name": "p", "schema": schema, "strict": True}
+    assert request(text={"format": wanted}).constraint == JsonSchema(schema, "p", strict=True)
+    assert request(text={"format": {"type": "json_object"}}).constraint == JsonObject()
+    assert request(text={"format": {"type": "text"}}).constraint is None
+    assert asked(text={"format": wanted}) == [("constraint", "text.format")]
+
+
+WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
+    ({"input": []}, BadRequest, "input"),
+    ({"input": None}, BadRequest, "input"),
+    ({"input": 5}, BadRequest, "input"),
+    ({"input": [{}]}, BadRequest, "input[0].type"),
+    ({"input": [HELLO, {"role": "bob", "content": ""}]}, BadRequest, "input[1].role"),
+    ({"input": [{"role": "user", "content": [{"type": "odd"}]}]}, BadRequest, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, BadRequest, "input[0].content[0].text"),
+    ({"input": [{**OUTPUT, "output": [{"type": "input_text"}]}]}, BadRequest, "input[0].output[0].text"),
+    ({"input": [{"type": "function_call", "call_id": "c"}]}, BadRequest, "input[0].name"),
+    ({"input": [{"type": "item_reference", "id": "msg_gone"}]}, NotFound, "input[0].id"),
+    ({"input": [{"type": "item_reference", "id": 5}]}, NotFound, "input[0].id"),
+    ({"instructions": 5}, BadRequest, "instructions"),
+    ({"max_output_tokens": 0}, BadRequest, "max_output_tokens"),
+    ({"top_logprobs": 21}, BadRequest, "top_logprobs"),
+    ({"reasoning": {"effort": "huge"}}, BadRequest, "reasoning.effort"),
+    ({"text": {"format": {"type": "json_schema", "name": "p"}}}, BadRequest, "text.format.schema"),
+    ({"text": {"format": {"type": "yaml"}}}, BadRequest, "text.format.type"),
+    ({"n": 2}, BadRequest, "n"),
+    ({"background": True}, NotSupported, "background"),
+    ({"conversation": "conv_1"}, NotSupported, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, NotSupported, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "param"), WRONG)
+def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[DragomanError], param: str) -> None:
+    with pytest.raises(error) as caught:
+        question(**fields)
+    assert type(caught.value) is error
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"{param}: ")
+
+
+def test_what_a_request_refers_to() -> None:
+    asking = read(json.dumps({"input": [{"type": "item_reference", "id": "fc_1"}, {"id": "msg_1"}, OUTPUT]}).encode())
+    assert asking.references == ("fc_1", "msg_1")
+    made = decode(asking, [{"type": "message", "role": "user", "content": "earlier"}], {"fc_1": CALL, "msg_1": HELLO})
+    assert made.request.messages == (
+        message("user", Text("earlier")),
+        message("assistant", CALLED),
+        message("user", Text("hello")),
+        DONE,
+    )
+    assert [item["type"] for item in made.shown.items if "type" in item] == [
+        *("message", "function_call", "function_call_output")
+    ]
+
+
+def test_a_conversation_is_the_same_as_in_a_chat() -> None:
+    called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat = {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            HELLO,
+            {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c1", "content": "done"},
+            {"role": "user", "content": [{"type": "text", "text": "on"}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    }
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]}
+    on = {"role": "user", "content": [{"type": "input_text", "text": "on"}]}
+    made = request(
+        instructions="be brief",
+        input=[HELLO, thought, said, CALL, OUTPUT, on],
+        tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    )
+    same = PROTOCOLS["chat"].decode(json.dumps(chat).encode())
+    assert (made.messages, made.tools, made.tool_choice) == (same.messages, same.tools, same.tool_choice)

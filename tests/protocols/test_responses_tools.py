@@ -1,0 +1,193 @@
+"""Tools of every kind, and which of them may be called."""
+
+from typing import Any
+
+import pytest
+
+from dragoman.conversation import Tool, ToolChoice
+from dragoman.errors import BadRequest
+from dragoman.protocols.responses.calls import SCHEMAS, Called, encode_call
+from tests.protocols.test_responses import HELLO, asked, question, request
+
+SCHEMA = {"type": "object", "properties": {}}
+FUNCTION = {"type": "function", "name": "f", "description": "F.", "parameters": SCHEMA}
+CUSTOM = {"type": "custom", "name": "c", "description": "C."}
+SPACE = {"type": "namespace", "name": "n", "description": "N.", "tools": [FUNCTION, CUSTOM]}
+SEARCH = {"type": "web_search"}
+TOOLS = ("tools", "tools")
+
+
+def test_every_tool_is_a_function_to_the_model() -> None:
+    tools = [FUNCTION, CUSTOM, SPACE, {"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
+    made = question(tools=tools)
+    assert made.request.tools[:4] == (
+        Tool("f", "F.", SCHEMA),
+        Tool("c", "C.", SCHEMAS["custom"]),
+        Tool("n__f", "N.\nF.", SCHEMA),
+        Tool("n__c", "C.", SCHEMAS["custom"]),
+    )
+    assert [tool.name for tool in made.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
+    assert made.shown.called["n__c"] == Called("custom", "c", "n")
+    assert asked(tools=tools) == [TOOLS]
+
+
+def test_what_only_a_server_could_run_is_reported() -> None:
+    container = {"type": "shell", "environment": {"type": "container_auto"}}
+    tools = [SEARCH, FUNCTION, {"type": "mcp", "server_label": "s"}, container, {"type": "tool_search"}]
+    assert [tool.name for tool in request(tools=tools).tools] == ["f"]
+    paths = [("server_tools", f"tools[{at}]") for at in (0, 2, 3, 4)]
+    assert asked(tools=tools) == [*paths, TOOLS]
+    assert asked(tools=[SEARCH]) == [("server_tools", "tools[0]")]
+
+
+def test_a_grammar_is_told_to_the_model_and_reported() -> None:
+    tool = {**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}
+    assert asked(tools=[tool]) == [("tool_grammar", "tools[0].format"), TOOLS]
+    assert "start: /a/" in request(tools=[tool]).tools[0].description
+    assert asked(tools=[{**CUSTOM, "format": {"type": "text"}}]) == [TOOLS]
+
+
+def test_strict_tools() -> None:
+    assert request(tools=[{**FUNCTION, "strict": True}]).tools[0].strict
+    assert asked(tools=[{**FUNCTION, "strict": True}]) == [("strict_tools", "tools[0].strict"), TOOLS]
+
+
+def test_tools_that_come_in_the_input() -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [{**FUNCTION, "description": "G."}, CUSTOM]}
+    made = request(input=[more, HELLO], tools=[FUNCTION])
+    assert [(tool.name, tool.description) for tool in made.tools] == [("f", "G."), ("c", "C.")]
+    assert len(made.messages) == 1
+    assert asked(input=[more, HELLO]) == [("tools", "input")]
+    found = {"type": "tool_search_output", "call_id": "s1", "tools": [SPACE]}
+    made = request(input=[HELLO, {"type": "tool_search_call", "call_id": "s1", "arguments": {"query": "x"}}, found])
+    assert [tool.name for tool in made.tools] == ["n__f", "n__c"]
+    assert made.messages[-1].text == "found: n"
+
+
+def test_names_that_would_be_the_same_to_the_model() -> None:
+    made = question(tools=[{**FUNCTION, "name": "n__f"}, SPACE])
+    assert [tool.name for tool in made.request.tools] == ["n__f", "n__f_", "n__c"]
+    assert made.shown.called["n__f_"] == Called("function", "f", "n")
+
+
+def test_the_namespace_of_those_that_have_no_other() -> None:
+    made = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
+    assert [tool.name for tool in made.request.tools] == ["f", "c", "f_"]
+    assert made.shown.called["f"] == Called("function", "f", "functions")
+
+
+CHOICES: list[tuple[Any, ToolChoice, list[str]]] = [
+    (None, ToolChoice(), ["f", "c", "n__f", "n__c"]),
+    ("none", ToolChoice("none"), ["f", "c", "n__f", "n__c"]),
+    ("required", ToolChoice("required"), ["f", "c", "n__f", "n__c"]),
+    ({"type": "function", "name": "f"}, ToolChoice("named", "f"), ["f", "c", "n__f", "n__c"]),
+    ({"type": "function", "name": "f", "namespace": "n"}, ToolChoice("named", "n__f"), ["f", "c", "n__f", "n__c"]),
+    ({"type": "custom", "name": "c"}, ToolChoice("named", "c"), ["f", "c", "n__f", "n__c"]),
+    ({"type": "web_search_preview"}, ToolChoice(), ["f", "c", "n__f", "n__c"]),
+    (
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "c"}]},
+        ToolChoice("required"),
+        ["c", "n__c"],
+    ),
+    (
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "n"}, SEARCH]},
+        ToolChoice(),
+        ["n__f", "n__c"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "choice", "names"), CHOICES)
+def test_choices(field: Any, choice: ToolChoice, names: list[str]) -> None:
+    made = request(tools=[FUNCTION, CUSTOM, SPACE], tool_choice=field)
+    assert made.tool_choice == choice
+    assert [tool.name for tool in made.tools] == names
+
+
+def test_what_choices_ask_for() -> None:
+    assert asked(tools=[FUNCTION], tool_choice="required") == [TOOLS, ("constraint", "tool_choice")]
+    assert asked(tools=[FUNCTION], tool_choice=SEARCH) == [TOOLS, ("server_tools", "tool_choice")]
+    assert asked(tools=[SEARCH], tool_choice="required") == [
+        ("server_tools", "tools[0]"),
+        ("server_tools", "tool_choice"),
+    ]
+    assert not request(tools=[FUNCTION], parallel_tool_calls=False).tool_choice.parallel
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{**FUNCTION, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
+    ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
+    ({"tools": [{**FUNCTION, "parameters": []}]}, "tools[0].parameters"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "maybe"}, "tool_choice"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}},
+        "tool_choice.tools[0]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        question(**fields)
+    assert caught.value.param == param
+
+
+CALLS: list[tuple[Called, str, dict[str, Any]]] = [
+    (
+        Called("function", "f", "n"),
+        "{",
+        {"type": "function_call", "id": "fc_1", "name": "f", "namespace": "n", "arguments": "{"},
+    ),
+    (Called("custom", "c"), '{"input": "x"}', {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"}),
+    (
+        Called("local_shell", "local_shell"),
+        '{"command": "ls -l", "working_directory": "/"}',
+        {
+            "type": "local_shell_call",
+            "id": "lsh_1",
+            "action": {
+                "type": "exec",
+                "command": ["bash", "-lc", "ls -l"],
+                "env": {},
+                "working_directory": "/",
+            },
+        },
+    ),
+    (
+        Called("shell", "shell"),
+        '{"commands": ["ls"]}',
+        {
+            "type": "shell_call",
+            "id": "sh_1",
+            "action": {"commands": ["ls"]},
+            "environment": None,
+        },
+    ),
+    (
+        Called("apply_patch", "apply_patch"),
+        '{"type": "create_file", "path": "a"}',
+        {"type": "apply_patch_call", "id": "apc_1", "operation": {"type": "create_file", "path": "a", "diff": ""}},
+    ),
+    (
+        Called("tool_search", "tool_search"),
+        '{"query": "x"}',
+        {"type": "tool_search_call", "id": "tsc_1", "arguments": {"query": "x"}, "execution": "client"},
+    ),
+    # What does not fit its item is told as it was written.
+    (
+        Called("shell", "shell"),
+        '{"commands": 5}',
+        {"type": "function_call", "id": "fc_1", "name": "shell", "arguments": '{"commands": 5}'},
+    ),
+]
+
+
+@pytest.mark.parametrize(("called", "arguments", "item"), CALLS)
+def test_calls(called: Called, arguments: str, item: dict[str, Any]) -> None:
+    assert encode_call(called, "c1", arguments, "1", "completed") == {"call_id": "c1", "status": "completed", **item}

@@ -1,0 +1,125 @@
+"""Tools, and which of them may or must be called."""
+
+from typing import Any
+
+import pytest
+
+from dragoman.conversation import Tool, ToolChoice
+from dragoman.errors import BadRequest
+from tests.protocols.test_chat import asked, decode
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+AB = [tool("a"), tool("b")]
+CUSTOM = {"type": "custom", "custom": {"name": "c", "format": {"type": "text"}}}
+TOOLS, MUST = ("tools", "tools"), ("constraint", "tool_choice")
+
+
+@pytest.mark.parametrize("name", ["f", "get_weather", "mcp__a.b:c/d-e", "x" * 128])
+def test_names(name: str) -> None:
+    assert decode(tools=[tool(name)]).tools == (Tool(name),)
+
+
+def test_everything_about_a_tool() -> None:
+    parameters = {"type": "object", "properties": {"x": {"maximum": 9007199254740991}}}
+    request = decode(tools=[tool("a", description="d", parameters=parameters, strict=True, extra=1), tool("b")])
+    assert request.tools == (Tool("a", "d", parameters, strict=True), Tool("b"))
+    assert asked(request) == {TOOLS, ("strict_tools", "tools[0].function.strict")}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "asks"),
+    [
+        ("auto", ToolChoice("auto"), set()),
+        ("none", ToolChoice("none"), set()),
+        ("required", ToolChoice("required"), {MUST}),
+        (named("b"), ToolChoice("named", "b"), {MUST}),
+        ({"function": {"name": "b"}}, ToolChoice("named", "b"), {MUST}),
+        (None, ToolChoice("auto"), set()),
+    ],
+)
+def test_choices(choice: Any, expected: ToolChoice, asks: set[tuple[str, str]]) -> None:
+    request = decode(tools=AB, tool_choice=choice)
+    assert request.tool_choice == expected
+    assert asked(request) == {TOOLS} | asks
+    assert [entry.name for entry in request.tools] == ["a", "b"]
+    assert decode(tools=AB, tool_choice=choice, parallel_tool_calls=False).tool_choice.parallel is False
+
+
+@pytest.mark.parametrize(("mode", "asks"), [("auto", set()), ("required", {MUST})])
+def test_allowed_tools_are_the_ones_that_are_left(mode: str, asks: set[tuple[str, str]]) -> None:
+    request = decode(tools=AB, tool_choice=allowed(mode, "b"))
+    assert [entry.name for entry in request.tools] == ["b"]
+    assert request.tool_choice.mode == mode
+    assert asked(request) == {TOOLS} | asks
+
+
+def test_tools_that_are_no_functions_are_no_mistake() -> None:
+    request = decode(tools=[tool("a"), CUSTOM, {"type": "web_search"}], tool_choice="required")
+    assert [entry.name for entry in request.tools] == ["a"]
+    custom = {("custom_tools", "tools[1].type"), ("custom_tools", "tools[2].type")}
+    assert asked(request) == {TOOLS, MUST} | custom
+    request = decode(tools=[CUSTOM], tool_choice={"type": "custom", "custom": {"name": "c"}})
+    assert asked(request) == {TOOLS, ("custom_tools", "tools[0].type"), ("custom_tools", "tool_choice.type")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [tool("")]}, "tools[0].function.name"),
+        ({"tools": [tool("a"), tool("b c")]}, "tools[1].function.name"),
+        ({"tools": [tool("a\n")]}, "tools[0].function.name"),
+        ({"tools": [tool("x" * 129)]}, "tools[0].function.name"),
+        ({"tools": [tool("ä")]}, "tools[0].function.name"),
+        ({"tools": [*AB, tool("a")]}, "tools[2].function.name"),
+        ({"tools": [tool("a", parameters=True)]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "name": "flat"}]}, "tools[0].function"),
+        ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type"),
+        ({"tools": {}}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": named("a")}, "tool_choice"),
+        ({"tool_choice": named("c"), "tools": AB}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": AB}, "tool_choice.function"),
+        ({"tool_choice": "perhaps", "tools": AB}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": AB}, "tool_choice.allowed_tools"),
+        ({"tool_choice": allowed("auto", "a", "c"), "tools": AB}, "tool_choice.allowed_tools.tools[1]"),
+        ({"tool_choice": allowed("none", "a"), "tools": AB}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("required"), "tools": AB}, "tool_choice"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+        ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions[1].name"),
+        ({"function_call": {"name": "a"}}, "function_call"),
+        ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(**fields)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param)
+
+
+def test_the_older_words() -> None:
+    request = decode(functions=[{"name": "a", "parameters": {}}], function_call={"name": "a"})
+    assert request.tools == (Tool("a", parameters={}),)
+    # There is no way to tell of two calls in these words.
+    assert request.tool_choice == ToolChoice("named", "a", parallel=False)
+    assert asked(request) == {("tools", "functions"), ("constraint", "function_call")}
+    assert decode(functions=[{"name": "a"}], function_call="none").tool_choice.mode == "none"
+
+
+def test_nothing_is_offered() -> None:
+    request = decode(tools=[], functions=None, tool_choice="auto", function_call=None, parallel_tool_calls=True)
+    assert (request.tools, request.tool_choice, asked(request)) == ((), ToolChoice(), set())

@@ -1,0 +1,220 @@
+"""What Anthropic's official SDK makes of the replies: whole, streamed, with tools, thoughts and schemas."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import Anthropic, beta_tool
+from anthropic.types import (
+    Message,
+    MessageTokensCount,
+    ModelInfo,
+    RawMessageStreamEvent,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from anthropic.types.beta import BetaMessage
+from pydantic import BaseModel
+
+from dragoman.protocols.messages.signature import sign
+from tests.protocols.streams import read
+from tests.server.anthropic_sdk import anthropic_sdk, validated
+from tests.server.talking import recorded
+from tests.serving import Running, serving
+
+THOUGHT = "The user asks for the weather."
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Tells the weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOLS: Any = [WEATHER]
+ASKING: dict[str, Any] = {
+    "model": "hermes",
+    "max_tokens": 100,
+    "messages": [{"role": "user", "content": "The weather?"}],
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    replies = [
+        {"match": "sunny", "output": f"<think>{THOUGHT}</think>It is sunny in Köln."},
+        {"match": "weather", "output": f"<think>{THOUGHT}</think>Let me see.\n{CALL}"},
+        {"match": "person", "output": '{"name": "Ada", "age": 36}'},
+        {"output": "Roses are red, violets are blue."},
+    ]
+    models = {
+        "hermes": {"engine": "scripted", "format": "hermes", "replies": replies},
+        "org/nested": {"engine": "scripted", "context": 2048},
+        **{f"m{at}": {"engine": "scripted"} for at in range(23)},
+    }
+    config = {"models": models, "aliases": {"claude-*": "hermes"}}
+    with serving(tmp_path_factory.mktemp("anthropic"), config) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[Anthropic]:
+    with anthropic_sdk(running) as made:
+        yield made
+
+
+def poem(**fields: Any) -> dict[str, Any]:
+    return ASKING | {"messages": [{"role": "user", "content": "A poem"}]} | fields
+
+
+def test_text(client: Anthropic, running: Running) -> None:
+    message = client.messages.create(**poem(model="claude-anything"))
+    assert [block.model_dump(exclude_none=True) for block in message.content] == [
+        {"type": "text", "text": "Roses are red, violets are blue."}
+    ]
+    assert (message.stop_reason, message.stop_sequence, message.model) == ("end_turn", None, "hermes")
+    assert message.id.startswith("msg_")
+    assert message._request_id == message.id
+    assert (message.usage.input_tokens, message.usage.output_tokens) == (2, 8)
+    (record,) = recorded(running, id=message.id)
+    assert record["status"] == 200
+
+
+def test_stops_and_limits(client: Anthropic) -> None:
+    stopped = client.messages.create(**poem(stop_sequences=["violets", "never"]))
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "violets")
+    assert stopped.content == [TextBlock(type="text", text="Roses are red, ")]
+    cut = client.messages.create(**poem(max_tokens=2))
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+    nothing = client.messages.create(**poem(max_tokens=0))
+    assert (nothing.stop_reason, nothing.content) == ("max_tokens", [])
+
+
+def test_a_stream_of_text(client: Anthropic) -> None:
+    with client.messages.stream(**poem()) as stream:
+        assert "".join(stream.text_stream) == "Roses are red, violets are blue."
+        final = stream.get_final_message()
+    whole = client.messages.create(**poem())
+    assert final.model_dump(exclude={"id"}) == whole.model_dump(exclude={"id"})
+
+
+def test_thoughts_text_and_calls(client: Anthropic) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    message = client.messages.create(**ASKING, tools=TOOLS, thinking=thinking)
+    thought, text, call = message.content
+    assert thought == ThinkingBlock(type="thinking", thinking=THOUGHT, signature=sign(THOUGHT))
+    assert isinstance(text, TextBlock)
+    assert text.text.strip() == "Let me see."
+    assert isinstance(call, ToolUseBlock)
+    assert (call.name, call.input, message.stop_reason) == ("get_weather", {"city": "Köln"}, "tool_use")
+    assert message.usage.output_tokens_details is not None
+    assert message.usage.output_tokens_details.thinking_tokens > 0
+
+
+def test_the_stream_helper_ends_with_the_same_message(client: Anthropic) -> None:
+    whole = client.messages.create(**ASKING, tools=TOOLS)
+    with client.messages.stream(**ASKING, tools=TOOLS) as stream:
+        events = list(stream)
+        final = stream.get_final_message()
+    named = [event.type for event in events]
+    assert named.count("content_block_stop") == 3
+    assert "".join(event.thinking for event in events if event.type == "thinking") == THOUGHT
+    assert [event.signature for event in events if event.type == "signature"] == [sign(THOUGHT)]
+    pieces = [event.partial_json for event in events if event.type == "input_json"]
+    assert len(pieces) > 1
+    ids: Any = {"id": True, "content": {-1: {"id"}}}
+    assert final.model_dump(exclude=ids) == whole.model_dump(exclude=ids)
+
+
+def test_thoughts_can_be_switched_off_and_replayed(client: Anthropic) -> None:
+    disabled = client.messages.create(**ASKING, thinking={"type": "disabled"})
+    assert disabled.content[0].type == "text"
+    first = client.messages.create(**ASKING, tools=TOOLS)
+    call = first.content[-1]
+    assert isinstance(call, ToolUseBlock)
+    results: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]
+    turns: Any = [
+        *ASKING["messages"],
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": results},
+    ]
+    second = client.messages.create(**ASKING | {"messages": turns}, tools=TOOLS)
+    assert second.content[-1] == TextBlock(type="text", text="It is sunny in Köln.")
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_parsed_output(client: Anthropic) -> None:
+    asking = ASKING | {"messages": [{"role": "user", "content": "A person"}]}
+    assert client.messages.parse(**asking, output_format=Person).parsed_output == Person(name="Ada", age=36)
+    assert client.beta.messages.parse(**asking, output_format=Person).parsed_output == Person(name="Ada", age=36)
+    with client.messages.stream(**asking, output_format=Person) as stream:
+        assert stream.get_final_message().parsed_output == Person(name="Ada", age=36)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_runs_tools(client: Anthropic, running: Running, stream: bool) -> None:
+    """It begins a thread, hears that there are none, and sends the whole conversation from then on."""
+    asked: list[str] = []
+
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """Tells the weather.
+
+        Args:
+            city: the name of the city
+        """
+        asked.append(city)
+        return "sunny"
+
+    runner: Any = client.beta.messages.tool_runner(**ASKING, tools=[get_weather], stream=stream)
+    final = runner.until_done()
+    assert asked == ["Köln"]
+    assert final.content[-1].text == "It is sunny in Köln."
+    assert recorded(running, error="thread_unsupported_request", status=400)
+
+
+def test_tokens_are_counted(client: Anthropic) -> None:
+    for messages in (client.messages, client.beta.messages):
+        asking: Any = {"model": "hermes", "messages": ASKING["messages"]}
+        assert messages.count_tokens(**asking).input_tokens == 3
+        assert messages.count_tokens(**asking, system="Be brief.", tools=TOOLS).input_tokens == 6
+
+
+def test_models(client: Anthropic) -> None:
+    page = client.models.list()
+    assert len(page.data) == 20
+    assert (page.has_more, page.first_id, page.last_id) == (True, "hermes", "m17")
+    names = [model.id for model in client.models.list(limit=7)]
+    assert names == ["hermes", "org/nested", *(f"m{at}" for at in range(23))]
+    before = client.models.list(before_id="m2", limit=3)
+    assert ([model.id for model in before.data], before.has_more) == (["org/nested", "m0", "m1"], True)
+    assert [model.id for model in client.beta.models.list(limit=1000)] == names
+    client.messages.create(**poem(model="org/nested"))
+    model = client.models.retrieve("org/nested")
+    assert (model.id, model.display_name, model.max_input_tokens, model.max_tokens) == (
+        *("org/nested", "org/nested"),
+        *(2048, 2048),
+    )
+    assert (datetime.now(UTC) - model.created_at).total_seconds() < 300
+    assert client.models.retrieve("claude-opus").id == "hermes"
+
+
+def test_bodies_are_of_the_types_of_the_sdk(running: Running) -> None:
+    with httpx.Client(base_url=running.url, trust_env=False, headers={"anthropic-version": "2026-10-21"}) as http:
+        asking = ASKING | {"tools": TOOLS}
+        whole = http.post("/v1/messages", json=asking).content
+        assert len(validated(Message, whole).content) == 3
+        assert len(validated(BetaMessage, whole).content) == 3
+        validated(MessageTokensCount, http.post("/v1/messages/count_tokens", json=asking).content)
+        validated(ModelInfo, http.get("/v1/models/hermes").content)
+        streamed = http.post("/v1/messages", json=asking | {"stream": True}).content
+    payloads = [payload for payload in read(streamed) if payload["type"] != "ping"]
+    lines = [line for line in streamed.splitlines() if line.startswith(b"data: ") and b'"ping"' not in line]
+    assert len(lines) == len(payloads)
+    for line in lines:
+        validated(RawMessageStreamEvent, line.removeprefix(b"data: "))

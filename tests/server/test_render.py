@@ -1,0 +1,90 @@
+"""The prompt of a chat is shown, and nothing is generated; of an engine here, and of one in a process of its own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.talking import HELLO, refused, talking
+from tests.serving import Running, serving
+
+RENDER = "/v1/chat/completions/render"
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = {
+        "models": {
+            "showing": {"engine": "tests.server.engines:Showing"},
+            "showing-from-afar": {"engine": "tests.server.engines:ShowingFromAfar"},
+            "mute": {"engine": "tests.server.engines:NeverStops"},
+        }
+    }
+    with serving(tmp_path_factory.mktemp("render"), config) as server:
+        yield server
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[httpx.Client]:
+    with talking(running) as made:
+        yield made
+
+
+def ask(client: httpx.Client, **fields: Any) -> httpx.Response:
+    return client.post(RENDER, json={"messages": HELLO, **fields})
+
+
+SHOWING = pytest.mark.parametrize("model", ["showing", "showing-from-afar"])
+
+
+@SHOWING
+def test_the_prompt_with_its_tokens(client: httpx.Client, model: str) -> None:
+    response = ask(client, model=model, tools=[TOOL], temperature=0, stream=True)
+    text = "tool: f\nuser: hello\n"
+    assert response.json() == {
+        "object": "chat.completion.prompt",
+        "model": model,
+        "prompt": text,
+        "tokens": [ord(letter) for letter in text],
+        "token_count": len(text),
+        "format": "hermes",
+    }
+    assert "x-dragoman-ignored" not in response.headers
+    assert response.headers["x-request-id"]
+
+
+@SHOWING
+def test_its_errors_are_those_of_a_chat(client: httpx.Client, model: str) -> None:
+    long = [{"role": "user", "content": "x" * 200}]
+    refused(ask(client, model=model, messages=long), 400, param="messages", code="context_length_exceeded")
+    refused(ask(client, model=model, messages=[]), 400, param="messages")
+    refused(ask(client, model=model, guided_choice=["a"]), 501, param="guided_choice", code="not_implemented")
+
+
+def test_parameters_are_honest_here_too(client: httpx.Client) -> None:
+    response = ask(client, reasoning_effort="low", seed=1)
+    assert response.headers["x-dragoman-ignored"] == "seed, reasoning_effort"
+    strict = client.post(RENDER, json={"messages": HELLO, "seed": 1}, headers={"x-dragoman-strict": "true"})
+    refused(strict, 400, param="seed", code="unsupported_parameter")
+
+
+def test_a_model_that_does_not_tell(client: httpx.Client) -> None:
+    assert "prompts" in refused(ask(client, model="mute"), 501, code="not_implemented")
+    refused(ask(client, model="nobody"), 404, param="model", code="model_not_found")
+    refused(client.get(RENDER), 405, code="method_not_allowed")
+
+
+@SHOWING
+def test_the_list_of_models_has_the_format(client: httpx.Client, model: str) -> None:
+    ask(client, model=model)
+    assert client.get(f"/v1/models/{model}").json()["format"] == "hermes"
+
+
+def test_the_format_of_a_model_that_is_not_loaded_is_not_known(client: httpx.Client, running: Running) -> None:
+    config = {"models": {"showing": {"engine": "tests.server.engines:Showing"}, "other": {"engine": "scripted"}}}
+    with serving(running.log.parent, config) as server, talking(server) as other:
+        listed = {model["id"]: model for model in other.get("/v1/models").json()["data"]}
+    assert listed["showing"]["format"] == "hermes"
+    assert (listed["other"]["state"], "format" in listed["other"]) == ("cold", False)

@@ -1,0 +1,174 @@
+"""The routes of responses: what is kept, for whom and for how long, and what is refused."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from dragoman import create_app
+from dragoman.engines.scripted import ScriptedEngine
+from tests.protocols.response_events import accumulated, read
+from tests.server.talking import raw, refused, talking
+from tests.serving import Running, serving
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = {
+        "models": {
+            "echo": {"engine": "scripted"},
+            "failing": {"engine": "scripted", "fail_after": 1, "replies": [{"output": "one two three"}]},
+            "slow-to-start": {"engine": "scripted", "prefill_seconds": 0.5, "fail_after": 0},
+            "own": {"engine": "tests.server.engines:NeverStops"},
+        },
+        "default": "echo",
+        "api_keys": ["ann", "bob"],
+        "limits": {"kept_responses": 3, "kept_bytes": 20_000, "keepalive_seconds": 0.1},
+    }
+    with serving(tmp_path_factory.mktemp("responses"), config) as made:
+        yield made
+
+
+@pytest.fixture
+def ann(running: Running) -> Iterator[httpx.Client]:
+    with talking(running, {"authorization": "Bearer ann"}) as made:
+        yield made
+
+
+@pytest.fixture
+def bob(running: Running) -> Iterator[httpx.Client]:
+    with talking(running, {"x-api-key": "bob"}) as made:
+        yield made
+
+
+def create(client: httpx.Client, said: Any = "hello", **fields: Any) -> dict[str, Any]:
+    reply = client.post(RESPONSES, json={"input": said, **fields})
+    assert reply.status_code == 200, reply.text
+    made: dict[str, Any] = reply.json()
+    return made
+
+
+def status(client: httpx.Client, response: dict[str, Any]) -> int:
+    return client.get(f"{RESPONSES}/{response['id']}").status_code
+
+
+def test_nobody_sees_the_responses_of_another(ann: httpx.Client, bob: httpx.Client) -> None:
+    made = create(ann, "a secret")
+    place = f"{RESPONSES}/{made['id']}"
+    assert ann.get(place).json() == made
+    refused(bob.get(place), 404)
+    refused(bob.get(f"{place}/input_items"), 404)
+    refused(bob.delete(place), 404)
+    refused(bob.post(f"{place}/cancel"), 404)
+    theirs = bob.post(RESPONSES, json={"input": "on", "previous_response_id": made["id"]})
+    refused(theirs, 404, param="previous_response_id", code="previous_response_not_found")
+    reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+    refused(bob.post(RESPONSES, json={"input": [reference]}), 404, param="input[0].id")
+    assert status(ann, made) == 200
+
+
+def test_not_kept_if_not_wanted_or_not_well(ann: httpx.Client) -> None:
+    assert status(ann, create(ann, store=False)) == 404
+    frames = read(ann.post(RESPONSES, json={"input": "hello", "model": "failing", "stream": True}).content)
+    assert frames[-1]["type"] == "response.failed"
+    assert status(ann, frames[-1]["response"]) == 404
+
+
+def test_the_oldest_make_room(ann: httpx.Client) -> None:
+    made = [create(ann) for _ in range(4)]
+    assert [status(ann, response) for response in made] == [404, 200, 200, 200]
+    assert status(ann, create(ann, "x" * 30_000)) == 404
+    assert status(ann, made[-1]) == 200
+
+
+def test_instructions_are_not_carried_over(ann: httpx.Client) -> None:
+    first = create(ann, "one", instructions="a long instruction")
+    second = create(ann, "two", previous_response_id=first["id"])
+    assert second["instructions"] is None
+    assert second["usage"]["input_tokens"] == 3
+    counted = ann.post(f"{RESPONSES}/input_tokens", json={"input": "two", "previous_response_id": first["id"]})
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 3}
+
+
+def test_a_stream_that_begins_with_silence(ann: httpx.Client) -> None:
+    reply = ann.post(RESPONSES, json={"input": "hello", "model": "slow-to-start", "stream": True})
+    assert reply.status_code == 200
+    assert reply.text.startswith(": keep-alive\n\n")
+    assert [payload["type"] for payload in read(reply.content)][-2:] == ["error", "response.failed"]
+
+
+def test_honest_parameters(ann: httpx.Client) -> None:
+    said = {"input": "hello", "tools": [{"type": "web_search"}], "top_k": 5, "truncation": "auto"}
+    reply = ann.post(RESPONSES, json=said)
+    assert reply.headers["x-dragoman-ignored"] == "top_k, tools[0], truncation"
+    strict = ann.post(RESPONSES, json=said, headers={"x-dragoman-strict": "true"})
+    refused(strict, 400, param="top_k", code="unsupported_parameter")
+    tools = {"input": "hello", "model": "own", "tools": [{"type": "custom", "name": "c"}]}
+    refused(ann.post(RESPONSES, json=tools), 501, param="tools")
+    refused(ann.post(f"{RESPONSES}/input_tokens", json={"input": "x", "model": "own"}), 501)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"), [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order")]
+)
+def test_pages_that_cannot_be(ann: httpx.Client, query: str, param: str) -> None:
+    refused(ann.get(f"{RESPONSES}/{create(ann)['id']}/input_items?{query}"), 400, param=param)
+
+
+def test_a_page_after_what_is_not_there(ann: httpx.Client) -> None:
+    refused(ann.get(f"{RESPONSES}/{create(ann)['id']}/input_items?after=msg_none"), 404, param="after")
+
+
+def test_what_there_is_not(ann: httpx.Client) -> None:
+    place = f"{RESPONSES}/{create(ann)['id']}"
+    refused(ann.get(f"{place}?stream=true"), 501, param="stream")
+    refused(ann.get(f"{place}/elsewhere"), 404)
+    refused(ann.post(f"{place}/elsewhere"), 404)
+    refused(ann.post(place), 404)
+    refused(ann.delete(f"{place}/input_items"), 404)
+    refused(ann.put(place), 405)
+    refused(ann.post(f"{place}/cancel"), 400)
+    reply = ann.get(RESPONSES)
+    refused(reply, 405)
+    assert reply.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("connection", ["Upgrade", "keep-alive, Upgrade", "keep-alive"])
+def test_a_websocket(running: Running, connection: str) -> None:
+    lines = (f"GET {RESPONSES} HTTP/1.1", "Host: localhost", "x-api-key: ann", f"Connection: {connection}")
+    answer = raw(running, "\r\n".join([*lines, "Upgrade: websocket", "", ""]).encode(), 0.3)
+    assert answer.status == 426
+    refused(answer.response, 426, code="upgrade_required")
+    assert b"upgrade: HTTP/1.1" in answer.head
+
+
+def asgi(path: str, extensions: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a server that speaks WebSocket itself hears from the app."""
+    told: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    scope = {"type": "websocket", "path": f"/ai{path}", "root_path": "/ai", "headers": [], "extensions": extensions}
+    asyncio.run(create_app(ScriptedEngine())(scope, receive, send))
+    return told
+
+
+def test_a_websocket_of_another_server() -> None:
+    start, body = asgi(RESPONSES, {"websocket.http.response": {}})
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 426)
+    assert b"upgrade_required" in body["body"]
+    assert asgi(RESPONSES, {}) == asgi("/elsewhere", {"websocket.http.response": {}}) == [{"type": "websocket.close"}]
+
+
+def test_many_items(ann: httpx.Client) -> None:
+    said = [{"role": "user", "content": "x"}] * 10_000
+    reply = ann.post(RESPONSES, json={"input": said, "stream": True, "store": False})
+    assert accumulated(read(reply.content))["status"] == "completed"

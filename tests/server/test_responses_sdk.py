@@ -1,0 +1,284 @@
+"""Responses as the official SDK hears of them, over a real socket."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tests.server.sdk import sdk
+from tests.serving import Running, serving
+
+PATCH = '*** Begin Patch\n+Gr\u00fc\u00dfe "q"\n*** End Patch'
+REPLIES = [
+    {
+        "match": "(?i)weather",
+        "output": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>',
+    },
+    {"match": "^sunny", "output": "It is sunny in Köln."},
+    {"match": "think", "output": "<think>Let me see.</think>Here you are."},
+    {"match": "person", "output": '{"name": "Ada", "age": 36}'},
+    {
+        "match": "patch it",
+        "output": "<tool_call>\n" + json.dumps({"name": "apply", "arguments": {"input": PATCH}}) + "\n</tool_call>",
+    },
+    {"match": "spawn", "output": '<tool_call>\n{"name": "agents__spawn", "arguments": {"n": 1}}\n</tool_call>'},
+    {"match": "ls", "output": '<tool_call>\n{"name": "local_shell", "arguments": {"command": ["ls"]}}\n</tool_call>'},
+    {"match": "nothing", "output": ""},
+]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": True,
+}
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    hermes = {"engine": "scripted", "format": "hermes", "replies": REPLIES}
+    models = {
+        "hermes": hermes,
+        "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
+        "short": {"engine": "scripted", "context": 20},
+    }
+    config = {"models": models, "aliases": {"gpt-*": "hermes"}, "default": "hermes"}
+    with serving(tmp_path_factory.mktemp("responses"), config) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[OpenAI]:
+    with sdk(running) as made:
+        yield made
+
+
+def create(client: OpenAI, said: Any, **fields: Any) -> Response:
+    """A response whose body has everything that the SDK's type wants, and nothing of a wrong type."""
+    raw = client.responses.with_raw_response.create(model="hermes", input=said, **fields)
+    return Response.model_validate_json(raw.content, strict=True)
+
+
+def stream(client: OpenAI, said: Any, **fields: Any) -> list[Any]:
+    """The events of a stream, each as strict, numbered and in order."""
+    asked = {"model": "hermes", "input": said, "stream": True, **fields}
+    with client.responses.with_streaming_response.create(**asked) as response:
+        body = response.read().decode()
+    blocks = [block.split("\n") for block in body.removesuffix("\n\n").split("\n\n")]
+    told = [(name.removeprefix("event: "), data.removeprefix("data: ")) for name, data in blocks]
+    events = [EVENTS.validate_json(data, strict=True) for _, data in told]
+    assert [event.type for event in events] == [name for name, _ in told]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return events
+
+
+def test_a_text(client: OpenAI) -> None:
+    response = create(client, "hello", instructions="be brief", metadata={"a": "b"}, temperature=0.5)
+    assert response.id.startswith("resp_")
+    assert (response.status, response.output_text, response.model) == ("completed", "hello", "hermes")
+    assert (response.instructions, response.metadata, response.temperature) == ("be brief", {"a": "b"}, 0.5)
+    assert response.usage is not None
+    assert response.usage.output_tokens == 2
+    assert response.usage.total_tokens == response.usage.input_tokens + 2
+
+
+def test_the_same_as_a_stream(client: OpenAI) -> None:
+    events = stream(client, "think")
+    names = [event.type.removeprefix("response.") for event in events]
+    assert [name for name, before in zip(names, ["", *names], strict=False) if name != before] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done", "completed"),
+    ]
+    whole = create(client, "think")
+    final = events[-1].response
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output_text == whole.output_text == "Here you are."
+    assert final.usage == whole.usage
+    assert final.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_what_was_cut_off_is_incomplete(client: OpenAI) -> None:
+    response = create(client, "a long story", max_output_tokens=2)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[-1].status == "incomplete"  # type: ignore[union-attr]
+    assert stream(client, "a long story", max_output_tokens=2)[-1].type == "response.incomplete"
+
+
+def test_an_answer_of_nothing_is_a_message(client: OpenAI) -> None:
+    assert [item.type for item in create(client, "nothing").output] == ["message"]
+    assert stream(client, "nothing")[-1].response.output_text == ""
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_parse(client: OpenAI) -> None:
+    parsed = client.responses.parse(model="hermes", input="a person", text_format=Person)
+    assert parsed.output_parsed == Person(name="Ada", age=36)
+
+
+def test_the_stream_helper_parses_too(client: OpenAI) -> None:
+    with client.responses.stream(model="hermes", input="a person", text_format=Person) as events:
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        final = events.get_final_response()
+    assert final.output_parsed == Person(name="Ada", age=36)
+    assert "".join(deltas) == '{"name": "Ada", "age": 36}'
+
+
+def test_a_tool_and_its_result(client: OpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "What is the weather?"}]
+    first = create(client, asked, tools=[WEATHER])
+    call = first.output[0]
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Köln"})
+    asked += [item.model_dump(exclude_none=True) for item in first.output]
+    asked.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    assert create(client, asked, tools=[WEATHER]).output_text == "It is sunny in Köln."
+
+
+def test_a_chain_of_responses(client: OpenAI) -> None:
+    tools: Any = [WEATHER]
+    first = client.responses.create(model="hermes", input="What is the weather?", tools=tools)
+    call = first.output[0]
+    assert call.type == "function_call"
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    second = client.responses.create(model="hermes", input=result, previous_response_id=first.id, tools=tools)
+    assert second.output_text == "It is sunny in Köln."
+    assert second.previous_response_id == first.id
+    raw = client.responses.input_items.with_raw_response.list(second.id, order="asc")
+    listed = ResponseItemList.model_validate_json(raw.content, strict=True)
+    assert [item.type for item in listed.data] == ["message", "function_call", "function_call_output"]
+    third = client.responses.create(model="hermes", input="and thanks", previous_response_id=second.id)
+    assert third.usage is not None
+    assert second.usage is not None
+    assert third.usage.input_tokens > second.usage.input_tokens
+
+
+def test_the_stream_helper_runs_a_tool(client: OpenAI) -> None:
+    tool = openai.pydantic_function_tool(Person, name="get_weather")["function"]
+    tools: Any = [{"type": "function", **tool}]
+    with client.responses.stream(model="hermes", input="weather", tools=tools) as events:
+        pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert json.loads("".join(pieces)) == {"city": "Köln"}
+
+
+def test_a_free_text_tool(client: OpenAI) -> None:
+    tools: Any = [{"type": "custom", "name": "apply", "description": "Applies a patch."}]
+    whole = create(client, "patch it", tools=tools).output[0]
+    assert whole.type == "custom_tool_call"
+    assert (whole.name, whole.input) == ("apply", PATCH)
+    events = stream(client, "patch it", tools=tools)
+    pieces = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert len(pieces) > 1
+    assert "".join(pieces) == PATCH
+    assert events[-1].response.output[0].input == PATCH
+    again: Any = [
+        {"role": "user", "content": "patch it"},
+        whole.model_dump(exclude_none=True),
+        {"type": "custom_tool_call_output", "call_id": whole.call_id, "output": "done"},
+    ]
+    assert create(client, again, tools=tools).output_text == "done"
+
+
+def test_a_tool_in_a_namespace(client: OpenAI) -> None:
+    inner = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
+    tools: Any = [{"type": "namespace", "name": "agents", "description": "Agents.", "tools": [inner]}]
+    call = create(client, "spawn one", tools=tools).output[0]
+    assert call.type == "function_call"
+    assert (call.namespace, call.name) == ("agents", "spawn")
+    told = stream(client, "spawn one", tools=tools)[-1].response.output[0]
+    assert (told.namespace, told.name) == ("agents", "spawn")
+
+
+def test_a_shell_of_the_callers(client: OpenAI) -> None:
+    call = create(client, "ls", tools=[{"type": "local_shell"}]).output[0]
+    assert call.type == "local_shell_call"
+    assert call.action.command == ["ls"]
+    events = stream(client, "ls", tools=[{"type": "local_shell"}])
+    assert events[-1].response.output[0].action == call.action
+
+
+def test_a_thought_that_comes_back_sealed(client: OpenAI) -> None:
+    include: Any = ["reasoning.encrypted_content"]
+    thought = create(client, "think", include=include, store=False).output[0]
+    assert thought.type == "reasoning"
+    assert thought.encrypted_content
+    sealed: Any = {"type": "reasoning", "summary": [], "encrypted_content": thought.encrypted_content}
+    raw = client.responses.with_raw_response.create(
+        model="hermes", input=[{"role": "user", "content": "think"}, sealed, {"role": "user", "content": "on"}]
+    )
+    assert "x-dragoman-ignored" not in raw.headers
+    foreign: Any = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+    raw = client.responses.with_raw_response.create(model="hermes", input=[foreign, {"role": "user", "content": "on"}])
+    assert raw.headers["x-dragoman-ignored"] == "input[0].encrypted_content"
+
+
+def test_retrieve_and_delete(client: OpenAI) -> None:
+    made = create(client, "hello")
+    assert client.responses.retrieve(made.id) == made
+    client.responses.delete(made.id)
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        create(client, "on", previous_response_id=made.id)
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_a_streamed_response_is_kept_too(client: OpenAI) -> None:
+    final = stream(client, "hello")[-1].response
+    assert client.responses.retrieve(final.id) == final
+
+
+def test_pages_of_items(client: OpenAI) -> None:
+    said: Any = [{"role": "user", "content": str(number)} for number in range(5)]
+    made = create(client, said)
+    pages = list(client.responses.input_items.list(made.id, limit=2))
+    assert [item.content[0].text for item in pages] == ["4", "3", "2", "1", "0"]  # type: ignore[union-attr,index]
+    rising = client.responses.input_items.list(made.id, order="asc", limit=3)
+    assert rising.has_more
+    assert [item.content[0].text for item in rising.data] == ["0", "1", "2"]  # type: ignore[union-attr,index]
+
+
+def test_how_many_tokens_it_would_begin_with(client: OpenAI) -> None:
+    counted = client.responses.input_tokens.count(model="hermes", input="hello there")
+    response = create(client, "hello there")
+    assert response.usage is not None
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == response.usage.input_tokens
+
+
+def test_only_what_runs_in_the_background_can_be_cancelled(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(create(client, "hello").id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_none")
+
+
+def test_a_failure_in_mid_stream(client: OpenAI) -> None:
+    events = stream(client, "hello", model="failing")
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    failed = events[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+
+
+def test_failures_before_it_begins(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+        client.responses.create(model="short", input="long " * 100)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+    with pytest.raises(openai.APIStatusError, match="background") as unable:
+        create(client, "hello", background=True)
+    assert unable.value.status_code == 501
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="unknown", input="hello")
