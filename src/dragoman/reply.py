@@ -1,6 +1,6 @@
 """The collected stream: the only non-streaming path."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,9 +18,6 @@ from dragoman.events import (
     Usage,
     total_usage,
 )
-
-Batch = tuple[int, Sequence[Event]]
-"""The index of a choice, and events of it that were ready together."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -129,15 +126,19 @@ class _Draft:
         )
 
 
-async def collect(batches: AsyncIterator[Batch], heard: Callable[[Sequence[Event]], None]) -> Reply:
-    """The whole reply; `heard` is told of the events of each batch as it comes."""
-    drafts: dict[int, _Draft] = {}
-    async for index, events in batches:
-        heard(events)
-        draft = drafts.get(index)
+class Collection:
+    """A reply while its batches arrive."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, _Draft] = {}
+
+    def add(self, index: int, events: Sequence[Event]) -> None:
+        draft = self._drafts.get(index)
         if draft is None:
-            draft = drafts[index] = _Draft()
+            draft = self._drafts[index] = _Draft()
         for event in events:
             draft.add(event)
-    choices = tuple(drafts[index].choice(index) for index in sorted(drafts))
-    return Reply(choices, total_usage(choice.usage for choice in choices))
+
+    def reply(self) -> Reply:
+        choices = tuple(self._drafts[index].choice(index) for index in sorted(self._drafts))
+        return Reply(choices, total_usage(choice.usage for choice in choices))

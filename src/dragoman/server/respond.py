@@ -11,9 +11,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from functools import partial
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,9 +21,9 @@ from dragoman.catalog import Model
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
-from dragoman.generate import check, check_limits, generate
+from dragoman.generate import Take, check, check_limits, generate
 from dragoman.protocols import Encoder, Protocol
-from dragoman.reply import Batch, collect
+from dragoman.reply import Collection, Reply
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -47,20 +45,16 @@ async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
     request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
     if request.delivery.stream:
         await _stream(app, exchange, model, request, protocol.encoder(request, int(time.time())))
-        return
-    async with _running(app, exchange, model, request) as batches:
-        reply = await collect(batches, partial(_note, exchange))
-    await exchange.reply_json(protocol.encode_reply(request, int(time.time()), reply))
+    else:
+        reply = await _collected(app, exchange, model, request)
+        await exchange.reply_json(protocol.encode_reply(request, int(time.time()), reply))
 
 
-@asynccontextmanager
-async def _running(
-    app: "App", exchange: Exchange, model: Model, request: GenerationRequest
-) -> AsyncGenerator[AsyncGenerator[Batch, None], None]:
-    """The generation, from the moment the model is there and a slot is free; it ends with the block."""
+async def _run(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, take: Take) -> None:
+    """The generation, from the moment the model is there and a slot is free."""
     host, limits = model.host, app.settings.limits
     check_limits(request, limits.choices, limits.stop_strings)
-    engine = await host.ready()
+    engine = host.engine or await host.ready()
     ignored = check(request, host.supports, app.is_strict(exchange))
     if ignored:
         exchange.extra_headers.append((b"x-dragoman-ignored", _listed(ignored)))
@@ -70,17 +64,26 @@ async def _running(
     try:
         await slots.first()
         exchange.expect(limits.stall_seconds, silent_engine)
-        async with aclosing(generate(engine, request, slots)) as batches:
-            yield batches
+        await generate(engine, request, slots, take)
     finally:
         slots.close()
+
+
+async def _collected(app: "App", exchange: Exchange, model: Model, request: GenerationRequest) -> Reply:
+    collection = Collection()
+
+    def take(choice: int, events: Sequence[Event]) -> None:
+        _note(exchange, events)
+        collection.add(choice, events)
+
+    await _run(app, exchange, model, request, take)
+    return collection.reply()
 
 
 async def _stream(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder) -> None:
     failure: Exception | None
     try:
-        async with _running(app, exchange, model, request) as batches:
-            await _write_frames(exchange, batches, encoder)
+        await _run(app, exchange, model, request, _frame_writer(exchange, encoder))
     except asyncio.CancelledError:
         failure = exchange.take_cancellation()
         if failure is None:
@@ -97,17 +100,20 @@ async def _stream(app: "App", exchange: Exchange, model: Model, request: Generat
     await exchange.end(encoder.fail(exchange.told(failure)))
 
 
-async def _write_frames(exchange: Exchange, batches: AsyncIterator[Batch], encoder: Encoder) -> None:
+def _frame_writer(exchange: Exchange, encoder: Encoder) -> Take:
     held = b""
-    async for choice, events in batches:
+
+    def take(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        nonlocal held
         _note(exchange, events)
         frames = encoder.feed(choice, events)
         if not exchange.begun and all(type(event) is Started for event in events):
             held += frames
-            continue
+            return None
         frames, held = held + frames, b""
-        if frames and not exchange.write_now(frames):
-            await exchange.write(frames)
+        return None if not frames or exchange.write_now(frames) else exchange.write(frames)
+
+    return take
 
 
 def silent_engine(seconds: float) -> DragomanError:
