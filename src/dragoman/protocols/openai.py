@@ -70,7 +70,7 @@ NEUTRAL: dict[str, object] = {
 
 def asked_fields(fields: SamplingFields, parsed: dict[str, Any]) -> list[Asked]:
     """What these fields ask of an engine; of a field nobody knows, just that."""
-    asked = [Asked(name, name) for name in SAMPLING if getattr(fields, name) not in (None, NEUTRAL.get(name))]
+    asked = [Asked(name, name) for name in SAMPLING if name in parsed and _says_something(name, getattr(fields, name))]
     if fields.logit_bias:
         asked.append(Asked("logit_bias", "logit_bias"))
     if fields.stop:
@@ -83,6 +83,10 @@ def asked_fields(fields: SamplingFields, parsed: dict[str, Any]) -> list[Asked]:
         asked.append(Asked("choices", "n"))
     asked += [Asked("unknown", name) for name in unknown_fields(parsed, type(fields)) if parsed[name] is not None]
     return asked
+
+
+def _says_something(name: str, value: object) -> bool:
+    return value is not None and value != NEUTRAL.get(name)
 
 
 def sampling(fields: SamplingFields) -> Sampling:
