@@ -8,12 +8,13 @@ Rules
 3. A head has its time while nothing is being answered; empty lines before it begin nothing.
 4. A client that reads nothing for `write_seconds` while there is something to read is cut off.
 5. A wish to speak another protocol (`Upgrade`) is not heard: the request is served as what it is.
-6. Pieces of a stream, the most frequent thing there is, may be written with one plain call (`write_directly`).
+6. Whole replies and pieces of a stream, the most frequent things there are, may be written with one plain call.
 """
 
 import asyncio
 from http import HTTPStatus
 from typing import cast
+from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -25,7 +26,7 @@ from dragoman.errors import BadRequest, DragomanError, HeadersTooLarge, RequestT
 from dragoman.protocols import openai
 from dragoman.server.exchange import DIRECT, Scope
 from dragoman.server.respond import new_id
-from dragoman.server.writing import ResponseTransport
+from dragoman.server.writing import Response
 from dragoman.telemetry import EventLog, RequestRecord
 
 LOOKS = 4
@@ -40,7 +41,7 @@ def guarded(limits: Limits, log: EventLog) -> type[HttpToolsProtocol]:
 class _Connection(HttpToolsProtocol):
     limits: Limits
     log: EventLog
-    _answered: RequestResponseCycle | None = None
+    _answered: Response | None = None
     """The latest request to be answered; `cycle` is the latest to arrive, which may have to wait."""
     _is_too_large = False
     _in_head = False
@@ -111,13 +112,43 @@ class _Connection(HttpToolsProtocol):
             return
         self._in_head = False
         self._cancel_head_timer()
-        self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]
-        super().on_headers_complete()
-        transport = ResponseTransport(self.transport, has_body=self.scope["method"] != "HEAD")
-        self.cycle.transport = cast("asyncio.Transport", transport)
-        if len(self.pipeline) == 1:
+        self._complete_scope()
+        waits = self.cycle is not None and not self.cycle.response_complete
+        self.cycle = response = self._response()
+        if not waits:
+            self._start_asgi_task(response, self.app)
+            return
+        if self.pipeline:
             # While nothing is read it is not seen that the client leaves. One request may wait, then nothing is read.
-            self.flow.resume_reading()
+            self.flow.pause_reading()
+        self.pipeline.appendleft((response, self.app))
+
+    def _complete_scope(self) -> None:
+        url, version = httptools.parse_url(self.url), self.parser.get_http_version()
+        path = url.path.decode("ascii")
+        self.scope |= {
+            "method": self.parser.get_method().decode("ascii"),
+            "http_version": version,
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "extensions": {DIRECT: self},  # type: ignore[dict-item]
+        }
+
+    def _response(self) -> Response:
+        return Response(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
 
     def on_message_complete(self) -> None:
         if self._in_head:
@@ -128,7 +159,7 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answered = cycle
+        self._answered = cast("Response", cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -136,15 +167,10 @@ class _Connection(HttpToolsProtocol):
         if self._in_head and not self.transport.is_closing():
             self._await_head()
 
-    def write_directly(self, scope: Scope, data: bytes) -> bool:
-        """A piece of the response that is being streamed for this scope, if it can be written at once."""
-        cycle = self._answered
-        if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
-            return False
-        if cycle.disconnected or self.flow.write_paused:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+    def response(self, scope: Scope) -> Response | None:
+        """The response for this scope, if it is its turn to be written."""
+        answered = self._answered
+        return answered if answered is not None and answered.scope is scope else None
 
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)

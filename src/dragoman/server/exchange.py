@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -45,8 +45,16 @@ COMMENT = b": keep-alive\n\n"
 CLIENT_LEFT = 499
 LARGE_BODY = 256 * 1024
 DIRECT = "dragoman.direct"
-"""An extension of the ASGI scope: the connection itself, to which a piece of a stream can be handed with one call."""
+"""An extension of the ASGI scope: the connection itself, which hands out the `Direct` of a scope."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+class Direct(Protocol):
+    """The response itself. What it can write at once needs no coroutine; False where it would have to wait."""
+
+    def reply(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool: ...
+
+    def write(self, data: bytes) -> bool: ...
 
 
 def _slow_body(seconds: float) -> DragomanError:
@@ -55,9 +63,10 @@ def _slow_body(seconds: float) -> DragomanError:
 
 class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope = scope
         self._receive = receive
         self._send = send
+        connection = scope.get("extensions", {}).get(DIRECT)
+        self._direct: Direct | None = None if connection is None else connection.response(scope)
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -175,23 +184,29 @@ class Exchange:
         self._task.uncancel()
         return error
 
-    async def _begin(self, status: int, content_type: bytes, length: int | None) -> None:
+    def _head(self, status: int, content_type: bytes, length: int | None) -> list[tuple[bytes, bytes]]:
         self.begun = True
         self.record.status = status
         headers = [(b"content-type", content_type), (b"x-request-id", self.record.id.encode()), *self.extra_headers]
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        return headers
+
+    async def _begin_stream(self) -> None:
+        headers = self._head(200, EVENT_STREAM, None)
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def reply_json(self, payload: object, status: int = 200) -> None:
         body = msgspec.json.encode(payload)
         self.due = math.inf
-        await self._begin(status, JSON, len(body))
-        await self._send({"type": "http.response.body", "body": body})
+        headers = self._head(status, JSON, len(body))
+        if self._direct is None or not self._direct.reply(status, headers, body):
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
 
     async def write(self, data: bytes) -> None:
         """More of a stream; the first piece begins it."""
         if not self.begun:
-            await self._begin(200, EVENT_STREAM, None)
+            await self._begin_stream()
         self.due = math.inf
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         # The client may have taken its time: neither that nor the silence meanwhile is the engine's.
@@ -200,8 +215,7 @@ class Exchange:
 
     def write_now(self, data: bytes) -> bool:
         """The same without waiting, where the connection offers it; False where it does not, now or ever."""
-        connection = self._scope.get("extensions", {}).get(DIRECT)
-        if connection is None or not self.begun or not connection.write_directly(self._scope, data):
+        if self._direct is None or not self.begun or not self._direct.write(data):
             return False
         self.written = self.heard
         return True
@@ -212,7 +226,7 @@ class Exchange:
 
     async def _comment(self) -> None:
         if not self.begun:
-            await self._begin(200, EVENT_STREAM, None)
+            await self._begin_stream()
         self.written = time.monotonic()
         await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
