@@ -9,8 +9,7 @@ Rules
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 import msgspec
 
@@ -69,13 +68,12 @@ def _param(request: GenerationRequest, *features: str) -> str | None:
     return next((params[feature] for feature in features if feature in params), None)
 
 
-async def generate(engine: Engine, request: GenerationRequest, slots: Slots, take: Take) -> None:
+def generate(engine: Engine, request: GenerationRequest, slots: Slots, take: Take) -> Coroutine[None, None, None]:
     """Run all choices to their ends. The caller holds the first slot; further choices wait for their own."""
     requests = _single(request)
     if len(requests) == 1:
-        await _choice(engine, requests[0], 0, take)
-    else:
-        await _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)), slots, take)
+        return _choice(engine, requests[0], 0, take)
+    return _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)), slots, take)
 
 
 def _single(request: GenerationRequest) -> list[GenerationRequest]:
@@ -102,7 +100,8 @@ def _single(request: GenerationRequest) -> list[GenerationRequest]:
 
 async def _choice(engine: Engine, request: GenerationRequest, index: int, take: Take) -> None:
     stages = _stages(engine, request)
-    async with aclosing(run(engine, request)) as source:
+    source = run(engine, request)
+    try:
         async for ready in source:
             events = ready
             for stage in stages:
@@ -113,6 +112,8 @@ async def _choice(engine: Engine, request: GenerationRequest, index: int, take: 
                     await pause
                 if type(events[-1]) is Finished:
                     return
+    finally:
+        await source.aclose()
 
 
 def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:

@@ -34,15 +34,15 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
+        return "".join([part.text for part in self.parts if isinstance(part, Text)])
 
     @property
     def reasoning(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+        return tuple([part for part in self.parts if isinstance(part, ToolCall)])
 
     @property
     def mean_logprob(self) -> float:
@@ -76,23 +76,24 @@ class _Draft:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
 
-    def add(self, event: Event) -> None:
-        if isinstance(event, TextDelta):
-            self._extend(Text, event.text)
-            self.tokens += event.tokens
-            self.logprobs += event.logprobs
-        elif isinstance(event, ReasoningDelta):
-            self._extend(Reasoning, event.text)
-        elif isinstance(event, ToolCallStart):
-            self._close()
-            self.call = event
-        elif isinstance(event, ToolCallDelta):
-            self.pieces.append(event.arguments)
-        elif isinstance(event, Started):
-            self.started = event
-        elif isinstance(event, Finished):
-            self._close()
-            self.finished = event
+    def add(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, TextDelta):
+                self._extend(Text, event.text)
+                self.tokens += event.tokens
+                self.logprobs += event.logprobs
+            elif isinstance(event, Started):
+                self.started = event
+            elif isinstance(event, Finished):
+                self._close()
+                self.finished = event
+            elif isinstance(event, ReasoningDelta):
+                self._extend(Reasoning, event.text)
+            elif isinstance(event, ToolCallStart):
+                self._close()
+                self.call = event
+            elif isinstance(event, ToolCallDelta):
+                self.pieces.append(event.arguments)
 
     def _extend(self, kind: type[Text] | type[Reasoning], text: str) -> None:
         if not text:
@@ -136,8 +137,7 @@ class Collection:
         draft = self._drafts.get(index)
         if draft is None:
             draft = self._drafts[index] = _Draft()
-        for event in events:
-            draft.add(event)
+        draft.add(events)
 
     def reply(self) -> Reply:
         choices = tuple(self._drafts[index].choice(index) for index in sorted(self._drafts))

@@ -57,7 +57,7 @@ class ScriptedEngine(Engine):
         self.options = options = options or ScriptedOptions()
         self.slots = options.slots
         try:
-            self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
+            self.replies = [(re.compile(reply.match or ""), self._tokens(reply.output)) for reply in options.replies]
         except re.error as error:
             raise ConfigError(f"scripted: not a regular expression: {error.pattern!r} ({error})") from error
 
@@ -77,10 +77,10 @@ class ScriptedEngine(Engine):
         return FEATURES
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        pieces = self._pieces(self._output(request.last_user_text))
+        tokens = self._output(request.last_user_text)
         prompt_tokens = self._prompt_tokens(request)
         room = self._room(request, prompt_tokens)
-        played = pieces if room is None else pieces[:room]
+        played = tokens if room is None else tokens[:room]
         fault = self._fault_at(len(played))
         end = len(played) if fault is None else fault
         if self.options.prefill_seconds:
@@ -92,19 +92,22 @@ class ScriptedEngine(Engine):
                 yield ready
                 ready = []
             await asyncio.sleep(self._delay(begun, at))
-            ready += [TextDelta(piece) for piece in played[at : min(at + burst, end)]]
+            ready += played[at : min(at + burst, end)]
         if fault is not None:
             yield ready
             await self._fault(fault)
-        reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
+        reason: FinishReason = "length" if len(played) < len(tokens) else "stop"
         yield [*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
 
-    def _output(self, text: str) -> str:
-        return next((output for pattern, output in self.replies if pattern.search(text)), text)
+    def _output(self, text: str) -> list[TextDelta]:
+        for pattern, tokens in self.replies:
+            if pattern.search(text):
+                return tokens
+        return self._tokens(text)
 
-    def _pieces(self, text: str) -> list[str]:
+    def _tokens(self, text: str) -> list[TextDelta]:
         size = self.options.chunk
-        return [text[at : at + size] for at in range(0, len(text), size)]
+        return [TextDelta(text[at : at + size]) for at in range(0, len(text), size)]
 
     def _prompt_tokens(self, request: GenerationRequest) -> int:
         texts = [request.prompt] if isinstance(request.prompt, str) else [message.text for message in request.messages]

@@ -8,7 +8,7 @@ Rules
 """
 
 import asyncio
-import os
+import random
 import re
 import time
 from collections.abc import Awaitable, Sequence
@@ -34,7 +34,7 @@ LONGEST_LIST = 1000
 
 
 def new_id(prefix: str) -> str:
-    return prefix + os.urandom(12).hex()
+    return prefix + random.randbytes(12).hex()
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
