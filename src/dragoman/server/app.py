@@ -40,13 +40,15 @@ ROUTES = {
     "/health": {"GET": Route(listing.health, is_open=True)},
     "/ready": {"GET": Route(listing.ready, is_open=True)},
     "/v1/models": {"GET": Route(listing.models)},
-    "/v1/models/*": {"GET": Route(listing.one_model)},
     "/v1/chat/completions": {"POST": _generates(PROTOCOLS["chat"])},
     "/v1/completions": {"POST": _generates(PROTOCOLS["completions"])},
     "/tokenize": {"POST": Route(listing.tokenize)},
     "/detokenize": {"POST": Route(listing.detokenize)},
 }
-"""Path, method, route. A path that ends in `*` stands for everything below it."""
+"""Path, method, route."""
+
+ROUTES_BELOW = {"/v1/models/": {"GET": Route(listing.one_model)}}
+"""The same for everything below a path."""
 
 
 class App:
@@ -137,10 +139,11 @@ class App:
 
 def _methods(path: str) -> Mapping[str, Route]:
     """The routes at a path, by method; none where there is nothing."""
-    if path in ROUTES and not path.endswith("*"):
-        return ROUTES[path]
-    for pattern, methods in ROUTES.items():
-        if pattern.endswith("*") and path.startswith(pattern[:-1]) and len(path) >= len(pattern):
+    methods = ROUTES.get(path)
+    if methods is not None:
+        return methods
+    for pattern, methods in ROUTES_BELOW.items():
+        if path.startswith(pattern) and len(path) > len(pattern):
             return methods
     return {}
 

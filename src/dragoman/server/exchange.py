@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -50,11 +51,20 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
 class Direct(Protocol):
-    """The response itself. What it can write at once needs no coroutine; False where it would have to wait."""
+    """The exchange on its connection. What can be done at once needs no coroutine; where it cannot, None or False."""
+
+    def take_body(self) -> bytes | None: ...
 
     def reply(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool: ...
 
     def write(self, data: bytes) -> bool: ...
+
+
+@lru_cache(maxsize=256)
+def _host_name(host: bytes) -> bytes | None:
+    """Without the port; None where it is not a name at all."""
+    match = _HOST.fullmatch(host)
+    return match[1].lower() if match else None
 
 
 def _slow_body(seconds: float) -> DragomanError:
@@ -62,6 +72,21 @@ def _slow_body(seconds: float) -> DragomanError:
 
 
 class Exchange:
+    encode_error: Callable[[DragomanError], dict[str, Any]] = staticmethod(openai.encode_error)
+    """In the words of the route's protocol, as soon as the route is known."""
+    begun = False
+    gone = False
+    streaming = False
+    due = math.inf
+    stopping: DragomanError | None = None
+    """Why this request would be cancelled by the server itself."""
+    _body_read = False
+    _allowed = 0.0
+    _overdue: Overdue | None = None
+    _aborted: DragomanError | None = None
+    _listener: asyncio.Task[None] | None = None
+    _pinging: asyncio.Task[None] | None = None
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
@@ -72,27 +97,12 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
         self.extra_headers: list[tuple[bytes, bytes]] = []
-        self.encode_error: Callable[[DragomanError], dict[str, Any]] = openai.encode_error
-        """In the words of the route's protocol, as soon as the route is known."""
-        self.begun = False
-        self.gone = False
-        self.streaming = False
-        self._body_read = False
         self.started = self.heard = self.written = time.monotonic()
-        self.due = math.inf
-        self.stopping: DragomanError | None = None
-        """Why this request would be cancelled by the server itself."""
-        self._allowed = 0.0
-        self._overdue: Overdue | None = None
-        self._aborted: DragomanError | None = None
         self._task = asyncio.current_task()
-        self._listener: asyncio.Task[None] | None = None
-        self._pinging: asyncio.Task[None] | None = None
 
     def check_host(self, allowed: frozenset[bytes] | None) -> None:
-        host = self.headers.get(b"host")
-        match = _HOST.fullmatch(host) if host is not None else None
-        if match is None or (allowed is not None and match[1].lower() not in allowed):
+        name = _host_name(self.headers.get(b"host", b""))
+        if name is None or (allowed is not None and name not in allowed):
             self.extra_headers.append((b"connection", b"close"))
             raise BadRequest("the Host header does not name this server")
 
@@ -100,6 +110,15 @@ class Exchange:
         self._check_media()
         if int(self.headers.get(b"content-length", b"0")) > limits.body_bytes:
             raise self._too_large(limits)
+        body = None if self._direct is None else self._direct.take_body()
+        if body is None:
+            body = await self._arriving_body(limits)
+        elif len(body) > limits.body_bytes:
+            raise self._too_large(limits)
+        self._body_read = True
+        return body
+
+    async def _arriving_body(self, limits: Limits) -> bytes:
         chunks: list[bytes] = []
         size = 0
         self.expect(limits.body_seconds, _slow_body)
@@ -114,9 +133,8 @@ class Exchange:
                 raise self._too_large(limits)
             if not message.get("more_body", False):
                 break
-        self._body_read = True
         self.due = math.inf
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return b"".join(chunks)
 
     async def decoded(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
         """The body as what `decode` makes of it; a large one in a thread, so that meanwhile others stream."""

@@ -3,8 +3,8 @@
 Rules
 1. The head leaves in one write with the beginning of the body: one system call and one packet less for each response.
 2. Nothing is written to a connection that is closing: uvloop raises where asyncio would drop the bytes.
-3. What can be written without waiting for the client to read needs no coroutine: `reply` for a whole response, `write`
-   for a piece of a stream. Everything else goes by `send`, which waits.
+3. What need not wait for the client needs no coroutine: `take_body` for a body that has arrived, `reply` for a whole
+   response, `write` for a piece of a stream. Everything else goes by `receive` and `send`, which wait.
 """
 
 from collections.abc import Iterable
@@ -31,6 +31,14 @@ class Response(RequestResponseCycle):
             self._begin(message["status"], message.get("headers", ()))
         elif message["type"] == "http.response.body":
             self._continue(message.get("body", b""), message.get("more_body", False))
+
+    def take_body(self) -> bytes | None:
+        """The request's whole body, if it has arrived."""
+        if self.more_body or self.disconnected:
+            return None
+        self.flow.resume_reading()
+        body, self.body = bytes(self.body), bytearray()
+        return body
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool:
         """A whole response; False where it would have to wait."""
