@@ -64,7 +64,7 @@ class Message(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The visible text: of text parts, and of tool results in a tool message."""
-        return "".join(_visible_text(part) for part in self.parts)
+        return "".join([_visible_text(part) for part in self.parts])
 
 
 def _visible_text(part: Part) -> str:

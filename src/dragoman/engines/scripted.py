@@ -56,6 +56,8 @@ class ScriptedEngine(Engine):
         self.name = name
         self.options = options = options or ScriptedOptions()
         self.slots = options.slots
+        faults = (options.fail_after, options.hang_after, options.crash_after)
+        self.first_fault = min((at for at in faults if at is not None), default=None)
         try:
             self.replies = [(re.compile(reply.match or ""), self._tokens(reply.output)) for reply in options.replies]
         except re.error as error:
@@ -111,7 +113,7 @@ class ScriptedEngine(Engine):
 
     def _prompt_tokens(self, request: GenerationRequest) -> int:
         texts = [request.prompt] if isinstance(request.prompt, str) else [message.text for message in request.messages]
-        return sum(-(-len(text) // self.options.chunk) for text in texts)
+        return sum([-(-len(text) // self.options.chunk) for text in texts])
 
     def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:
         """Tokens the reply may have at the most."""
@@ -128,9 +130,8 @@ class ScriptedEngine(Engine):
 
     def _fault_at(self, tokens: int) -> int | None:
         """After how many of the reply's tokens something goes wrong."""
-        options = self.options
-        faults = [at for at in (options.fail_after, options.hang_after, options.crash_after) if at is not None]
-        return min(faults) if faults and min(faults) <= tokens else None
+        fault = self.first_fault
+        return fault if fault is not None and fault <= tokens else None
 
     def _delay(self, begun: float, at: int) -> float:
         rate = self.options.tokens_per_second
