@@ -79,36 +79,39 @@ class _Draft:
     def add(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, TextDelta):
-                self._extend(Text, event.text)
-                self.tokens += event.tokens
-                self.logprobs += event.logprobs
+                if event.text:
+                    if self.open is not Text:
+                        self._open(Text)
+                    self.pieces.append(event.text)
+                if event.tokens:
+                    self.tokens += event.tokens
+                if event.logprobs:
+                    self.logprobs += event.logprobs
             elif isinstance(event, Started):
                 self.started = event
             elif isinstance(event, Finished):
                 self._close()
                 self.finished = event
             elif isinstance(event, ReasoningDelta):
-                self._extend(Reasoning, event.text)
+                if event.text:
+                    if self.open is not Reasoning:
+                        self._open(Reasoning)
+                    self.pieces.append(event.text)
             elif isinstance(event, ToolCallStart):
                 self._close()
                 self.call = event
             elif isinstance(event, ToolCallDelta):
                 self.pieces.append(event.arguments)
 
-    def _extend(self, kind: type[Text] | type[Reasoning], text: str) -> None:
-        if not text:
-            return
-        if self.open is not kind:
-            self._close()
-            self.open = kind
-        self.pieces.append(text)
+    def _open(self, kind: type[Text] | type[Reasoning]) -> None:
+        self._close()
+        self.open = kind
 
     def _close(self) -> None:
-        joined = "".join(self.pieces)
         if self.call is not None:
-            self.parts.append(ToolCall(self.call.id, self.call.name, joined))
+            self.parts.append(ToolCall(self.call.id, self.call.name, "".join(self.pieces)))
         elif self.open is not None:
-            self.parts.append(self.open(joined))
+            self.parts.append(self.open("".join(self.pieces)))
         self.open, self.call = None, None
         self.pieces.clear()
 
@@ -140,5 +143,5 @@ class Collection:
         draft.add(events)
 
     def reply(self) -> Reply:
-        choices = tuple(self._drafts[index].choice(index) for index in sorted(self._drafts))
-        return Reply(choices, total_usage(choice.usage for choice in choices))
+        choices = tuple([self._drafts[index].choice(index) for index in sorted(self._drafts)])
+        return Reply(choices, total_usage([choice.usage for choice in choices]))

@@ -12,7 +12,9 @@ Rules
 """
 
 import asyncio
+from functools import lru_cache
 from http import HTTPStatus
+from itertools import chain
 from typing import cast
 from urllib.parse import unquote
 
@@ -124,14 +126,13 @@ class _Connection(HttpToolsProtocol):
         self.pipeline.appendleft((response, self.app))
 
     def _complete_scope(self) -> None:
-        url, version = httptools.parse_url(self.url), self.parser.get_http_version()
-        path = url.path.decode("ascii")
+        path, raw_path, query = _parsed(self.url)
         self.scope |= {
             "method": self.parser.get_method().decode("ascii"),
-            "http_version": version,
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
+            "http_version": self.parser.get_http_version(),
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
             "extensions": {DIRECT: self},  # type: ignore[dict-item]
         }
 
@@ -173,7 +174,7 @@ class _Connection(HttpToolsProtocol):
         return answered if answered is not None and answered.scope is scope else None
 
     def _head_size(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+        return len(self.url) + len(": \r\n") * len(self.headers) + sum(map(len, chain.from_iterable(self.headers)))
 
     def _too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(f"the headers are larger than {self.limits.header_bytes} bytes")
@@ -234,6 +235,14 @@ class _Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+@lru_cache(maxsize=256)
+def _parsed(url: bytes) -> tuple[str, bytes, bytes]:
+    """The path as text and as it came, and the query."""
+    parsed = httptools.parse_url(url)
+    path = parsed.path.decode("ascii")
+    return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""
 
 
 def _response(error: DragomanError, request_id: str) -> bytes:

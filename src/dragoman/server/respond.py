@@ -23,7 +23,7 @@ from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
 from dragoman.generate import Take, check, check_limits, generate
 from dragoman.protocols import Encoder, Protocol
-from dragoman.reply import Collection, Reply
+from dragoman.reply import Collection
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
     if request.delivery.stream:
         await _stream(app, exchange, model, request, protocol.encoder(request, int(time.time())))
     else:
-        reply = await _collected(app, exchange, model, request)
-        await exchange.reply_json(protocol.encode_reply(request, int(time.time()), reply))
+        collection = Collection()
+        await _run(app, exchange, model, request, _collector(exchange, collection))
+        await exchange.reply_json(protocol.encode_reply(request, int(time.time()), collection.reply()))
 
 
 async def _run(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, take: Take) -> None:
@@ -62,22 +63,20 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
     exchange.streaming = request.delivery.stream
     slots = Slots(host.admission, request.principal)
     try:
-        await slots.first()
+        if not slots.take_first():
+            await slots.first()
         exchange.expect(limits.stall_seconds, silent_engine)
         await generate(engine, request, slots, take)
     finally:
         slots.close()
 
 
-async def _collected(app: "App", exchange: Exchange, model: Model, request: GenerationRequest) -> Reply:
-    collection = Collection()
-
+def _collector(exchange: Exchange, collection: Collection) -> Take:
     def take(choice: int, events: Sequence[Event]) -> None:
         _note(exchange, events)
         collection.add(choice, events)
 
-    await _run(app, exchange, model, request, take)
-    return collection.reply()
+    return take
 
 
 async def _stream(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder) -> None:
