@@ -194,8 +194,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     @property
     def last_user_text(self) -> str:
         """The text a simple engine answers: of the last user or tool message, or of a completion's prompt."""
-        if isinstance(self.prompt, str):
-            return self.prompt
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return prompt
         for message in reversed(self.messages):
             if message.role in ("user", "tool"):
                 return message.text

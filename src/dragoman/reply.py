@@ -1,5 +1,6 @@
 """The collected stream: the only non-streaming path."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -66,13 +67,14 @@ class Reply(msgspec.Struct, frozen=True):
 class _Draft:
     """A choice while its events arrive. Neighbouring deltas of one kind become one part."""
 
+    started = Started()
+    finished: Finished | None = None
+    open: type[Text] | type[Reasoning] | None = None
+    call: ToolCallStart | None = None
+
     def __init__(self) -> None:
-        self.started = Started()
-        self.finished: Finished | None = None
         self.parts: list[Part] = []
-        self.open: type[Text] | type[Reasoning] | None = None
         self.pieces: list[str] = []
-        self.call: ToolCallStart | None = None
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
 
@@ -134,13 +136,10 @@ class Collection:
     """A reply while its batches arrive."""
 
     def __init__(self) -> None:
-        self._drafts: dict[int, _Draft] = {}
+        self._drafts: defaultdict[int, _Draft] = defaultdict(_Draft)
 
     def add(self, index: int, events: Sequence[Event]) -> None:
-        draft = self._drafts.get(index)
-        if draft is None:
-            draft = self._drafts[index] = _Draft()
-        draft.add(events)
+        self._drafts[index].add(events)
 
     def reply(self) -> Reply:
         choices = tuple([self._drafts[index].choice(index) for index in sorted(self._drafts)])

@@ -84,17 +84,17 @@ class ScriptedEngine(Engine):
         room = self._room(request, prompt_tokens)
         played = tokens if room is None else tokens[:room]
         fault = self._fault_at(len(played))
-        end = len(played) if fault is None else fault
+        shown = played if fault is None else played[:fault]
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
         begun, burst = time.monotonic(), self.options.burst
         ready: list[Event] = [Started(prompt_tokens)]
-        for at in range(0, end, burst):
+        for at in range(0, len(shown), burst):
             if at:
                 yield ready
                 ready = []
             await asyncio.sleep(self._delay(begun, at))
-            ready += played[at : min(at + burst, end)]
+            ready += shown[at : at + burst]
         if fault is not None:
             yield ready
             await self._fault(fault)
@@ -112,8 +112,10 @@ class ScriptedEngine(Engine):
         return [TextDelta(text[at : at + size]) for at in range(0, len(text), size)]
 
     def _prompt_tokens(self, request: GenerationRequest) -> int:
-        texts = [request.prompt] if isinstance(request.prompt, str) else [message.text for message in request.messages]
-        return sum([-(-len(text) // self.options.chunk) for text in texts])
+        size, prompt = self.options.chunk, request.prompt
+        if isinstance(prompt, str):
+            return -(-len(prompt) // size)
+        return sum([-(-len(message.text) // size) for message in request.messages])
 
     def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:
         """Tokens the reply may have at the most."""

@@ -152,7 +152,7 @@ def decode(body: bytes) -> GenerationRequest:
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
     asked = [Asked("chat", "messages"), *openai.asked_fields(fields, parsed)]
-    messages = tuple(_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages))
+    messages = tuple([_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)])
     _note_options(fields, asked)
     options = fields.stream_options or openai.StreamOptions()
     return GenerationRequest(

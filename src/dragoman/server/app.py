@@ -67,16 +67,15 @@ class App:
         return self.settings.strict if asked is None else asked.lower() in (b"true", b"1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._http(Exchange(scope, receive, send))
-        elif scope["type"] == "lifespan":
+        if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        else:
+            return
+        if scope["type"] != "http":
             await send({"type": "websocket.close"})
-
-    async def _http(self, exchange: Exchange) -> None:
+            return
         if not self._started:
             self.start()
+        exchange = Exchange(scope, receive, send)
         self.watch.add(exchange)
         try:
             await self._dispatch(exchange)

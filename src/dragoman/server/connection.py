@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import httptools
 import msgspec
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIVersions, HTTPScope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dragoman.config import Limits
@@ -31,6 +31,7 @@ from dragoman.server.respond import new_id
 from dragoman.server.writing import Response
 from dragoman.telemetry import EventLog, RequestRecord
 
+ASGI: ASGIVersions = {"version": "3.0", "spec_version": "2.3"}
 LOOKS = 4
 """How often, in the time that a client has for reading, it is looked whether it reads."""
 
@@ -101,7 +102,9 @@ class _Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._in_head = True
 
     def on_headers_complete(self) -> None:
@@ -114,7 +117,7 @@ class _Connection(HttpToolsProtocol):
             return
         self._in_head = False
         self._cancel_head_timer()
-        self._complete_scope()
+        self.scope = self._scope()
         waits = self.cycle is not None and not self.cycle.response_complete
         self.cycle = response = self._response()
         if not waits:
@@ -125,14 +128,21 @@ class _Connection(HttpToolsProtocol):
             self.flow.pause_reading()
         self.pipeline.appendleft((response, self.app))
 
-    def _complete_scope(self) -> None:
+    def _scope(self) -> HTTPScope:
         path, raw_path, query = _parsed(self.url)
-        self.scope |= {
-            "method": self.parser.get_method().decode("ascii"),
+        return {
+            "type": "http",
+            "asgi": ASGI,
             "http_version": self.parser.get_http_version(),
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme or "http",
+            "method": self.parser.get_method().decode("ascii"),
+            "root_path": "",
             "path": path,
             "raw_path": raw_path,
             "query_string": query,
+            "headers": self.headers,
             "extensions": {DIRECT: self},  # type: ignore[dict-item]
         }
 

@@ -67,6 +67,11 @@ def _host_name(host: bytes) -> bytes | None:
     return match[1].lower() if match else None
 
 
+@lru_cache(maxsize=256)
+def _media_type(content_type: bytes) -> bytes:
+    return content_type.partition(b";")[0].strip().lower()
+
+
 def _slow_body(seconds: float) -> DragomanError:
     return RequestTimeout(f"the body took longer than {seconds:g} s to arrive")
 
@@ -106,7 +111,8 @@ class Exchange:
             self.extra_headers.append((b"connection", b"close"))
             raise BadRequest("the Host header does not name this server")
 
-    async def body(self, limits: Limits) -> bytes:
+    async def decoded(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
+        """The body as what `decode` makes of it; a large one in a thread, so that meanwhile others stream."""
         self._check_media()
         if int(self.headers.get(b"content-length", b"0")) > limits.body_bytes:
             raise self._too_large(limits)
@@ -116,7 +122,7 @@ class Exchange:
         elif len(body) > limits.body_bytes:
             raise self._too_large(limits)
         self._body_read = True
-        return body
+        return await asyncio.to_thread(decode, body) if len(body) > LARGE_BODY else decode(body)
 
     async def _arriving_body(self, limits: Limits) -> bytes:
         chunks: list[bytes] = []
@@ -136,17 +142,13 @@ class Exchange:
         self.due = math.inf
         return b"".join(chunks)
 
-    async def decoded(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
-        """The body as what `decode` makes of it; a large one in a thread, so that meanwhile others stream."""
-        body = await self.body(limits)
-        return await asyncio.to_thread(decode, body) if len(body) > LARGE_BODY else decode(body)
-
     def _check_media(self) -> None:
-        media = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        media = _media_type(self.headers.get(b"content-type", b""))
         # Without a type only programs can send a body; a web page of another origin must not.
         if media != JSON and (media or b"origin" in self.headers):
             raise UnsupportedMedia("send the body as JSON, with the header 'content-type: application/json'")
-        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        encoding = self.headers.get(b"content-encoding")
+        if encoding is not None and encoding.lower() != b"identity":
             raise UnsupportedMedia("compressed bodies are not accepted")
 
     def _too_large(self, limits: Limits) -> TooLarge:

@@ -34,7 +34,7 @@ LONGEST_LIST = 1000
 
 
 def new_id(prefix: str) -> str:
-    return prefix + random.randbytes(12).hex()
+    return f"{prefix}{random.getrandbits(96):024x}"
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
