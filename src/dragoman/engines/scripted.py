@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -59,7 +60,7 @@ class ScriptedEngine(Engine):
         faults = (options.fail_after, options.hang_after, options.crash_after)
         self.first_fault = min((at for at in faults if at is not None), default=None)
         try:
-            self.replies = [(re.compile(reply.match or ""), self._tokens(reply.output)) for reply in options.replies]
+            self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
         except re.error as error:
             raise ConfigError(f"scripted: not a regular expression: {error.pattern!r} ({error})") from error
 
@@ -79,37 +80,33 @@ class ScriptedEngine(Engine):
         return FEATURES
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        tokens = self._output(request.last_user_text)
+        pieces = _pieces(self._output(request.last_user_text), self.options.chunk)
         prompt_tokens = self._prompt_tokens(request)
         room = self._room(request, prompt_tokens)
-        played = tokens if room is None else tokens[:room]
+        played = pieces if room is None else pieces[:room]
         fault = self._fault_at(len(played))
-        shown = played if fault is None else played[:fault]
+        end = len(played) if fault is None else fault
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
         begun, burst = time.monotonic(), self.options.burst
         ready: list[Event] = [Started(prompt_tokens)]
-        for at in range(0, len(shown), burst):
+        for at in range(0, end, burst):
             if at:
                 yield ready
                 ready = []
             await asyncio.sleep(self._delay(begun, at))
-            ready += shown[at : at + burst]
+            ready += played[at : min(at + burst, end)]
         if fault is not None:
             yield ready
             await self._fault(fault)
-        reason: FinishReason = "length" if len(played) < len(tokens) else "stop"
+        reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
         yield [*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
 
-    def _output(self, text: str) -> list[TextDelta]:
-        for pattern, tokens in self.replies:
+    def _output(self, text: str) -> str:
+        for pattern, output in self.replies:
             if pattern.search(text):
-                return tokens
-        return self._tokens(text)
-
-    def _tokens(self, text: str) -> list[TextDelta]:
-        size = self.options.chunk
-        return [TextDelta(text[at : at + size]) for at in range(0, len(text), size)]
+                return output
+        return text
 
     def _prompt_tokens(self, request: GenerationRequest) -> int:
         size, prompt = self.options.chunk, request.prompt
@@ -150,3 +147,9 @@ class ScriptedEngine(Engine):
         if at == options.hang_after:
             await asyncio.Event().wait()
         raise EngineFailed(f"the script fails after {options.fail_after} tokens")
+
+
+@lru_cache(maxsize=64)
+def _pieces(text: str, size: int) -> tuple[TextDelta, ...]:
+    """A script is played again and again, and cut once."""
+    return tuple(TextDelta(text[at : at + size]) for at in range(0, len(text), size))
