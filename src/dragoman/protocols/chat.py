@@ -152,7 +152,7 @@ def decode(body: bytes) -> GenerationRequest:
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
     asked = [Asked("chat", "messages"), *openai.asked_fields(fields, parsed)]
-    messages = tuple(_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages))
+    messages = tuple([_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)])
     _note_options(fields, asked)
     options = fields.stream_options or openai.StreamOptions()
     return GenerationRequest(
@@ -177,16 +177,20 @@ def decode(body: bytes) -> GenerationRequest:
 def _note_options(fields: ChatFields, asked: list[Asked]) -> None:
     if fields.top_logprobs is not None and not fields.logprobs:
         raise BadRequest("top_logprobs: only together with logprobs: true", param="top_logprobs")
-    wants = {
-        "logprobs": ("logprobs", fields.logprobs),
-        "tools": ("tools", fields.tools),
-        "functions": ("tools", fields.functions),
-        "response_format": ("constraint", _constraint(fields.response_format)),
-        "reasoning_effort": ("thinking", fields.reasoning_effort),
-        "store": ("store", fields.store),
-        "service_tier": ("service_tier", fields.service_tier not in (None, "auto", "default")),
-    }
-    asked += [Asked(feature, param) for param, (feature, wanted) in wants.items() if wanted]
+    if fields.logprobs:
+        asked.append(Asked("logprobs", "logprobs"))
+    if fields.tools:
+        asked.append(Asked("tools", "tools"))
+    if fields.functions:
+        asked.append(Asked("tools", "functions"))
+    if _constraint(fields.response_format):
+        asked.append(Asked("constraint", "response_format"))
+    if fields.reasoning_effort:
+        asked.append(Asked("thinking", "reasoning_effort"))
+    if fields.store:
+        asked.append(Asked("store", "store"))
+    if fields.service_tier not in (None, "auto", "default"):
+        asked.append(Asked("service_tier", "service_tier"))
 
 
 def _message(field: MessageField, path: str, asked: list[Asked]) -> Message:
@@ -242,6 +246,8 @@ def _part(part: ContentPart, path: str, asked: list[Asked]) -> Part:
 
 
 def _tools(fields: ChatFields) -> tuple[Tool, ...]:
+    if not fields.tools and not fields.functions:
+        return ()
     functions = [tool.function for tool in fields.tools or ()] + list(fields.functions or ())
     return tuple(
         Tool(function.name, function.description or "", function.parameters, bool(function.strict))
