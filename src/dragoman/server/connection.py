@@ -50,6 +50,8 @@ class _Connection(HttpToolsProtocol):
     _in_head = False
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+    _heard_at = 0.0
     _write_timer: asyncio.TimerHandle | None = None
     _unread = 0
     _read_at = 0.0
@@ -61,6 +63,8 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head_timer()
         self._cancel_write_timer()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         # Those that wait have no task yet, and nobody to be told.
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
@@ -69,7 +73,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        self._heard_at = self.loop.time()
         if not self._in_head:
             self._head_bytes = 0
         self._head_bytes += len(data)
@@ -174,9 +178,28 @@ class _Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._in_head and not self.transport.is_closing():
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._in_head:
             self._await_head()
+        self._heard_at = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_for_idleness)
+
+    def _look_for_idleness(self) -> None:
+        """One timer for all requests of a connection: most of them come long before it."""
+        self._idle_timer = None
+        if self._in_head or (self._answered is not None and not self._answered.response_complete):
+            return
+        left = self._heard_at + self.timeout_keep_alive - self.loop.time()
+        if left <= 0:
+            self.transport.close()
+        else:
+            self._idle_timer = self.loop.call_later(left, self._look_for_idleness)
 
     def response(self, scope: Scope) -> Response | None:
         """The response for this scope, if it is its turn to be written."""
