@@ -103,7 +103,8 @@ class Exchange:
         self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.started = self.heard = self.written = time.monotonic()
-        self._task = asyncio.current_task()
+        # The connection knows its loop; to ask which one is running costs a system call.
+        self._task = asyncio.current_task(None if connection is None else connection.loop)
 
     def check_host(self, allowed: frozenset[bytes] | None) -> None:
         name = _host_name(self.headers.get(b"host", b""))

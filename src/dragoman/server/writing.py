@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 Headers = Iterable[tuple[bytes, bytes]]
 
 
+CHUNK = b"%x\r\n%b\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -52,7 +53,7 @@ class Response(RequestResponseCycle):
         """A piece of a stream that has begun; False where it would have to wait."""
         if self.disconnected or self.flow.write_paused or not self.chunked_encoding:
             return False
-        self._put(_chunk(data))
+        self._put(CHUNK % (len(data), data))
         return True
 
     def _begin(self, status: int, headers: Headers) -> None:
@@ -75,7 +76,8 @@ class Response(RequestResponseCycle):
 
     def _continue(self, body: bytes, more: bool) -> None:
         if self.chunked_encoding:
-            self._put((_chunk(body) if body else b"") + (b"" if more else LAST_CHUNK))
+            piece = CHUNK % (len(body), body) if body else b""
+            self._put(piece if more else piece + LAST_CHUNK)
         else:
             self._put(b"" if self.scope["method"] == "HEAD" else body)
         if not more:
@@ -90,7 +92,3 @@ class Response(RequestResponseCycle):
             data, self._head = self._head + data, b""
         if not self.transport.is_closing():
             self.transport.write(data)
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
