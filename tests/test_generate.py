@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 
 import msgspec
 import pytest
@@ -13,9 +13,9 @@ from dragoman.conversation import Asked, GenerationRequest, Message, Sampling, T
 from dragoman.engines.interface import Engine, Output
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
 from dragoman.errors import BadRequest, EngineFailed, NotSupported, UnsupportedParameter
-from dragoman.events import Finished, Started, TextDelta, Usage
+from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.generate import check, check_limits, generate
-from dragoman.reply import Reply, collect
+from dragoman.reply import Collection, Reply
 
 NO_LIMIT = Slots(Admission(None, 0, 1), "somebody")
 CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
@@ -24,10 +24,32 @@ CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hel
 async def whole(engine: Engine, request: GenerationRequest, admission: Admission | None = None) -> Reply:
     slots = Slots(admission or Admission(None, 0, 1), "somebody")
     await slots.first()
+    collection = Collection()
     try:
-        return await collect(generate(engine, request, slots), lambda _: None)
+        await generate(engine, request, slots, collection.add)
     finally:
         slots.close()
+    return collection.reply()
+
+
+async def after_first_batch(engine: Engine) -> tuple[asyncio.Task[None], list[Sequence[Event]]]:
+    """A generation whose reader has taken one batch and takes its time, and what it has taken."""
+    begun, taken = asyncio.Event(), list[Sequence[Event]]()
+
+    def take(_: int, events: Sequence[Event]) -> Awaitable[None]:
+        taken.append(events)
+        begun.set()
+        return asyncio.get_running_loop().create_future()
+
+    task = asyncio.create_task(generate(engine, CHAT, NO_LIMIT, take))
+    await begun.wait()
+    return task, taken
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def reply(engine: Engine, request: GenerationRequest) -> Reply:
@@ -192,9 +214,8 @@ def test_closing_the_stream_stops_the_engine(asynchronous: bool) -> None:
                 closed.set()
 
     async def scenario() -> None:
-        stream = generate(AsyncCounting() if asynchronous else Counting(), CHAT, NO_LIMIT)
-        await anext(stream)
-        await stream.aclose()
+        task, _ = await after_first_batch(AsyncCounting() if asynchronous else Counting())
+        await cancelled(task)
 
     asyncio.run(scenario())
     assert closed.wait(5)
@@ -213,11 +234,11 @@ def test_a_fast_generator_waits_for_a_slow_reader() -> None:
                 yield "x"
 
     async def scenario() -> None:
-        stream = generate(Fast(), CHAT, NO_LIMIT)
-        await anext(stream)
+        task, taken = await after_first_batch(Fast())
         await asyncio.sleep(0.1)
         assert made[0] < 2000
-        await stream.aclose()
+        assert len(taken) == 1
+        await cancelled(task)
 
     asyncio.run(scenario())
 

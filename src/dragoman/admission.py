@@ -26,12 +26,18 @@ class Admission:
 
     async def enter(self, principal: str, patient: bool = False) -> None:
         """Return when a slot is granted; who has entered must `leave`. One who is patient waits as long as it takes."""
-        if self._slots is None or (self.running < self._slots and not self._lines):
-            self.running += 1
-        elif not patient and self.waiting >= self._queue:
+        if self.enter_now():
+            return
+        if not patient and self.waiting >= self._queue:
             raise QueueFull(f"the queue of this model is full ({self._queue} requests wait); try again later")
-        else:
-            await self._wait(principal, None if patient else self._seconds)
+        await self._wait(principal, None if patient else self._seconds)
+
+    def enter_now(self) -> bool:
+        """Whether a slot was free and nobody in line for it: then it is granted."""
+        if self._slots is not None and (self.running >= self._slots or self._lines):
+            return False
+        self.running += 1
+        return True
 
     def leave(self) -> None:
         """The slot goes to the next in line, if there is one; `running` counts it all the while."""
@@ -80,6 +86,13 @@ class Slots:
         self._admission = admission
         self._principal = principal
         self._held = 0
+
+    def take_first(self) -> bool:
+        """The same as `first` where a slot is free, and False where one has to wait."""
+        if not self._admission.enter_now():
+            return False
+        self._held += 1
+        return True
 
     async def first(self) -> None:
         await self._admission.enter(self._principal)

@@ -64,7 +64,7 @@ class Message(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The visible text: of text parts, and of tool results in a tool message."""
-        return "".join(_visible_text(part) for part in self.parts)
+        return "".join([_visible_text(part) for part in self.parts])
 
 
 def _visible_text(part: Part) -> str:
@@ -200,8 +200,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     @property
     def last_user_text(self) -> str:
         """The text a simple engine answers: of the last user or tool message, or of a completion's prompt."""
-        if isinstance(self.prompt, str):
-            return self.prompt
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return prompt
         for message in reversed(self.messages):
             if message.role in ("user", "tool"):
                 return message.text

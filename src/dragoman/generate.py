@@ -1,16 +1,15 @@
 """From a request to events: what is asked is checked, the engine runs, the stages shape what it says.
 
-    request -> check -> one choice at a time or several side by side -> engine -> limit, split, stop, tally -> batches
+    request -> check -> one choice at a time or several side by side -> engine -> limit, split, stop, tally -> take
 
 Rules
 1. The only list of stages is here.
 2. Every choice is a generation of its own, with a slot of its own; an engine sees one prompt and one choice.
-3. Closing the iterator closes the engine's iterator, at once and for all choices.
+3. Cancelling `generate` closes the engine's iterators, at once and for all choices.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 import msgspec
 
@@ -22,13 +21,15 @@ from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
 from dragoman.events import Event, Finished, Usage
 from dragoman.formats import FORMATS
 from dragoman.formats.plain import PLAIN
-from dragoman.reply import Batch
 from dragoman.stages import Stage
 from dragoman.stages.limit import Limit
 from dragoman.stages.split import Split
 from dragoman.stages.stop import Stop
 from dragoman.stages.syntax import ModelFormat
 from dragoman.stages.tally import Tally
+
+Take = Callable[[int, Sequence[Event]], Awaitable[None] | None]
+"""Is handed the index of a choice and events of it that were ready together; may ask to be waited for."""
 
 OURS = frozenset({"stop", "choices", "best_of"})
 """Features that work with every engine because the server provides them."""
@@ -76,12 +77,12 @@ def _param(request: GenerationRequest, *features: str) -> str | None:
     return next((params[feature] for feature in features if feature in params), None)
 
 
-def generate(engine: Engine, request: GenerationRequest, slots: Slots) -> AsyncGenerator[Batch, None]:
-    """The batches of all choices. The caller holds the first slot; further choices wait for their own."""
+def generate(engine: Engine, request: GenerationRequest, slots: Slots, take: Take) -> Coroutine[None, None, None]:
+    """Run all choices to their ends. The caller holds the first slot; further choices wait for their own."""
     requests = _single(request)
     if len(requests) == 1:
-        return _choice(engine, requests[0], 0)
-    return _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)), slots)
+        return _choice(engine, requests[0], 0, take)
+    return _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)), slots, take)
 
 
 def _single(request: GenerationRequest) -> list[GenerationRequest]:
@@ -106,17 +107,22 @@ def _single(request: GenerationRequest) -> list[GenerationRequest]:
     ]
 
 
-async def _choice(engine: Engine, request: GenerationRequest, index: int) -> AsyncGenerator[Batch, None]:
+async def _choice(engine: Engine, request: GenerationRequest, index: int, take: Take) -> None:
     stages = _stages(engine, request)
-    async with aclosing(run(engine, request)) as source:
+    source = run(engine, request)
+    try:
         async for ready in source:
             events = ready
             for stage in stages:
                 events = stage(events)
             if events:
-                yield index, events
+                pause = take(index, events)
+                if pause is not None:
+                    await pause
                 if type(events[-1]) is Finished:
                     return
+    finally:
+        await source.aclose()
 
 
 def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
@@ -145,49 +151,31 @@ def _syntax(engine: Engine, request: GenerationRequest) -> ModelFormat:
 
 
 async def _side_by_side(
-    engine: Engine, requests: Sequence[GenerationRequest], per_prompt: int, slots: Slots
-) -> AsyncGenerator[Batch, None]:
+    engine: Engine, requests: Sequence[GenerationRequest], per_prompt: int, slots: Slots, take: Take
+) -> None:
     """All choices as slots allow, their batches as they come. The first failure ends them all."""
-    queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(maxsize=2 * len(requests))
-    tasks = [
-        asyncio.create_task(_follow(_choice(engine, request, at), slots, queue, is_first=at == 0))
-        for at, request in enumerate(requests)
-    ]
     counting: dict[int, int] = {}
+
+    def take_once(index: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        # The first to start is the one that took the prompt in, if the others shared its work.
+        first = counting.setdefault(index // per_prompt, index)
+        return take(index, events if index == first else _without_prompt(events))
+
+    async def follow(index: int, request: GenerationRequest) -> None:
+        if index:
+            await slots.another()
+        try:
+            await _choice(engine, request, index, take_once)
+        finally:
+            slots.give_back()
+
+    tasks = [asyncio.create_task(follow(index, request)) for index, request in enumerate(requests)]
     try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-                continue
-            index, events = item
-            # The first to start is the one that took the prompt in, if the others shared its work.
-            first = counting.setdefault(index // per_prompt, index)
-            yield index, events if index == first else _without_prompt(events)
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _follow(
-    batches: AsyncGenerator[Batch, None], slots: Slots, queue: asyncio.Queue[Batch | Exception | None], is_first: bool
-) -> None:
-    """One choice from its slot to its end; None says that it has ended, an error that it failed."""
-    if not is_first:
-        await slots.another()
-    try:
-        async with aclosing(batches):
-            async for batch in batches:
-                await queue.put(batch)
-        await queue.put(None)
-    except Exception as error:  # noqa: BLE001 (the reader of the queue raises it)
-        await queue.put(error)
-    finally:
-        slots.give_back()
 
 
 def _without_prompt(events: Sequence[Event]) -> Sequence[Event]:

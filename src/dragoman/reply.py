@@ -1,6 +1,7 @@
 """The collected stream: the only non-streaming path."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,9 +20,6 @@ from dragoman.events import (
     total_usage,
 )
 
-Batch = tuple[int, Sequence[Event]]
-"""The index of a choice, and events of it that were ready together."""
-
 
 class Choice(msgspec.Struct, frozen=True):
     """One answer. `tokens` and `logprobs` belong to its visible text."""
@@ -37,15 +35,15 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
+        return "".join([part.text for part in self.parts if isinstance(part, Text)])
 
     @property
     def reasoning(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+        return tuple([part for part in self.parts if isinstance(part, ToolCall)])
 
     @property
     def mean_logprob(self) -> float:
@@ -69,48 +67,53 @@ class Reply(msgspec.Struct, frozen=True):
 class _Draft:
     """A choice while its events arrive. Neighbouring deltas of one kind become one part."""
 
+    started = Started()
+    finished: Finished | None = None
+    open: type[Text] | type[Reasoning] | None = None
+    call: ToolCallStart | None = None
+
     def __init__(self) -> None:
-        self.started = Started()
-        self.finished: Finished | None = None
         self.parts: list[Part] = []
-        self.open: type[Text] | type[Reasoning] | None = None
         self.pieces: list[str] = []
-        self.call: ToolCallStart | None = None
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
 
-    def add(self, event: Event) -> None:
-        if isinstance(event, TextDelta):
-            self._extend(Text, event.text)
-            self.tokens += event.tokens
-            self.logprobs += event.logprobs
-        elif isinstance(event, ReasoningDelta):
-            self._extend(Reasoning, event.text)
-        elif isinstance(event, ToolCallStart):
-            self._close()
-            self.call = event
-        elif isinstance(event, ToolCallDelta):
-            self.pieces.append(event.arguments)
-        elif isinstance(event, Started):
-            self.started = event
-        elif isinstance(event, Finished):
-            self._close()
-            self.finished = event
+    def add(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, TextDelta):
+                if event.text:
+                    if self.open is not Text:
+                        self._open(Text)
+                    self.pieces.append(event.text)
+                if event.tokens:
+                    self.tokens += event.tokens
+                if event.logprobs:
+                    self.logprobs += event.logprobs
+            elif isinstance(event, Started):
+                self.started = event
+            elif isinstance(event, Finished):
+                self._close()
+                self.finished = event
+            elif isinstance(event, ReasoningDelta):
+                if event.text:
+                    if self.open is not Reasoning:
+                        self._open(Reasoning)
+                    self.pieces.append(event.text)
+            elif isinstance(event, ToolCallStart):
+                self._close()
+                self.call = event
+            elif isinstance(event, ToolCallDelta):
+                self.pieces.append(event.arguments)
 
-    def _extend(self, kind: type[Text] | type[Reasoning], text: str) -> None:
-        if not text:
-            return
-        if self.open is not kind:
-            self._close()
-            self.open = kind
-        self.pieces.append(text)
+    def _open(self, kind: type[Text] | type[Reasoning]) -> None:
+        self._close()
+        self.open = kind
 
     def _close(self) -> None:
-        joined = "".join(self.pieces)
         if self.call is not None:
-            self.parts.append(ToolCall(self.call.id, self.call.name, joined))
+            self.parts.append(ToolCall(self.call.id, self.call.name, "".join(self.pieces)))
         elif self.open is not None:
-            self.parts.append(self.open(joined))
+            self.parts.append(self.open("".join(self.pieces)))
         self.open, self.call = None, None
         self.pieces.clear()
 
@@ -129,15 +132,15 @@ class _Draft:
         )
 
 
-async def collect(batches: AsyncIterator[Batch], heard: Callable[[Sequence[Event]], None]) -> Reply:
-    """The whole reply; `heard` is told of the events of each batch as it comes."""
-    drafts: dict[int, _Draft] = {}
-    async for index, events in batches:
-        heard(events)
-        draft = drafts.get(index)
-        if draft is None:
-            draft = drafts[index] = _Draft()
-        for event in events:
-            draft.add(event)
-    choices = tuple(drafts[index].choice(index) for index in sorted(drafts))
-    return Reply(choices, total_usage(choice.usage for choice in choices))
+class Collection:
+    """A reply while its batches arrive."""
+
+    def __init__(self) -> None:
+        self._drafts: defaultdict[int, _Draft] = defaultdict(_Draft)
+
+    def add(self, index: int, events: Sequence[Event]) -> None:
+        self._drafts[index].add(events)
+
+    def reply(self) -> Reply:
+        choices = tuple([self._drafts[index].choice(index) for index in sorted(self._drafts)])
+        return Reply(choices, total_usage([choice.usage for choice in choices]))

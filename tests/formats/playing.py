@@ -1,7 +1,6 @@
 """A format's output through the split stage, and what comes out of it joined."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,7 +16,7 @@ from dragoman.events import (
     ToolCallStart,
 )
 from dragoman.formats import FORMATS
-from dragoman.reply import Batch, Choice, collect
+from dragoman.reply import Choice, Collection
 from dragoman.stages.split import Split
 from tests.formats.cases import TOOLS
 
@@ -89,9 +88,7 @@ def without_ids(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 def collected(events: Sequence[Event]) -> Choice:
     """The reply as a caller that does not stream gets it."""
-
-    async def batches() -> AsyncIterator[Batch]:
-        for event in events:
-            yield 0, [event]
-
-    return asyncio.run(collect(batches(), lambda heard: None)).choices[0]
+    collection = Collection()
+    for event in events:
+        collection.add(0, [event])
+    return collection.reply().choices[0]

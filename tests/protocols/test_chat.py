@@ -1,8 +1,6 @@
 """Chat completions: JSON to values, events to frames."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -37,7 +35,7 @@ from dragoman.events import (
     Usage,
 )
 from dragoman.protocols import PROTOCOLS
-from dragoman.reply import Batch, Reply, collect
+from dragoman.reply import Collection, Reply
 
 CHAT = PROTOCOLS["chat"]
 
@@ -191,11 +189,10 @@ def parse(wire: bytes) -> list[Any]:
 
 
 def collected(*batches: list[Event]) -> Reply:
-    async def stream() -> AsyncIterator[Batch]:
-        for events in batches:
-            yield 0, events
-
-    return asyncio.run(collect(stream(), lambda _: None))
+    collection = Collection()
+    for events in batches:
+        collection.add(0, events)
+    return collection.reply()
 
 
 REQUEST = GenerationRequest(id="chatcmpl-1", model="m")

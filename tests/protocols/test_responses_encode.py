@@ -1,7 +1,6 @@
 """Responses on their way out: event by event, and the stream's last word against the whole reply."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from dragoman.events import (
 from dragoman.protocols.responses import Shown, Telling
 from dragoman.protocols.responses.calls import Called
 from dragoman.protocols.responses.sealed import seal
-from dragoman.reply import Batch, Reply, collect
+from dragoman.reply import Collection, Reply
 from tests.protocols.response_events import accumulated, read
 from tests.protocols.test_responses import question
 
@@ -52,13 +51,9 @@ def streamed(*events: Event, shown: Shown = SHOWN) -> list[dict[str, Any]]:
 
 
 def collected(*events: Event) -> Reply:
-    async def batches() -> AsyncIterator[Batch]:
-        yield 0, events
-
-    async def made() -> Reply:
-        return await collect(batches(), lambda events: None)
-
-    return asyncio.run(made())
+    collection = Collection()
+    collection.add(0, events)
+    return collection.reply()
 
 
 def whole(*events: Event, shown: Shown = SHOWN) -> dict[str, Any]:

@@ -1,4 +1,10 @@
+import json
+from collections.abc import Callable
+
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dragoman.errors import BadRequest
 from dragoman.protocols import wire
@@ -37,3 +43,40 @@ def test_what_is_just_allowed() -> None:
     assert wire.parse(b'{"a": ' + b"[" * 63 + b"]" * 63 + b"}")
     assert wire.parse('{"a": "\\ud83d\\ude00 \\u0000 \u202e"}'.encode()) == {"a": "😀 \x00 \u202e"}
     assert wire.parse(b'{"a": 1.0, "b": 1.5, "c": 1e3}') == {"a": 1, "b": 1.5, "c": 1000}
+
+
+NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+FRAGMENTS = st.sampled_from([*'{}[],:"\\ -01é', "\x01", "1.0", "1e9", '"a"', '"a":', "\\u", '"\\u003a"'])
+
+
+def outcome(parse: Callable[[bytes], object], body: bytes) -> str:
+    """With the types of the values (1 is not 1.0), or the words of the refusal."""
+    try:
+        return repr(parse(body))
+    except BadRequest as error:
+        return error.message
+
+
+@given(st.dictionaries(st.text(), VALUES))
+def test_both_decoders_read_the_same(value: dict[str, object]) -> None:
+    body = msgspec.json.encode(value)
+    assert outcome(wire.parse, body) == outcome(wire._parse_strictly, body)
+
+
+@given(st.lists(FRAGMENTS, max_size=12))
+def test_both_decoders_refuse_the_same(fragments: list[str]) -> None:
+    body = ('{"a":' + "".join(fragments) + "}").encode()
+    assert outcome(wire.parse, body) == outcome(wire._parse_strictly, body)
+
+
+@pytest.mark.parametrize("encode", [msgspec.json.encode, lambda value: json.dumps(value).encode()])
+@given(st.text(), st.text())
+def test_a_key_that_comes_twice_is_seen_whatever_else_there_is(
+    encode: Callable[[str], bytes], key: str, text: str
+) -> None:
+    body = b"{%b: %b, %b: 1}" % (encode(key), encode(text), encode(key))
+    with pytest.raises(BadRequest, match="comes twice"):
+        wire.parse(body)

@@ -15,6 +15,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import lru_cache
 from typing import Annotated, Self
 
 import msgspec
@@ -68,6 +69,8 @@ class ScriptedEngine(Engine):
         self.options = options = options or ScriptedOptions()
         self.slots = options.slots
         self.syntax = named(options.format)
+        faults = (options.fail_after, options.hang_after, options.crash_after)
+        self.first_fault = min((at for at in faults if at is not None), default=None)
         try:
             self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
         except re.error as error:
@@ -91,7 +94,7 @@ class ScriptedEngine(Engine):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         output = self._output(request.last_user_text)
         thinking = bool(request.messages) and begins_in_thought(self.syntax, output)
-        pieces = self._pieces(self._within_budget(output, thinking, request.thinking))
+        pieces = _pieces(self._within_budget(output, thinking, request.thinking), self.options.chunk)
         prompt_tokens = self._prompt_tokens(request)
         room = self._room(request, prompt_tokens)
         played = pieces if room is None else pieces[:room]
@@ -106,7 +109,7 @@ class ScriptedEngine(Engine):
                 yield ready
                 ready = []
             await asyncio.sleep(self._delay(begun, at))
-            ready += [TextDelta(piece) for piece in played[at : min(at + burst, end)]]
+            ready += played[at : min(at + burst, end)]
         if fault is not None:
             yield ready
             await self._fault(fault)
@@ -117,7 +120,10 @@ class ScriptedEngine(Engine):
         return self._prompt_tokens(request)
 
     def _output(self, text: str) -> str:
-        return next((output for pattern, output in self.replies if pattern.search(text)), text)
+        for pattern, output in self.replies:
+            if pattern.search(text):
+                return output
+        return text
 
     def _within_budget(self, output: str, thinking: bool, asked: Thinking) -> str:
         """The output with its first thought cut to what the request allows."""
@@ -131,13 +137,11 @@ class ScriptedEngine(Engine):
         closer = output.index(tags.close, opener)
         return output[: min(opener + budget * self.options.chunk, closer)] + output[closer:]
 
-    def _pieces(self, text: str) -> list[str]:
-        size = self.options.chunk
-        return [text[at : at + size] for at in range(0, len(text), size)]
-
     def _prompt_tokens(self, request: GenerationRequest) -> int:
-        texts = [request.prompt] if isinstance(request.prompt, str) else [message.text for message in request.messages]
-        return sum(-(-len(text) // self.options.chunk) for text in texts)
+        size, prompt = self.options.chunk, request.prompt
+        if isinstance(prompt, str):
+            return -(-len(prompt) // size)
+        return sum([-(-len(message.text) // size) for message in request.messages])
 
     def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:
         """Tokens the reply may have at the most."""
@@ -156,9 +160,8 @@ class ScriptedEngine(Engine):
 
     def _fault_at(self, tokens: int) -> int | None:
         """After how many of the reply's tokens something goes wrong."""
-        options = self.options
-        faults = [at for at in (options.fail_after, options.hang_after, options.crash_after) if at is not None]
-        return min(faults) if faults and min(faults) <= tokens else None
+        fault = self.first_fault
+        return fault if fault is not None and fault <= tokens else None
 
     def _delay(self, begun: float, at: int) -> float:
         rate = self.options.tokens_per_second
@@ -175,3 +178,9 @@ class ScriptedEngine(Engine):
         if at == options.hang_after:
             await asyncio.Event().wait()
         raise EngineFailed(f"the script fails after {options.fail_after} tokens")
+
+
+@lru_cache(maxsize=64)
+def _pieces(text: str, size: int) -> tuple[TextDelta, ...]:
+    """A script is played again and again, and cut once."""
+    return tuple(TextDelta(text[at : at + size]) for at in range(0, len(text), size))

@@ -70,7 +70,7 @@ NEUTRAL: dict[str, object] = {
 
 def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:
     """What these fields ask of an engine; of a field that is neither one of them nor of the others, just that."""
-    asked = [Asked(name, name) for name in SAMPLING if getattr(fields, name) not in (None, NEUTRAL.get(name))]
+    asked = [Asked(name, name) for name in SAMPLING if name in parsed and _says_something(name, getattr(fields, name))]
     if fields.logit_bias:
         asked.append(Asked("logit_bias", "logit_bias"))
     if fields.stop:
@@ -83,6 +83,10 @@ def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Contain
         asked.append(Asked("choices", "n"))
     unknown = [name for name in unknown_fields(parsed, type(fields)) if name not in others]
     return asked + [Asked("unknown", name) for name in unknown if parsed[name] is not None]
+
+
+def _says_something(name: str, value: object) -> bool:
+    return value is not None and value != NEUTRAL.get(name)
 
 
 def sampling(fields: SamplingFields) -> Sampling:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +24,31 @@ _ERROR = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 
 
 def parse(body: bytes) -> dict[str, Any]:
+    """What msgspec reads, or the strict decoder where that fails or may have read less than there is.
+
+    msgspec is several times faster and takes exactly what the strict decoder takes, but for a key that comes twice.
+    """
+    try:
+        parsed = _reader.decode(body)
+        is_whole = _is_whole(body, parsed)
+    except (ValueError, RecursionError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        parsed = _parse_strictly(body)
+    if not isinstance(parsed, dict):
+        raise BadRequest("the body must be a JSON object")
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+        _check_depth(parsed)
+    return parsed
+
+
+def _is_whole(body: bytes, parsed: object) -> bool:
+    """Whether no key was dropped: written anew there are as many colons, and none was hidden in an escape."""
+    return body.count(b":") == msgspec.json.encode(parsed).count(b":") and b"\\u" not in body
+
+
+def _parse_strictly(body: bytes) -> Any:
+    """Tells what is wrong, and where."""
     try:
         text = body.decode()
         parsed = _decoder.decode(text)
@@ -32,10 +58,6 @@ def parse(body: bytes) -> dict[str, Any]:
         raise BadRequest(_TOO_DEEP) from None
     except ValueError as error:
         raise BadRequest(f"the body is not valid JSON: {_reason(error)}") from None
-    if not isinstance(parsed, dict):
-        raise BadRequest("the body must be a JSON object")
-    if text.count("{") + text.count("[") > MAX_DEPTH:
-        _check_depth(parsed)
     if "\\u" in text:
         _check_surrogates(parsed)
     return parsed
@@ -79,6 +101,7 @@ def _number(digits: str) -> int | float:
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
+_reader = msgspec.json.Decoder(float_hook=_number)
 
 
 def _check_depth(root: object) -> None:
@@ -134,5 +157,10 @@ def at(parsed: dict[str, Any], path: str) -> Any:
 
 
 def unknown_fields(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> list[str]:
-    known = shape.__struct_encode_fields__
+    known = _fields(shape)
     return [name for name in parsed if name not in known]
+
+
+@cache
+def _fields(shape: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(shape.__struct_encode_fields__)

@@ -9,5 +9,5 @@ auth        who is asking
 watch       what takes long: keep-alive comments, requests that are overdue, clients that leave
 serve       the app in uvicorn
 connection  what uvicorn's HTTP connection does not guard against by itself
-writing     the head of a response leaves with its body
+writing     how the bytes of one response leave
 """

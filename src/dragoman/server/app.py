@@ -43,7 +43,6 @@ ROUTES = {
     "/health": {"GET": Route(listing.health, is_open=True)},
     "/ready": {"GET": Route(listing.ready, is_open=True)},
     "/v1/models": {"GET": Route(listing.models)},
-    "/v1/models/*": {"GET": Route(listing.one_model)},
     "/v1/chat/completions": {"POST": _generates(PROTOCOLS["chat"])},
     "/v1/chat/completions/render": {"POST": Route(listing.render)},
     "/v1/completions": {"POST": _generates(PROTOCOLS["completions"])},
@@ -54,15 +53,20 @@ ROUTES = {
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{responses.ROOT}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
-    f"{responses.ROOT}/*": {
+    "/tokenize": {"POST": Route(listing.tokenize)},
+    "/detokenize": {"POST": Route(listing.detokenize)},
+}
+"""Path, method, route."""
+
+ROUTES_BELOW = {
+    "/v1/models/": {"GET": Route(listing.one_model)},
+    f"{responses.ROOT}/": {
         "GET": Route(responses.show, family=OPENAI),
         "DELETE": Route(responses.delete, family=OPENAI),
         "POST": Route(responses.cancel, family=OPENAI),
     },
-    "/tokenize": {"POST": Route(listing.tokenize)},
-    "/detokenize": {"POST": Route(listing.detokenize)},
 }
-"""Path, method, route. A path that ends in `*` stands for everything below it."""
+"""The same for everything below a path."""
 
 
 class App:
@@ -82,16 +86,15 @@ class App:
         return self.settings.strict if asked is None else asked.lower() in (b"true", b"1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._http(Exchange(scope, receive, send))
-        elif scope["type"] == "lifespan":
+        if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        else:
+            return
+        if scope["type"] != "http":
             await responses.refuse_websocket(scope, receive, send)
-
-    async def _http(self, exchange: Exchange) -> None:
+            return
         if not self._started:
             self.start()
+        exchange = Exchange(scope, receive, send)
         self.watch.add(exchange)
         try:
             await self._dispatch(exchange)
@@ -161,10 +164,11 @@ def _response_store(limits: Limits) -> ResponseStore:
 
 def _methods(path: str) -> Mapping[str, Route]:
     """The routes at a path, by method; none where there is nothing."""
-    if path in ROUTES and not path.endswith("*"):
-        return ROUTES[path]
-    for pattern, methods in ROUTES.items():
-        if pattern.endswith("*") and path.startswith(pattern[:-1]) and len(path) >= len(pattern):
+    methods = ROUTES.get(path)
+    if methods is not None:
+        return methods
+    for pattern, methods in ROUTES_BELOW.items():
+        if path.startswith(pattern) and len(path) > len(pattern):
             return methods
     return {}
 

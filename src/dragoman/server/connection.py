@@ -8,16 +8,19 @@ Rules
 3. A head has its time while nothing is being answered; empty lines before it begin nothing.
 4. A client that reads nothing for `write_seconds` while there is something to read is cut off.
 5. A wish to speak another protocol (`Upgrade`) is not heard: the request is served as what it is.
-6. Pieces of a stream, the most frequent thing there is, may be written with one plain call (`write_directly`).
+6. Whole replies and pieces of a stream, the most frequent things there are, may be written with one plain call.
 """
 
 import asyncio
+from functools import lru_cache
 from http import HTTPStatus
+from itertools import chain
 from typing import cast
+from urllib.parse import unquote
 
 import httptools
 import msgspec
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIVersions, HTTPScope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dragoman.config import Limits
@@ -25,9 +28,10 @@ from dragoman.errors import BadRequest, DragomanError, HeadersTooLarge, RequestT
 from dragoman.protocols import Family, family
 from dragoman.server.exchange import DIRECT, Scope
 from dragoman.server.respond import new_id
-from dragoman.server.writing import ResponseTransport
+from dragoman.server.writing import Response
 from dragoman.telemetry import EventLog, RequestRecord
 
+ASGI: ASGIVersions = {"version": "3.0", "spec_version": "2.3"}
 LOOKS = 4
 """How often, in the time that a client has for reading, it is looked whether it reads."""
 
@@ -40,12 +44,14 @@ def guarded(limits: Limits, log: EventLog) -> type[HttpToolsProtocol]:
 class _Connection(HttpToolsProtocol):
     limits: Limits
     log: EventLog
-    _answered: RequestResponseCycle | None = None
+    _answered: Response | None = None
     """The latest request to be answered; `cycle` is the latest to arrive, which may have to wait."""
     _is_too_large = False
     _in_head = False
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+    _heard_at = 0.0
     _write_timer: asyncio.TimerHandle | None = None
     _unread = 0
     _read_at = 0.0
@@ -57,6 +63,8 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head_timer()
         self._cancel_write_timer()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         # Those that wait have no task yet, and nobody to be told.
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
@@ -65,7 +73,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        self._heard_at = self.loop.time()
         if not self._in_head:
             self._head_bytes = 0
         self._head_bytes += len(data)
@@ -100,7 +108,9 @@ class _Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._in_head = True
 
     def on_headers_complete(self) -> None:
@@ -113,13 +123,49 @@ class _Connection(HttpToolsProtocol):
             return
         self._in_head = False
         self._cancel_head_timer()
-        self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]
-        super().on_headers_complete()
-        transport = ResponseTransport(self.transport, has_body=self.scope["method"] != "HEAD")
-        self.cycle.transport = cast("asyncio.Transport", transport)
-        if len(self.pipeline) == 1:
+        self.scope = self._scope()
+        waits = self.cycle is not None and not self.cycle.response_complete
+        self.cycle = response = self._response()
+        if not waits:
+            self._start_asgi_task(response, self.app)
+            return
+        if self.pipeline:
             # While nothing is read it is not seen that the client leaves. One request may wait, then nothing is read.
-            self.flow.resume_reading()
+            self.flow.pause_reading()
+        self.pipeline.appendleft((response, self.app))
+
+    def _scope(self) -> HTTPScope:
+        path, raw_path, query = _parsed(self.url)
+        return {
+            "type": "http",
+            "asgi": ASGI,
+            "http_version": self.parser.get_http_version(),
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme or "http",
+            "method": self.parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "extensions": {DIRECT: self},  # type: ignore[dict-item]
+        }
+
+    def _response(self) -> Response:
+        return Response(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
 
     def on_message_complete(self) -> None:
         if self._in_head:
@@ -130,26 +176,40 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answered = cycle
+        self._answered = cast("Response", cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._in_head and not self.transport.is_closing():
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._in_head:
             self._await_head()
+        self._heard_at = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_for_idleness)
 
-    def write_directly(self, scope: Scope, data: bytes) -> bool:
-        """A piece of the response that is being streamed for this scope, if it can be written at once."""
-        cycle = self._answered
-        if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
-            return False
-        if cycle.disconnected or self.flow.write_paused:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+    def _look_for_idleness(self) -> None:
+        """One timer for all requests of a connection: most of them come long before it."""
+        self._idle_timer = None
+        if self._in_head or (self._answered is not None and not self._answered.response_complete):
+            return
+        left = self._heard_at + self.timeout_keep_alive - self.loop.time()
+        if left <= 0:
+            self.transport.close()
+        else:
+            self._idle_timer = self.loop.call_later(left, self._look_for_idleness)
+
+    def response(self, scope: Scope) -> Response | None:
+        """The response for this scope, if it is its turn to be written."""
+        answered = self._answered
+        return answered if answered is not None and answered.scope is scope else None
 
     def _head_size(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+        return len(self.url) + len(": \r\n") * len(self.headers) + sum(map(len, chain.from_iterable(self.headers)))
 
     def _too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(f"the headers are larger than {self.limits.header_bytes} bytes")
@@ -216,6 +276,14 @@ def _staying(connection: bytes) -> bytes:
     """What the Connection header says, but for the wish to leave HTTP; the Upgrade header says for what."""
     words = [word.strip() for word in connection.split(b",")]
     return b", ".join(word for word in words if word.lower() != b"upgrade")
+
+
+@lru_cache(maxsize=256)
+def _parsed(url: bytes) -> tuple[str, bytes, bytes]:
+    """The path as text and as it came, and the query."""
+    parsed = httptools.parse_url(url)
+    path = parsed.path.decode("ascii")
+    return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""
 
 
 def _response(error: DragomanError, request_id: str, spoken: Family) -> bytes:

@@ -12,7 +12,8 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -48,8 +49,30 @@ LARGE_BODY = 256 * 1024
 LONGEST_LIST = 1000
 """Characters of a header that lists words."""
 DIRECT = "dragoman.direct"
-"""An extension of the ASGI scope: the connection itself, to which a piece of a stream can be handed with one call."""
+"""An extension of the ASGI scope: the connection itself, which hands out the `Direct` of a scope."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+class Direct(Protocol):
+    """The exchange on its connection. What can be done at once needs no coroutine; where it cannot, None or False."""
+
+    def take_body(self) -> bytes | None: ...
+
+    def reply(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool: ...
+
+    def write(self, data: bytes) -> bool: ...
+
+
+@lru_cache(maxsize=256)
+def _host_name(host: bytes) -> bytes | None:
+    """Without the port; None where it is not a name at all."""
+    match = _HOST.fullmatch(host)
+    return match[1].lower() if match else None
+
+
+@lru_cache(maxsize=256)
+def _media_type(content_type: bytes) -> bytes:
+    return content_type.partition(b";")[0].strip().lower()
 
 
 def _slow_body(seconds: float) -> DragomanError:
@@ -57,33 +80,37 @@ def _slow_body(seconds: float) -> DragomanError:
 
 
 class Exchange:
+    family: Family = OPENAI
+    """In whose words errors are told."""
+    begun = False
+    gone = False
+    streaming = False
+    due = math.inf
+    stopping: DragomanError | None = None
+    """Why this request would be cancelled by the server itself."""
+    _body_read = False
+    _ignored: tuple[str, ...] = ()
+    _warnings: tuple[str, ...] = ()
+    _allowed = 0.0
+    _overdue: Overdue | None = None
+    _aborted: DragomanError | None = None
+    _listener: asyncio.Task[None] | None = None
+    _pinging: asyncio.Task[None] | None = None
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
+        connection = scope.get("extensions", {}).get(DIRECT)
+        self._direct: Direct | None = None if connection is None else connection.response(scope)
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
         self.extra_headers: list[tuple[bytes, bytes]] = []
-        self._ignored: list[str] = []
-        self._warnings: list[str] = []
-        self.family: Family = OPENAI
-        """In whose words errors are told."""
-        self.begun = False
-        self.gone = False
-        self.streaming = False
-        self._body_read = False
         self.started = self.heard = self.written = time.monotonic()
-        self.due = math.inf
-        self.stopping: DragomanError | None = None
-        """Why this request would be cancelled by the server itself."""
-        self._allowed = 0.0
-        self._overdue: Overdue | None = None
-        self._aborted: DragomanError | None = None
-        self._task = asyncio.current_task()
-        self._listener: asyncio.Task[None] | None = None
-        self._pinging: asyncio.Task[None] | None = None
+        # The connection knows its loop; to ask which one is running costs a system call.
+        self._task = asyncio.current_task(None if connection is None else connection.loop)
 
     def speak(self, family: Family) -> None:
         self.family = family
@@ -91,19 +118,28 @@ class Exchange:
             self.extra_headers.append((family.id_header, self.record.id.encode()))
 
     def check_host(self, allowed: frozenset[bytes] | None) -> None:
-        host = self.headers.get(b"host")
-        match = _HOST.fullmatch(host) if host is not None else None
-        if match is None or (allowed is not None and match[1].lower() not in allowed):
+        name = _host_name(self.headers.get(b"host", b""))
+        if name is None or (allowed is not None and name not in allowed):
             self.extra_headers.append((b"connection", b"close"))
             raise BadRequest("the Host header does not name this server")
 
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
-    async def body(self, limits: Limits) -> bytes:
+    async def decoded(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
+        """The body as what `decode` makes of it; a large one in a thread, so that meanwhile others stream."""
         self._check_media()
         if int(self.headers.get(b"content-length", b"0")) > limits.body_bytes:
             raise self._too_large(limits)
+        body = None if self._direct is None else self._direct.take_body()
+        if body is None:
+            body = await self._arriving_body(limits)
+        elif len(body) > limits.body_bytes:
+            raise self._too_large(limits)
+        self._body_read = True
+        return await asyncio.to_thread(decode, body) if len(body) > LARGE_BODY else decode(body)
+
+    async def _arriving_body(self, limits: Limits) -> bytes:
         chunks: list[bytes] = []
         size = 0
         self.expect(limits.body_seconds, _slow_body)
@@ -118,21 +154,16 @@ class Exchange:
                 raise self._too_large(limits)
             if not message.get("more_body", False):
                 break
-        self._body_read = True
         self.due = math.inf
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-    async def decoded(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
-        """The body as what `decode` makes of it; a large one in a thread, so that meanwhile others stream."""
-        body = await self.body(limits)
-        return await asyncio.to_thread(decode, body) if len(body) > LARGE_BODY else decode(body)
+        return b"".join(chunks)
 
     def _check_media(self) -> None:
-        media = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        media = _media_type(self.headers.get(b"content-type", b""))
         # Without a type only programs can send a body; a web page of another origin must not.
         if media != JSON and (media or b"origin" in self.headers):
             raise UnsupportedMedia("send the body as JSON, with the header 'content-type: application/json'")
-        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        encoding = self.headers.get(b"content-encoding")
+        if encoding is not None and encoding.lower() != b"identity":
             raise UnsupportedMedia("compressed bodies are not accepted")
 
     def _too_large(self, limits: Limits) -> TooLarge:
@@ -190,16 +221,15 @@ class Exchange:
 
     def ignore(self, params: Iterable[str]) -> None:
         """The reply is not to say that these parameters were honoured."""
-        self._ignored += [param for param in params if param not in self._ignored]
+        self._ignored = tuple(dict.fromkeys((*self._ignored, *params)))
 
     def warn(self, words: str) -> None:
         """Something is odd about the reply; the log says so, and a header where it has not been sent."""
         log.warning("request %s: %s", self.record.id, words)
         self.record.warnings += 1
-        if words not in self._warnings:
-            self._warnings.append(words)
+        self._warnings = tuple(dict.fromkeys((*self._warnings, words)))
 
-    async def _begin(self, status: int, content_type: bytes, length: int | None) -> None:
+    def _head(self, status: int, content_type: bytes, length: int | None) -> list[tuple[bytes, bytes]]:
         self.begun = True
         self.record.status = status
         headers = [(b"content-type", content_type), (b"x-request-id", self.record.id.encode()), *self.extra_headers]
@@ -208,18 +238,24 @@ class Exchange:
         if self._warnings:
             headers.append((b"x-dragoman-warning", _listed(self._warnings)))
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        return headers
+
+    async def _begin_stream(self) -> None:
+        headers = self._head(200, EVENT_STREAM, None)
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def reply_json(self, payload: object, status: int = 200) -> None:
         body = msgspec.json.encode(payload)
         self.due = math.inf
-        await self._begin(status, JSON, len(body))
-        await self._send({"type": "http.response.body", "body": body})
+        headers = self._head(status, JSON, len(body))
+        if self._direct is None or not self._direct.reply(status, headers, body):
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
 
     async def write(self, data: bytes) -> None:
         """More of a stream; the first piece begins it."""
         if not self.begun:
-            await self._begin(200, EVENT_STREAM, None)
+            await self._begin_stream()
         self.due = math.inf
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         # The client may have taken its time: neither that nor the silence meanwhile is the engine's.
@@ -228,8 +264,7 @@ class Exchange:
 
     def write_now(self, data: bytes) -> bool:
         """The same without waiting, where the connection offers it; False where it does not, now or ever."""
-        connection = self._scope.get("extensions", {}).get(DIRECT)
-        if connection is None or not self.begun or not connection.write_directly(self._scope, data):
+        if self._direct is None or not self.begun or not self._direct.write(data):
             return False
         self.written = self.heard
         return True
@@ -240,7 +275,7 @@ class Exchange:
 
     async def _comment(self) -> None:
         if not self.begun:
-            await self._begin(200, EVENT_STREAM, None)
+            await self._begin_stream()
         self.written = time.monotonic()
         await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 

@@ -8,11 +8,9 @@ Rules
 """
 
 import asyncio
-import os
+import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,9 +20,9 @@ from dragoman.catalog import Model
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
-from dragoman.generate import cannot_honour, check, check_limits, generate
+from dragoman.generate import Take, cannot_honour, check, check_limits, generate
 from dragoman.protocols import Encoder, Protocol, Telling
-from dragoman.reply import Batch, collect
+from dragoman.reply import Collection
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ Settle = Callable[[], Awaitable[None]]
 
 
 def new_id(prefix: str) -> str:
-    return prefix + os.urandom(12).hex()
+    return f"{prefix}{random.getrandbits(96):024x}"
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
@@ -43,11 +41,8 @@ async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
     await reply_to(app, exchange, decoded, protocol)
 
 
-async def _nothing() -> None: ...
-
-
 async def reply_to(
-    app: "App", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle = _nothing
+    app: "App", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
 ) -> None:
     """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
     model = app.catalog.resolve(decoded.model)
@@ -57,21 +52,19 @@ async def reply_to(
     if request.delivery.stream:
         await _stream(app, exchange, model, request, telling.encoder(request, int(time.time())), settle)
         return
-    async with _running(app, exchange, model, request) as batches:
-        reply = await collect(batches, partial(_note, app, exchange))
-    told = telling.encode_reply(request, int(time.time()), reply)
-    await settle()
+    collection = Collection()
+    await _run(app, exchange, model, request, _collector(app, exchange, collection))
+    told = telling.encode_reply(request, int(time.time()), collection.reply())
+    if settle is not None:
+        await settle()
     await exchange.reply_json(told)
 
 
-@asynccontextmanager
-async def _running(
-    app: "App", exchange: Exchange, model: Model, request: GenerationRequest
-) -> AsyncGenerator[AsyncGenerator[Batch, None], None]:
-    """The generation, from the moment the model is there and a slot is free; it ends with the block."""
+async def _run(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, take: Take) -> None:
+    """The generation, from the moment the model is there and a slot is free."""
     host, limits = model.host, app.settings.limits
     check_limits(request, limits.choices, limits.stop_strings)
-    engine = await host.ready()
+    engine = host.engine or await host.ready()
     ignored = check(request, host.supports, app.is_strict(exchange))
     if ignored:
         exchange.ignore(ignored)
@@ -79,23 +72,31 @@ async def _running(
     exchange.streaming = request.delivery.stream
     slots = Slots(host.admission, request.principal)
     try:
-        await slots.first()
+        if not slots.take_first():
+            await slots.first()
         exchange.expect(limits.stall_seconds, silent_engine)
-        async with aclosing(generate(engine, request, slots)) as batches:
-            yield batches
+        await generate(engine, request, slots, take)
     finally:
         slots.close()
 
 
+def _collector(app: "App", exchange: Exchange, collection: Collection) -> Take:
+    def take(choice: int, events: Sequence[Event]) -> None:
+        _note(app, exchange, events)
+        collection.add(choice, events)
+
+    return take
+
+
 async def _stream(
-    app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder, settle: Settle
+    app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder, settle: Settle | None
 ) -> None:
     failure: Exception | None
     try:
-        async with _running(app, exchange, model, request) as batches:
-            await _write_frames(app, exchange, batches, encoder)
+        await _run(app, exchange, model, request, _frame_writer(app, exchange, encoder))
         end = encoder.end()
-        await settle()
+        if settle is not None:
+            await settle()
     except asyncio.CancelledError:
         failure = exchange.take_cancellation()
         if failure is None:
@@ -112,17 +113,20 @@ async def _stream(
     await exchange.end(encoder.fail(exchange.told(failure)))
 
 
-async def _write_frames(app: "App", exchange: Exchange, batches: AsyncIterator[Batch], encoder: Encoder) -> None:
+def _frame_writer(app: "App", exchange: Exchange, encoder: Encoder) -> Take:
     held = b""
-    async for choice, events in batches:
+
+    def take(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        nonlocal held
         _note(app, exchange, events)
         frames = encoder.feed(choice, events)
         if not exchange.begun and all(type(event) is Started for event in events):
             held += frames
-            continue
+            return None
         frames, held = held + frames, b""
-        if frames and not exchange.write_now(frames):
-            await exchange.write(frames)
+        return None if not frames or exchange.write_now(frames) else exchange.write(frames)
+
+    return take
 
 
 def silent_engine(seconds: float) -> DragomanError:

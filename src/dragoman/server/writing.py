@@ -1,42 +1,94 @@
-"""How the bytes of one response leave: the transport that uvicorn is given for it.
+"""How the bytes of one response leave: uvicorn's cycle of request and response, with a writing side of its own.
 
 Rules
 1. The head leaves in one write with the beginning of the body: one system call and one packet less for each response.
-   The head of a response to HEAD, which nothing follows, leaves at once.
 2. Nothing is written to a connection that is closing: uvloop raises where asyncio would drop the bytes.
-
-uvicorn writes `[100 Continue] head piece*` and says with none of these calls which it is. A head is known by its first
-bytes, which are the same in all of uvicorn's heads whatever version the client speaks; the interim response begins
-with them too and must not wait. After the head everything is body, even what looks like a head.
+3. What need not wait for the client needs no coroutine: `take_body` for a body that has arrived, `reply` for a whole
+   response, `write` for a piece of a stream. Everything else goes by `receive` and `send`, which wait.
 """
 
-import asyncio
+from collections.abc import Iterable
 
-_HEAD = b"HTTP/1.1 "
-_INTERIM = b"HTTP/1.1 100"
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+Headers = Iterable[tuple[bytes, bytes]]
 
 
-class ResponseTransport:
-    def __init__(self, transport: asyncio.Transport, *, has_body: bool) -> None:
-        self._transport = transport
-        # None: not yet seen; empty: it has left.
-        self._head: bytes | None = None if has_body else b""
-        self.is_closing = transport.is_closing
+CHUNK = b"%x\r\n%b\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 
-    def write(self, data: bytes) -> None:
-        if self.is_closing():
+
+class Response(RequestResponseCycle):
+    _head = b""
+    """What waits for the beginning of the body."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected or self.response_complete:
             return
-        if self._head is None and data.startswith(_HEAD) and not data.startswith(_INTERIM):
-            self._head = data
-        elif self._head:
-            self._transport.write(self._head + data)
-            self._head = b""
+        if message["type"] == "http.response.start":
+            self._begin(message["status"], message.get("headers", ()))
+        elif message["type"] == "http.response.body":
+            self._continue(message.get("body", b""), message.get("more_body", False))
+
+    def take_body(self) -> bytes | None:
+        """The request's whole body, if it has arrived."""
+        if self.more_body or self.disconnected:
+            return None
+        self.flow.resume_reading()
+        body, self.body = bytes(self.body), bytearray()
+        return body
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> bool:
+        """A whole response; False where it would have to wait."""
+        if self.disconnected or self.flow.write_paused:
+            return False
+        self._begin(status, headers)
+        self._continue(body, more=False)
+        return True
+
+    def write(self, data: bytes) -> bool:
+        """A piece of a stream that has begun; False where it would have to wait."""
+        if self.disconnected or self.flow.write_paused or not self.chunked_encoding:
+            return False
+        self._put(CHUNK % (len(data), data))
+        return True
+
+    def _begin(self, status: int, headers: Headers) -> None:
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        self.chunked_encoding = self.scope["method"] != "HEAD"
+        lines = [STATUS_LINE[status]]
+        for name, value in (*self.default_headers, *headers):
+            if name == b"connection":
+                # The only word this server has for it is `close`.
+                self.keep_alive = False
+                continue
+            if name == b"content-length":
+                self.chunked_encoding = False
+            lines += name, b": ", value, b"\r\n"
+        if self.chunked_encoding:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        self._head = b"".join(lines)
+
+    def _continue(self, body: bytes, more: bool) -> None:
+        if self.chunked_encoding:
+            piece = CHUNK % (len(body), body) if body else b""
+            self._put(piece if more else piece + LAST_CHUNK)
         else:
-            self._transport.write(data)
+            self._put(b"" if self.scope["method"] == "HEAD" else body)
+        if not more:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
 
-    def close(self) -> None:
-        if self.is_closing():
-            return
+    def _put(self, data: bytes) -> None:
         if self._head:
-            self._transport.write(self._head)
-        self._transport.close()
+            data, self._head = self._head + data, b""
+        if not self.transport.is_closing():
+            self.transport.write(data)

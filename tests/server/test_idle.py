@@ -1,0 +1,39 @@
+"""A connection that nobody uses is closed; one that is used stays, however long."""
+
+import asyncio
+
+from uvicorn.server import ServerState
+
+from dragoman.engines.scripted import ScriptedEngine
+from dragoman.server.app import create_app
+from dragoman.server.connection import guarded
+from dragoman.server.serve import server_for
+
+IDLE_SECONDS = 0.3
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+    assert await reader.readuntil(b"}") == b'{"status":"ok"}'
+
+
+def test_the_time_of_an_idle_connection_begins_anew_with_every_request() -> None:
+    async def scenario() -> None:
+        app = create_app(ScriptedEngine())
+        config = server_for(app).config
+        config.timeout_keep_alive = IDLE_SECONDS  # type: ignore[assignment]
+        connection, loop = guarded(app.settings.limits, app.log), asyncio.get_running_loop()
+        listening = await loop.create_server(lambda: connection(config, ServerState(), {}), "127.0.0.1")
+        async with listening:
+            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+            for _ in range(4):
+                await ask(reader, writer)
+                await asyncio.sleep(IDLE_SECONDS * 0.6)
+            await ask(reader, writer)
+            answered = loop.time()
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert loop.time() - answered >= IDLE_SECONDS * 0.9
+            writer.close()
+
+    asyncio.run(scenario())
