@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="dragoman",
-        description="Serve any model you run yourself to any program that speaks the OpenAI API.",
+        description="Serve any model you run yourself to any program that speaks the OpenAI or the Anthropic API.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
