@@ -1,4 +1,4 @@
-"""Serve any model you run yourself to any program that speaks the OpenAI API.
+"""Serve any model you run yourself to any program that speaks the OpenAI or the Anthropic API.
 
 from dragoman import Engine, serve
 """
