@@ -28,7 +28,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser(
         "serve",
         help="serve models over HTTP",
-        description="Serve models to programs that speak the OpenAI or the Anthropic API. Missing models are downloaded first.",
+        description="Serve models to programs that speak the OpenAI or the Anthropic API. Missing ones are downloaded.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
