@@ -77,13 +77,14 @@ async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
 
 
 async def idle(engine: LlamaEngine) -> None:
-    """Until the runner has nothing left; every sequence is then free or waits only for being cleared."""
+    """Until the runner has nothing left; every sequence is then nobody's."""
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
     async with asyncio.timeout(5):
         while not scheduler.idle:  # noqa: ASYNC110  (it becomes so in another thread)
             await asyncio.sleep(0.01)
-    assert len(scheduler.free) + len(scheduler.used) == engine.options.slots
+    assert not scheduler.sequences.taken
+    assert not scheduler.promised.ends
 
 
 async def reading(engine: LlamaEngine) -> None:
@@ -91,5 +92,5 @@ async def reading(engine: LlamaEngine) -> None:
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
     async with asyncio.timeout(5):
-        while not any(seat.done for seat in list(scheduler.seats.values())):  # noqa: ASYNC110  (as above)
+        while not any(slot.done for slot in list(scheduler.slots.values())):  # noqa: ASYNC110  (as above)
             await asyncio.sleep(0.001)

@@ -6,6 +6,8 @@ generation  one request's way from logits to events
 budget      how much of a reply may be thought
 runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
 scheduler   which rows the next decode has: pure, without model, thread or clock
+sequences   which sequence of the memory holds what, and which one a job gets: pure
+radix       who holds which beginning of a text: pure
 sampling    from logits to a token, and log probabilities
 binding     a model, its decoder, its samplers
 library     the C functions

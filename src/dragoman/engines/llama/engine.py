@@ -1,7 +1,7 @@
 """Models in GGUF files, run by llama.cpp: many requests at once, each in a slot of its own.
 
-A slot has room for `context` tokens of prompt and reply together, so the memory that the model's state takes grows
-with `context` times `slots`.
+A slot has room for `context` tokens of prompt and reply together, and so has each of the `cache_sequences` in which
+beginnings of texts are kept: the memory that the model's state takes grows with `context` times the two together.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
@@ -22,8 +23,8 @@ from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake
-from dragoman.engines.llama.runner import LEAST_CHUNK, Runner
-from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS
+from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
+from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
 from dragoman.errors import ConfigError, EngineFailed
 from dragoman.events import Event, Finished
 from dragoman.formats import detect, named
@@ -66,6 +67,14 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Count | None = None
     batch: Count = 512
     """The most prompt tokens that are taken in at once."""
+    cache_sequences: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCES)] | None = None
+    """Texts that are kept beside those in the slots, for requests that begin alike; None: as many as there are slots,
+    if the memory is large."""
+    isolate: bool = False
+    """Beginnings are shared only between requests of one principal: nobody can tell from the time that an answer takes
+    what others have asked."""
+    gap_ms: Count = 150
+    """How long somebody who is being answered may wait for the next token while prompts are taken in."""
 
 
 class _Loaded(msgspec.Struct, frozen=True):
@@ -172,18 +181,20 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
         if not model.generates:
             raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
         length = options.context or _default_context(model, options.slots)
-        _check_memory(model, options.slots, length)
+        cached = _cache_sequences(model, options, length)
+        _check_memory(model, options.slots, cached, length)
         context = Context(
             model,
-            sequences=options.slots,
+            sequences=options.slots + cached,
             length=length,
             rows=options.batch + options.slots,
             outputs=MAX_PROMPT_OUTPUTS + options.slots,
             threads=options.threads or _default_threads(),
         )
         undo.callback(context.close)
-        _warm_up(context, min(options.batch, LEAST_CHUNK))
-        runner = Runner(context, loop, slots=options.slots, batch=options.batch, sharing=not model.forgets)
+        _warm_up(context, min(options.batch, LEAST_CHUNK_ALONE, length))
+        schedule = partial(Scheduler, options.slots, cached, sharing=not model.forgets, isolate=options.isolate)
+        runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000)
         syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
         intake = Intake(model, min(length, context.length), syntax, options.template_options)
         loaded = _Loaded(model, context, intake, runner)
@@ -200,13 +211,27 @@ def _checked(generation: Generation, finished: Finished) -> Finished:
     return msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
 
 
-def _check_memory(model: Model, slots: int, length: int) -> None:
+def _cache_sequences(model: Model, options: LlamaOptions, length: int) -> int:
+    """Where nothing is said, no more than there is room for in the share of the memory that is meant for state."""
+    if model.forgets:
+        return 0
+    room = MAX_SEQUENCES - options.slots
+    if options.cache_sequences is not None:
+        if options.cache_sequences > room:
+            raise ConfigError(f"llama: slots and cache_sequences together must be at most {MAX_SEQUENCES}")
+        return options.cache_sequences
+    fitting = _memory() * DEFAULT_MEMORY_SHARE / (length * model.state_bytes) - options.slots
+    return int(max(min(options.slots, fitting, room), 0))
+
+
+def _check_memory(model: Model, slots: int, cached: int, length: int) -> None:
     """llama.cpp would try, and the system would kill the process."""
-    needed = slots * length * model.state_bytes
+    needed = (slots + cached) * length * model.state_bytes
     if needed > _memory() and not model.forgets:
+        kept = f" and {cached} cache_sequences" if cached else ""
         raise ConfigError(
-            f"llama: {slots} slots of {length} tokens need {needed / 1e9:.0f} GB of memory, "
-            f"there are {_memory() / 1e9:.0f}: lower context or slots"
+            f"llama: {slots} slots{kept} of {length} tokens need {needed / 1e9:.0f} GB of memory, "
+            f"there are {_memory() / 1e9:.0f}: lower context or slots{' or cache_sequences' if cached else ''}"
         )
 
 

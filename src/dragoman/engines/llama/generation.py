@@ -61,7 +61,8 @@ class Generation:
         self.ends = frozenset() if request.ignore_eos else model.ends
         self.unwanted = sorted(model.ends) if request.ignore_eos else []
         self.prompt_text = _prompt_text(request, model) if request.echo else None
-        self.job = Job(next(_ids), prompt, prompt_outputs=request.logprobs is not None and request.logprobs.prompt)
+        prompt_outputs = request.logprobs is not None and request.logprobs.prompt
+        self.job = Job(next(_ids), prompt, prompt_outputs, request.principal)
         self.inbox = Mailbox()
         self.picker: Picker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []

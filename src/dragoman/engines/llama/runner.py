@@ -2,14 +2,14 @@
 
     repeat
       take what came in from the event loop: jobs, cancellations
-      plan, clear, copy, trim
+      plan, and put the memory in order: clear, copy, trim
       decode, and find out meanwhile what grammars allow next
       pick a token for every row that has logits
       hand all events of the step to the event loop in one call
 
 Rules
-1. A step lasts about STEP_SECONDS, whatever is being prefilled, so that a reader's next token and a cancellation never
-   wait longer.
+1. While somebody decodes, a step lasts about as long as the gap that is wanted between two tokens, whatever is being
+   prefilled. While nobody does, it is as long as full speed needs and as cancellations and new prompts may wait.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
 3. A grammar that fails, fails its own job.
 4. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
@@ -20,38 +20,42 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dragoman.constrain.compiled import Guide
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
+from dragoman.engines.llama.sequences import Clear, Copy
 from dragoman.errors import DragomanError, EngineFailed
 from dragoman.events import Event, Finished
 
 log = logging.getLogger("dragoman.engine")
 
-STEP_SECONDS = 0.25
-LEAST_CHUNK = 32
+LEAST_CHUNK = 16
 """Smaller chunks cost more speed than they save waiting."""
+ALONE_SECONDS = 0.25
+LEAST_CHUNK_ALONE = 64
+"""From here on a prompt is taken in at nearly full speed on any CPU: the weights are read once for so many rows."""
 STOPPED = "the engine has been stopped"
 
 
 class Pace:
-    """How many prefill rows fill a step. Steered by the time that full steps took: it is not proportional to the rows,
-    since reading the weights and the memory costs the same for one row as for fifty."""
+    """How many prefill rows make a step of `seconds`. Steered by the time that full steps took: it is not proportional
+    to the rows, since reading the weights and the memory costs the same for one row as for fifty."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, seconds: float, *, least: int, most: int) -> None:
+        self.seconds = seconds
         self.most = most
-        self.least = min(LEAST_CHUNK, most)
+        self.least = min(least, most)
         self.chunk = self.least
 
     def took(self, rows: int, seconds: float) -> None:
         """A step with `rows` rows of prefill lasted so long."""
         if rows < self.chunk:
             return
-        ratio = min(max(STEP_SECONDS / max(seconds, 1e-6), 0.5), 2)
+        ratio = min(max(self.seconds / max(seconds, 1e-6), 0.5), 2)
         # Half the way, because one slow step may only mean that the machine was busy.
         wanted = round(self.chunk * (1 + ratio) / 2)
         self.chunk = min(max(wanted, self.least), self.most)
@@ -64,13 +68,20 @@ class _Cancel:
 
 class Runner:
     def __init__(
-        self, context: Context, loop: asyncio.AbstractEventLoop, *, slots: int, batch: int, sharing: bool
+        self,
+        context: Context,
+        loop: asyncio.AbstractEventLoop,
+        schedule: Callable[[], Scheduler],
+        *,
+        batch: int,
+        gap: float,
     ) -> None:
+        """`batch` is the most prompt tokens of a step, `gap` the seconds that somebody who decodes may wait."""
         self.context = context
-        self.slots = slots
-        self.sharing = sharing
-        self.pace = Pace(batch)
-        self.scheduler = Scheduler(slots, sharing=sharing)
+        self.schedule = schedule
+        self.scheduler = schedule()
+        self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
+        self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
         self.live: dict[int, Generation] = {}
         self.commands: queue.SimpleQueue[Generation | _Cancel | None] = queue.SimpleQueue()
         self.closed = False
@@ -137,7 +148,8 @@ class Runner:
                 self.scheduler.add(command.job)
 
     def _step(self) -> None:
-        plan = self.scheduler.plan(self.pace.chunk)
+        pace = self.among_others if self.scheduler.decoding else self.alone
+        plan = self.scheduler.plan(pace.chunk)
         self._prepare(plan)
         if not plan.chunks:
             return
@@ -146,15 +158,16 @@ class Runner:
         if code:
             self._decode_alone(plan.chunks, code)
         else:
-            self.pace.took(plan.prefill_rows, time.monotonic() - begun)
+            pace.took(plan.prefill_rows, time.monotonic() - begun)
 
     def _prepare(self, plan: Plan) -> None:
-        for sequence in plan.clears:
-            self.context.clear(sequence)
-        for copy in plan.copies:
-            self.context.copy(copy.source, copy.target)
-        for trim in plan.trims:
-            self.context.trim(trim.sequence, trim.length)
+        for effect in plan.effects:
+            if isinstance(effect, Clear):
+                self.context.clear(effect.sequence)
+            elif isinstance(effect, Copy):
+                self.context.copy(effect.source, effect.target)
+            else:
+                self.context.trim(effect.sequence, effect.length)
 
     def _decode(self, chunks: Sequence[Chunk]) -> int:
         masks = self._begin_masks(chunks)
@@ -226,7 +239,7 @@ class Runner:
         for generation in list(self.live.values()):
             self._fail(generation, error)
         self.context.clear_all()
-        self.scheduler = Scheduler(self.slots, sharing=self.sharing)
+        self.scheduler = self.schedule()
 
     def _deliver(self) -> None:
         if not self.outbox:
