@@ -27,10 +27,11 @@ lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-bench: $(VENV)/.installed-dev ## speed of the front end, and of replies that are kept to a schema
+bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, and of replies that are kept to a schema
 	@$(BIN)/python -m bench.frontend $(ARGS)
 	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m bench.constraints $(ARGS)
+	@$(BIN)/python -m bench.engine $(ARGS)
 
 clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one
 	@$(BIN)/python -m clients.run $(ARGS)

@@ -40,9 +40,9 @@ Test = Callable[[LlamaEngine], Awaitable[None]]
 
 @pytest.fixture
 def with_engine(smollm2_path: Path) -> Callable[..., None]:
-    def run(test: Test, slots: int = 2, context: int | None = 512, batch: int = 512) -> None:
+    def run(test: Test, **options_given: Any) -> None:
         async def main() -> None:
-            options = LlamaOptions(path=str(smollm2_path), slots=slots, context=context, batch=batch)
+            options = LlamaOptions(**{"path": str(smollm2_path), "slots": 2, "context": 512, **options_given})
             engine = LlamaEngine("smollm2", options)
             await engine.start()
             try:

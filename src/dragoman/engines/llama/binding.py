@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.engines.llama.library import Batch, library, log
+from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, Batch, library, log
 from dragoman.errors import ConfigError
 
 MAX_SEQUENCES = 256
+"""llama.cpp's own limit on the sequences of a context."""
 TOKENIZED_AT_ONCE = 4096
 """Characters."""
-"""llama.cpp's own limit on the sequences of a context."""
+ROWS_AT_ONCE = 128
+"""How many rows of a batch a CPU works on at once. More are not faster, and attention takes memory for each of them."""
 
 Logits = NDArray[np.float32]
 
@@ -207,6 +209,10 @@ class Context:
         params = c.llama_context_default_params()
         params.n_ctx, params.n_seq_max = length * sequences, sequences
         params.n_batch = params.n_ubatch = rows
+        if not c.llama_supports_gpu_offload():
+            # On a CPU, plain attention decodes long texts up to 1.7 times as fast, and small chunks cost no speed.
+            params.flash_attn_type = FLASH_ATTENTION_OFF
+            params.n_ubatch = min(rows, max(ROWS_AT_ONCE, sequences))
         params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, rows), 0
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = False
