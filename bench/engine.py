@@ -72,7 +72,10 @@ class Answer(NamedTuple):
 
 class Client:
     def __init__(self, port: int, chance: random.Random) -> None:
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False)
+        # Both get a new connection for each request: llama.cpp closes those that were idle for a while.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        url = f"http://127.0.0.1:{port}"
+        self.http = httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False)
         self.chance = chance
 
     def tokens(self, count: int) -> list[int]:

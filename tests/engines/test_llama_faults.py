@@ -169,10 +169,36 @@ def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
         asyncio.run(LlamaEngine("none", LlamaOptions(path=str(tmp_path / "none.gguf"))).start())
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": 257}, {"context": 0}, {"threads": 0}, {"batch": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"slots": 0}, {"slots": 257}, {"context": 0}, {"threads": 0}, {"batch": 0}),
+        *({"gap_ms": 0}, {"cache_sequences": -1}, {"cache_sequences": 257}),
+    ],
+)
 def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
     with pytest.raises(msgspec.ValidationError, match=next(iter(wrong))):
         msgspec.convert({"path": "x", **wrong}, LlamaOptions)
+
+
+def test_more_sequences_than_there_can_be_are_refused(smollm2_path: Path) -> None:
+    options = LlamaOptions(path=str(smollm2_path), slots=200, cache_sequences=57, context=64)
+    with pytest.raises(ConfigError, match="slots and cache_sequences together"):
+        asyncio.run(LlamaEngine("many", options).start())
+
+
+@pytest.mark.parametrize(("memory", "kept"), [(2**62, 4), (4 * 6 * 64 * 23040, 2), (4 * 3 * 64 * 23040, 0)])
+def test_the_cache_is_as_large_as_the_memory_allows(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, kept: int
+) -> None:
+    model = Model(smollm2_path)
+    assert model.state_bytes == 23040
+    monkeypatch.setattr(engine_module, "_memory", lambda: memory)
+    options = LlamaOptions(path=str(smollm2_path), slots=4)
+    assert engine_module._cache_sequences(model, options, 64) == kept
+    asked = msgspec.structs.replace(options, cache_sequences=3)
+    assert engine_module._cache_sequences(model, asked, 64) == 3
+    model.close()
 
 
 def test_long_text_is_tokenised_in_parts_as_if_it_were_not(smollm2_path: Path) -> None:

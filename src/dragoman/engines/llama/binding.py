@@ -221,7 +221,8 @@ class Context:
         self.handle = c.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise ConfigError(
-                f"llama: no room for {sequences} slots of {length} tokens ({log.reason()}): lower context or slots"
+                f"llama: no room for {sequences} texts of {length} tokens ({log.reason()}): "
+                "lower context or slots or cache_sequences"
             )
         self.memory = c.llama_get_memory(self.handle)
         if not self.memory:
