@@ -10,11 +10,12 @@ Rules
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Protocol
 
 import msgspec
 
 from dragoman.admission import Slots
-from dragoman.conversation import GenerationRequest, Logprobs
+from dragoman.conversation import Asked, GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import run
 from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
@@ -43,7 +44,17 @@ ESSENTIAL = frozenset(
 """Features without which a reply would not be an answer to what was asked."""
 
 
-def check(request: GenerationRequest, supports: frozenset[str], strict: bool) -> tuple[str, ...]:
+class Asking(Protocol):
+    """What is known of any request, whatever it asks for."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def asked(self) -> tuple[Asked, ...]: ...
+
+
+def check(request: Asking, supports: frozenset[str], strict: bool) -> tuple[str, ...]:
     """The parameters that will be ignored; an error where ignoring them would not be honest."""
     ignored = []
     for asked in request.asked:

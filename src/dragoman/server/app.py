@@ -12,7 +12,7 @@ from dragoman.engines.interface import Engine
 from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported, Unavailable
 from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol, family
 from dragoman.protocols.responses import PREFIX
-from dragoman.server import counting, listing, responses
+from dragoman.server import counting, embedding, listing, responses
 from dragoman.server.auth import Keys
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.respond import answer, new_id
@@ -53,6 +53,8 @@ ROUTES = {
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{responses.ROOT}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
+    "/v1/embeddings": {"POST": Route(embedding.embeddings, "emb-", OPENAI)},
+    "/v1/rerank": {"POST": Route(embedding.rerank, "rerank-", OPENAI)},
     "/tokenize": {"POST": Route(listing.tokenize)},
     "/detokenize": {"POST": Route(listing.detokenize)},
 }
