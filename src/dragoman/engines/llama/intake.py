@@ -63,7 +63,7 @@ class Intake:
         read = self._tokens(request)
         self._check_prompt(request, read.tokens)
         self._check_sampling(request.sampling)
-        self.check_tokens(request.stop_token_ids, "stop_token_ids")
+        check_tokens(self.model, request.stop_token_ids, "stop_token_ids")
         return read
 
     def is_shaped(self, request: GenerationRequest) -> bool:
@@ -87,12 +87,6 @@ class Intake:
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
         return Rendered(prompt.text, tuple(self._begun(self._segments(prompt.segments))), self.format.name)
-
-    def check_tokens(self, tokens: Iterable[int], param: str) -> None:
-        size = self.model.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise BadRequest(f"token id {wrong} is not in the vocabulary of {size} tokens", param=param)
 
     def _shape(self, request: GenerationRequest, read: Read) -> Shape | None:
         speaker = Speaker(self.format, self.control, self.model.ends, self._may_think(request))
@@ -120,7 +114,7 @@ class Intake:
         return tokens[len(before) :] if tokens[: len(before)] == before else tokens
 
     def _check_sampling(self, asked: Sampling) -> None:
-        self.check_tokens(asked.logit_bias, "logit_bias")
+        check_tokens(self.model, asked.logit_bias, "logit_bias")
         if asked.repetition_penalty is not None and asked.repetition_penalty <= 0:
             raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
 
@@ -144,7 +138,7 @@ class Intake:
     def _tokens(self, request: GenerationRequest) -> Read:
         prompt = request.prompt
         if isinstance(prompt, tuple):
-            self.check_tokens(prompt, "prompt")
+            check_tokens(self.model, prompt, "prompt")
         if request.suffix is not None:
             self._check_length(request, [prompt, request.suffix] if isinstance(prompt, str) else [request.suffix])
             return Read(tuple(self._begun(self._infill(prompt or "", request.suffix))))
@@ -177,6 +171,13 @@ class Intake:
     def _limit(self, request: GenerationRequest, prompt: int) -> int:
         room = self.context - prompt
         return room if request.max_tokens is None else min(request.max_tokens, room)
+
+
+def check_tokens(model: Model, tokens: Iterable[int], param: str) -> None:
+    size = model.vocab_size
+    wrong = next((token for token in tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise BadRequest(f"token id {wrong} is not in the vocabulary of {size} tokens", param=param)
 
 
 def _param(request: GenerationRequest) -> str:

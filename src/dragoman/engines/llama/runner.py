@@ -12,7 +12,8 @@ Rules
    wait longer.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
 3. A grammar that fails, fails its own job.
-4. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
+4. Where another thread computes with the same model, the two take turns, step by step.
+5. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from dragoman.constrain.compiled import Guide
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
+from dragoman.engines.llama.turns import Turns
 from dragoman.errors import DragomanError, EngineFailed
 from dragoman.events import Event, Finished
 
@@ -42,8 +44,9 @@ class Pace:
     """How many prefill rows fill a step. Steered by the time that full steps took: it is not proportional to the rows,
     since reading the weights and the memory costs the same for one row as for fifty."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, seconds: float = STEP_SECONDS) -> None:
         self.most = most
+        self.seconds = seconds
         self.least = min(LEAST_CHUNK, most)
         self.chunk = self.least
 
@@ -51,7 +54,7 @@ class Pace:
         """A step with `rows` rows of prefill lasted so long."""
         if rows < self.chunk:
             return
-        ratio = min(max(STEP_SECONDS / max(seconds, 1e-6), 0.5), 2)
+        ratio = min(max(self.seconds / max(seconds, 1e-6), 0.5), 2)
         # Half the way, because one slow step may only mean that the machine was busy.
         wanted = round(self.chunk * (1 + ratio) / 2)
         self.chunk = min(max(wanted, self.least), self.most)
@@ -64,11 +67,19 @@ class _Cancel:
 
 class Runner:
     def __init__(
-        self, context: Context, loop: asyncio.AbstractEventLoop, *, slots: int, batch: int, sharing: bool
+        self,
+        context: Context,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        slots: int,
+        batch: int,
+        sharing: bool,
+        turns: Turns | None = None,
     ) -> None:
         self.context = context
         self.slots = slots
         self.sharing = sharing
+        self.turns = turns or Turns()
         self.pace = Pace(batch)
         self.scheduler = Scheduler(slots, sharing=sharing)
         self.live: dict[int, Generation] = {}
@@ -110,7 +121,8 @@ class Runner:
             try:
                 self._take_commands()
                 if not self.scheduler.idle:
-                    self._step()
+                    with self.turns:
+                        self._step()
             except Exception:
                 log.exception("a step of the decoder failed")
                 self._start_over(EngineFailed("the engine failed; the server's log says more"))
