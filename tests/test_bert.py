@@ -82,7 +82,12 @@ def folder_of(path: Path, tensors: dict[str, NDArray[Any]]) -> Path:
 
 
 def forward(found: dict[str, Array], tokens: list[int]) -> Array:
-    """The mean of the last layer, as the paper has it."""
+    mean: Array = last_layer(found, tokens).mean(axis=0)
+    return mean / np.linalg.norm(mean)
+
+
+def last_layer(found: dict[str, Array], tokens: list[int]) -> Array:
+    """As the paper has it."""
 
     def dense(name: str, x: Array) -> Array:
         return x @ found[f"{name}.weight"].T + found[f"{name}.bias"]
@@ -111,8 +116,7 @@ def forward(found: dict[str, Array], tokens: list[int]) -> Array:
         inner = dense(f"{at}.intermediate.dense", x)
         gelu = np.array([[value * (1 + math.erf(value / math.sqrt(2))) / 2 for value in row] for row in inner])
         x = norm(f"{at}.output.LayerNorm", x + dense(f"{at}.output.dense", gelu))
-    mean: Array = x.mean(axis=0)
-    return mean / np.linalg.norm(mean)
+    return x
 
 
 async def embedded(path: Path, text: str) -> tuple[list[int], Array]:
@@ -160,6 +164,23 @@ def test_the_same_files_give_the_same_bytes_and_prefixes_do_not_matter(tmp_path:
     halves = {name: array.astype(np.float16) for name, array in found.items()}
     bert.convert(folder_of(tmp_path / "tiny", {**halves}), tmp_path / "four.gguf", "tiny")
     assert len((tmp_path / "four.gguf").read_bytes()) == len(one)
+
+
+@pytest.mark.parametrize(("pooling", "row"), [(2, 0), (3, -1)])
+def test_other_ways_to_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: int, row: int) -> None:
+    monkeypatch.setattr(bert, "MEAN_POOLING", pooling)
+    found = weights()
+    bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "tiny.gguf", "tiny")
+    tokens, made = asyncio.run(embedded(tmp_path / "tiny.gguf", "hello worlds"))
+    expected = last_layer(found, tokens)[row]
+    assert float(made @ expected / np.linalg.norm(expected)) > 0.9999
+
+
+def test_a_model_that_only_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bert, "MEAN_POOLING", 4)
+    bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "tiny.gguf", "tiny")
+    with pytest.raises(ConfigError, match="ranks texts"):
+        asyncio.run(embedded(tmp_path / "tiny.gguf", "hello"))
 
 
 @pytest.mark.parametrize("file", ["config.json", "vocab.txt", "model.safetensors"])

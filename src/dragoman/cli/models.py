@@ -122,6 +122,9 @@ def _format(options: dict[str, Any], metadata: dict[str, Value]) -> str | None:
         return options.get("format")
     if not metadata:
         return "auto"
+    if metadata.get(f"{metadata.get('general.architecture')}.attention.causal") is False:
+        # It makes vectors, and writes nothing that would have a syntax.
+        return None
     template = metadata.get("tokenizer.chat_template")
     return detect(None if template is None else str(template), str(metadata.get("general.name", "")))
 

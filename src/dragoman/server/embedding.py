@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dragoman.server.app import App
 
 PART_INPUTS = 64
-PART_SIZE = 16 * 1024
+PART_SIZE = 8 * 1024
 """Characters or token ids."""
 
 

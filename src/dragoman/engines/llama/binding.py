@@ -25,9 +25,9 @@ TOKENIZED_AT_ONCE = 4096
 Logits = NDArray[np.float32]
 Vectors = NDArray[np.float32]
 
-POOLING = {"0": "mean", "1": "mean", "2": "first", "3": "last"}
+POOLING = {"1": "mean", "2": "first", "3": "last"}
 """How a model's file says that its vectors of a text's tokens become one; a chat model's says nothing."""
-NO_POOLING = 0
+NO_POOLING, RANKING = 0, "4"
 
 ATTRIBUTE_UNKNOWN, ATTRIBUTE_CONTROL = 1, 8
 NO_TOKEN = -1
@@ -100,10 +100,12 @@ class Model:
     @property
     def pooling(self) -> str:
         """mean, first or last: which of its tokens' vectors stand for a text."""
-        told = self.metadata.get(f"{self.architecture}.pooling_type", "1")
-        if told not in POOLING:
-            raise ConfigError(f"llama: {self.description} ranks texts: it makes neither text nor vectors of one")
-        return POOLING[told]
+        return POOLING.get(self.metadata.get(f"{self.architecture}.pooling_type", ""), "mean")
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it was made to say how well two texts go together, and nothing else."""
+        return self.metadata.get(f"{self.architecture}.pooling_type") == RANKING
 
     @property
     def forgets(self) -> bool:

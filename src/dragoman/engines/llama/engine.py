@@ -214,6 +214,8 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> tuple[Model
         undo.callback(model.close)
         if not model.generates:
             raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
+        if model.looks_ahead and model.ranks:
+            raise ConfigError(f"llama: {path} ranks texts ({model.description}); rank with a model that makes vectors")
         if model.looks_ahead:
             embedder = _whole_embedder(model, options)
             undo.pop_all()
