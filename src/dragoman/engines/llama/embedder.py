@@ -236,8 +236,8 @@ class Embedder:
         rows = self._decode(self.context, self._counts(pace.chunk))
         seconds = time.monotonic() - begun
         pace.took(rows, seconds)
-        for seat in [seat for seat in self.seats if not seat.missing]:
-            self._finish(seat)
+        while done := next((seat for seat in self.seats if not seat.missing), None):
+            self._finish(done)
         return seconds
 
     def _fill(self, budget: int) -> None:
@@ -275,7 +275,12 @@ class Embedder:
 
     def _finish(self, seat: _Seat) -> None:
         job = seat.job
-        job.made[seat.index] = Embedding.of(seat.pooled, len(seat.tokens))
+        try:
+            job.made[seat.index] = Embedding.of(seat.pooled, len(seat.tokens))
+        except ValueError as error:
+            self._drop(job)
+            job.end(EngineFailed(f"the model failed: {error}"))
+            return
         job.left -= 1
         self._free(seat)
         if not job.left:
