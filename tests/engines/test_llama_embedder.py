@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dragoman.embedding import Embedding
+from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.embedder import READ_ANYWAY
 from dragoman.engines.llama.engine import EMBEDDED_AT_ONCE, LlamaEngine, LlamaOptions
 from dragoman.engines.llama.turns import Turns
@@ -170,6 +171,26 @@ def test_a_stop_fails_what_is_under_way(with_minilm: Run) -> None:
         await engine.stop()
         with pytest.raises(EngineFailed):
             await task
+
+    with_minilm(test)
+
+
+@pytest.mark.parametrize("fault", ["code", "exception", "number"])
+def test_what_fails_once_does_not_fail_twice(with_minilm: Run, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def explode(*_: object) -> int:
+        raise RuntimeError("secret")
+
+    async def test(engine: LlamaEngine) -> None:
+        with monkeypatch.context() as patched:
+            if fault == "number":
+                patched.setattr(Context, "vectors", lambda self, rows: np.full((rows, self.width), np.nan))
+            else:
+                patched.setattr(Context, "decode", explode if fault == "exception" else lambda *_: 3)
+            with pytest.raises(EngineFailed) as failure:
+                await engine.embed(["one", "two", "three"])
+            assert "secret" not in failure.value.message
+        made = await engine.embed(["one"] * (EMBEDDED_AT_ONCE + 1))
+        assert made[0].likeness(made[-1]) > 0.9999
 
     with_minilm(test)
 
