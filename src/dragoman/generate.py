@@ -20,6 +20,7 @@ from dragoman.engines.run import run
 from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
 from dragoman.events import Event, Finished, Usage
 from dragoman.formats import FORMATS
+from dragoman.formats.json import JSON
 from dragoman.formats.plain import PLAIN
 from dragoman.stages import Stage
 from dragoman.stages.limit import Limit
@@ -147,7 +148,9 @@ def _syntax(engine: Engine, request: GenerationRequest) -> ModelFormat:
     if not request.messages:
         return PLAIN
     names = (info.format for info in engine.models() if info.name == request.model)
-    return FORMATS[next(names, PLAIN.name)]
+    syntax = FORMATS[next(names, PLAIN.name)]
+    # A model without a syntax for calls that must make one is made to write JSON.
+    return JSON if syntax is PLAIN and request.tool_choice.mode in ("required", "named") else syntax
 
 
 async def _side_by_side(

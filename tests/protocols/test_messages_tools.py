@@ -21,8 +21,8 @@ def test_tools_of_the_client() -> None:
         ]
     )
     assert request.tools == (
-        Tool("weather", "Tells it.", SCHEMA),
-        Tool("other", "", {"type": "object"}, strict=True),
+        Tool("weather", "Tells it.", SCHEMA, path="tools[0].input_schema"),
+        Tool("other", "", {"type": "object"}, strict=True, path="tools[1].input_schema"),
     )
     assert asked(request) == [("strict_tools", "tools[1].strict"), ("tools", "tools")]
 

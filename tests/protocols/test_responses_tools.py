@@ -21,10 +21,10 @@ def test_every_tool_is_a_function_to_the_model() -> None:
     tools = [FUNCTION, CUSTOM, SPACE, {"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
     made = question(tools=tools)
     assert made.request.tools[:4] == (
-        Tool("f", "F.", SCHEMA),
-        Tool("c", "C.", SCHEMAS["custom"]),
-        Tool("n__f", "N.\nF.", SCHEMA),
-        Tool("n__c", "C.", SCHEMAS["custom"]),
+        Tool("f", "F.", SCHEMA, path="tools[0].parameters"),
+        Tool("c", "C.", SCHEMAS["custom"], path="tools[1].parameters"),
+        Tool("n__f", "N.\nF.", SCHEMA, path="tools[2].tools[0].parameters"),
+        Tool("n__c", "C.", SCHEMAS["custom"], path="tools[2].tools[1].parameters"),
     )
     assert [tool.name for tool in made.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
     assert made.shown.called["n__c"] == Called("custom", "c", "n")

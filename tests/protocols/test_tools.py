@@ -28,13 +28,16 @@ TOOLS, MUST = ("tools", "tools"), ("constraint", "tool_choice")
 
 @pytest.mark.parametrize("name", ["f", "get_weather", "mcp__a.b:c/d-e", "x" * 128])
 def test_names(name: str) -> None:
-    assert decode(tools=[tool(name)]).tools == (Tool(name),)
+    assert decode(tools=[tool(name)]).tools == (Tool(name, path="tools[0].function.parameters"),)
 
 
 def test_everything_about_a_tool() -> None:
     parameters = {"type": "object", "properties": {"x": {"maximum": 9007199254740991}}}
     request = decode(tools=[tool("a", description="d", parameters=parameters, strict=True, extra=1), tool("b")])
-    assert request.tools == (Tool("a", "d", parameters, strict=True), Tool("b"))
+    assert request.tools == (
+        Tool("a", "d", parameters, strict=True, path="tools[0].function.parameters"),
+        Tool("b", path="tools[1].function.parameters"),
+    )
     assert asked(request) == {TOOLS, ("strict_tools", "tools[0].function.strict")}
 
 
@@ -113,7 +116,7 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
 
 def test_the_older_words() -> None:
     request = decode(functions=[{"name": "a", "parameters": {}}], function_call={"name": "a"})
-    assert request.tools == (Tool("a", parameters={}),)
+    assert request.tools == (Tool("a", parameters={}, path="functions[0].parameters"),)
     # There is no way to tell of two calls in these words.
     assert request.tool_choice == ToolChoice("named", "a", parallel=False)
     assert asked(request) == {("tools", "functions"), ("constraint", "function_call")}

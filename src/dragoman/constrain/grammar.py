@@ -35,14 +35,6 @@ from dragoman.stages.syntax import Channels, JsonCall, ModelFormat
 MOST_GRAMMAR = 64 * 1024
 MOST_CHOICES = 10_000
 
-PLACES = {
-    "response_format": "response_format.json_schema.schema",
-    "tools": "tools[{}].function.parameters",
-    "functions": "functions[{}].parameters",
-}
-"""Where the schemas of a field stand in it."""
-
-
 OPENING = frozenset({"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"})
 """Beside these, properties that are not named may still be meant."""
 
@@ -142,12 +134,10 @@ class _Reply:
         return self.rules.rule("answer", inline(schema), options)
 
     def _prepared(self, constraint: JsonSchema) -> Any:
-        asked = self._asked("constraint")
-        base = PLACES.get(asked, asked)
-        prepared = prepare(constraint.schema, base)
+        prepared = prepare(constraint.schema, constraint.path)
         self.relaxed += prepared.relaxed
         if prepared.relaxed:
-            self.checks.append(Check("answer", constraint.schema, base))
+            self.checks.append(Check("answer", constraint.schema, constraint.path))
         return prepared.schema
 
     def _bare_json(self) -> bool:
@@ -269,12 +259,10 @@ class _Reply:
     # Tools.
 
     def _tools(self) -> list[ToolShape]:
-        asked = self._asked("tools")
-        place = PLACES.get(asked, asked + "[{}]")
         offered = [(at, tool) for at, tool in enumerate(self.request.tools) if self.choice.name in (None, tool.name)]
         if not offered and self.choice.mode == "named":
             raise BadRequest(f"tool_choice: there is no tool '{self.choice.name}'", param="tool_choice")
-        return [self._tool(tool.name, tool.parameters, place.format(at), f"tool_{at}") for at, tool in offered]
+        return [self._tool(tool.name, tool.parameters, tool.path, f"tool_{at}") for at, tool in offered]
 
     def _tool(self, name: str, schema: Mapping[str, Any] | None, path: str, capture: str) -> ToolShape:
         if not schema:

@@ -95,7 +95,9 @@ def _tools(fields: ToolFields, asked: list[Asked]) -> tuple[Tool, ...]:
         if function.strict:
             asked.append(Asked("strict_tools", f"{path}.strict"))
         strict = bool(function.strict)
-        tools[function.name] = Tool(function.name, function.description or "", function.parameters, strict)
+        tools[function.name] = Tool(
+            function.name, function.description or "", function.parameters, strict, f"{path}.parameters"
+        )
     return tuple(tools.values())
 
 

@@ -63,7 +63,7 @@ def _tool(given: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
     if field.strict:
         asked.append(Asked("strict_tools", f"{path}.strict"))
     description, schema = described or (field.description or "", field.input_schema)
-    return Tool(field.name, description, schema, bool(field.strict))
+    return Tool(field.name, description, schema, bool(field.strict), f"{path}.input_schema")
 
 
 def _choice(

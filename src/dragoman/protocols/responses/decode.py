@@ -183,7 +183,7 @@ def _constraint(field: FormatField | None, asked: list[Asked]) -> Constraint | N
         return JsonObject()
     if field.schema is None:
         raise BadRequest("text.format.schema: required with type json_schema", param="text.format.schema")
-    return JsonSchema(field.schema, field.name or "response", bool(field.strict))
+    return JsonSchema(field.schema, field.name or "response", bool(field.strict), "text.format.schema")
 
 
 def _thinking(fields: ResponseFields, asked: list[Asked]) -> Thinking:

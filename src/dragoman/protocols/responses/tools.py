@@ -161,7 +161,7 @@ class _Reading:
             raise BadRequest(f"{name}: a name has 1 to 128 letters, digits and . _ - : / only", param=name)
         shown = self._shown(called, path)
         self.called[shown] = called
-        self.tools[shown] = Tool(shown, words, parameters, strict)
+        self.tools[shown] = Tool(shown, words, parameters, strict, f"{path}.parameters")
 
     def _shown(self, called: Called, path: str) -> str:
         shown = _flat(called.namespace, called.name)
