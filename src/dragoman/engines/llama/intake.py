@@ -128,18 +128,21 @@ class Intake:
         if not tokens:
             raise BadRequest("the prompt is empty", param=_param(request))
         if len(tokens) >= self.context:
-            raise self._too_long(request, str(len(tokens)))
+            raise self._too_long(request, len(tokens))
 
-    def _too_long(self, request: GenerationRequest, tokens: str) -> ContextTooLong:
+    def _too_long(self, request: GenerationRequest, tokens: int, about: str = "") -> ContextTooLong:
         return ContextTooLong(
-            f"this model's maximum context length is {self.context} tokens, but the prompt has {tokens}",
+            f"this model's maximum context length is {self.context} tokens, but the prompt has {about}{tokens}",
             param=_param(request),
+            tokens=tokens,
+            limit=self.context - 1,
         )
 
     def _check_length(self, request: GenerationRequest, texts: Iterable[str]) -> None:
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        if size > self.context * self.model.longest_piece:
-            raise self._too_long(request, f"more than {self.context}")
+        least = size // self.model.longest_piece
+        if least > self.context:
+            raise self._too_long(request, least, "at least ")
 
     def _tokens(self, request: GenerationRequest) -> Read:
         prompt = request.prompt
