@@ -140,7 +140,7 @@ class Intake:
 
     def _check_length(self, request: GenerationRequest, texts: Iterable[str]) -> None:
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        least = size // self.model.longest_piece
+        least = -(-size // self.model.longest_piece)
         if least > self.context:
             raise self._too_long(request, least, "at least ")
 
