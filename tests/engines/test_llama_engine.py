@@ -280,7 +280,7 @@ def test_a_hopeless_prompt_is_refused_unread(
 
         model.tokenize = noting  # type: ignore[method-assign]
         hopeless = request_of("1" * (64 * model.longest_piece + 1))
-        with pytest.raises(ContextTooLong, match=r"maximum context length is 64 tokens, but .* at least [0-9]+") as caught:
+        with pytest.raises(ContextTooLong, match=r"context length is 64 tokens, but .* at least [0-9]+") as caught:
             await collect(engine, hopeless)
         assert caught.value.param == param
         assert not read
