@@ -76,7 +76,10 @@ def _visible_text(part: Part) -> str:
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function the model may call; `parameters` is its JSON Schema, and `path` the field that it came in."""
+    """A function the model may call; `parameters` is its JSON Schema, and `path` the field that it came in.
+
+    Whether the caller wants the schema kept `strict`ly is for engines of one's own; llama keeps to it either way.
+    """
 
     name: str
     description: str = ""
@@ -98,7 +101,7 @@ class JsonObject(msgspec.Struct, frozen=True, tag="json_object"):
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
-    """`path` is the field that the schema came in."""
+    """`path` is the field that the schema came in. `name` and `strict` are for engines of one's own, as in `Tool`."""
 
     schema: Mapping[str, Any]
     name: str = "response"

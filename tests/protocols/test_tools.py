@@ -101,6 +101,10 @@ def test_tools_that_are_no_functions_are_no_mistake() -> None:
         ({"tool_choice": allowed("auto", "a", "c"), "tools": AB}, "tool_choice.allowed_tools.tools[1]"),
         ({"tool_choice": allowed("none", "a"), "tools": AB}, "tool_choice.allowed_tools.mode"),
         ({"tool_choice": allowed("required"), "tools": AB}, "tool_choice"),
+        ({"tool_choice": allowed("auto", *["a"] * 1025), "tools": AB}, "tool_choice.allowed_tools.tools"),
+        ({"tools": [tool(f"t{at}") for at in range(1025)]}, "tools"),
+        ({"functions": [{"name": f"f{at}"} for at in range(1025)]}, "functions"),
+        ({"tools": AB, "functions": [{"name": f"f{at}"} for at in range(1023)]}, "tools"),
         ({"functions": [{"name": "a b"}]}, "functions[0].name"),
         ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions[1].name"),
         ({"function_call": {"name": "a"}}, "function_call"),
@@ -112,6 +116,12 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
         decode(**fields)
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
+
+
+def test_many_tools() -> None:
+    names = [f"t{at}" for at in range(1024)]
+    request = decode(tools=[tool(name) for name in names], tool_choice=allowed("auto", *names[::-1]))
+    assert [entry.name for entry in request.tools] == names
 
 
 def test_the_older_words() -> None:
