@@ -79,7 +79,8 @@ class _Reply:
         self.speaker = speaker
         self.format = speaker.format
         self.opened = opened
-        self.rules = Rules({text: token for text, token in speaker.control.items() if token not in speaker.ends})
+        control = {text: token for text, token in speaker.control.items() if token not in speaker.ends}
+        self.rules = Rules(control, self._param())
         self.relaxed: list[str] = []
         self.checks: list[Check] = []
         self.others: list[dict[str, str]] = []
@@ -137,7 +138,7 @@ class _Reply:
         prepared = prepare(constraint.schema, constraint.path)
         self.relaxed += prepared.relaxed
         if prepared.relaxed:
-            self.checks.append(Check("answer", constraint.schema, constraint.path))
+            self.checks.append(Check("answer", prepared.told, constraint.path))
         return prepared.schema
 
     def _bare_json(self) -> bool:
@@ -271,9 +272,9 @@ class _Reply:
         self.relaxed += prepared.relaxed
         enforced = _as_object(prepared.schema)
         if not prepared.relaxed:
-            return ToolShape(name, path, schema, enforced)
-        self.checks.append(Check(capture, schema, path))
-        return ToolShape(name, path, schema, enforced, capture)
+            return ToolShape(name, path, prepared.told, enforced)
+        self.checks.append(Check(capture, prepared.told, path))
+        return ToolShape(name, path, prepared.told, enforced, capture)
 
     def _asked(self, feature: str) -> str:
         params = (asked.param for asked in self.request.asked if asked.feature == feature)

@@ -18,9 +18,9 @@ from dragoman.engines.llama.library import Batch, library, log
 from dragoman.errors import ConfigError
 
 MAX_SEQUENCES = 256
+"""llama.cpp's own limit on the sequences of a context."""
 TOKENIZED_AT_ONCE = 4096
 """Characters."""
-"""llama.cpp's own limit on the sequences of a context."""
 
 Logits = NDArray[np.float32]
 

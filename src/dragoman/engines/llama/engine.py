@@ -86,6 +86,8 @@ class LlamaEngine(Engine):
         self.loaded: _Loaded | None = None
         # Threads of its own: they must be through with the model before it is freed.
         self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
+        # Nobody's generation waits for answers to questions about prompts and tokens.
+        self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
         # Nobody's prompt waits for somebody else's grammar.
         self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
 
@@ -135,15 +137,13 @@ class LlamaEngine(Engine):
             loaded.runner.cancel(generation)
 
     async def render(self, request: GenerationRequest) -> Rendered:
-        return await self._aside(self._running().intake.render, request)
+        return await self._aside(self._running().intake.render, request, pool=self.tellers)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        return await self._aside(self._running().model.tokenize, text, special)
+        return await self._aside(self._running().intake.tokenize, text, special, pool=self.tellers)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        loaded = self._running()
-        loaded.intake.check_tokens(tokens, "tokens")
-        return await self._aside(loaded.model.detokenize, tokens)
+        return await self._aside(self._running().intake.detokenize, tokens, pool=self.tellers)
 
     def _running(self) -> _Loaded:
         if self.loaded is None:
@@ -156,6 +156,7 @@ class LlamaEngine(Engine):
     def _free(self, loaded: _Loaded | None) -> None:
         self.readers.shutdown(wait=True)
         self.shapers.shutdown(wait=True)
+        self.tellers.shutdown(wait=True)
         if loaded is not None:
             loaded.runner.join()
             loaded.context.close()

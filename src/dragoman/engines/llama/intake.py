@@ -9,6 +9,7 @@ Rules
    megabytes takes seconds, which others would wait.
 5. Reading a prompt and compiling a grammar are two steps, so that they can be done in different threads: a grammar may
    take a second.
+6. A text that is only to become tokens has no context to fit in; its length has a limit of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,12 +29,15 @@ from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.prompt import ChatTemplate, Segment
 from dragoman.stages.syntax import ModelFormat
 
+MOST_TOKENIZED = 1024 * 1024
+"""Characters of a text, or tokens, that are only to become the other: about a second."""
+
 
 class Read(msgspec.Struct, frozen=True):
-    """A prompt as tokens. `thinking`: it ends inside a thought."""
+    """A prompt as tokens. `opener`: the text that begins the thought inside which it ends."""
 
     tokens: tuple[int, ...]
-    thinking: bool = False
+    opener: str | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -77,8 +81,8 @@ class Intake:
             guide=None if kept is None else self.grammars.guide(kept.grammar, kept.param),
             checks=() if kept is None else kept.checks,
             calls=kept is not None and kept.calls,
-            budget=self._budget(request, read.thinking),
-            thinking=read.thinking,
+            budget=self._budget(request, read.opener),
+            thinking=read.opener is not None,
             ignored=(*read.ignored, *(() if kept is None else kept.relaxed)),
         )
         return Generation(request, self.model, recipe, read.tokens, bearings)
@@ -88,6 +92,17 @@ class Intake:
         self._check_length(request, (segment.text for segment in prompt.segments))
         return Rendered(prompt.text, tuple(self._begun(self._segments(prompt.segments))), self.format.name)
 
+    def tokenize(self, text: str, special: bool) -> list[int]:
+        if len(text) > MOST_TOKENIZED:
+            raise BadRequest(f"content: at most {MOST_TOKENIZED} characters are made tokens at once", param="content")
+        return self.model.tokenize(text, special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        if len(tokens) > MOST_TOKENIZED:
+            raise BadRequest(f"tokens: at most {MOST_TOKENIZED} are made text at once", param="tokens")
+        self.check_tokens(tokens, "tokens")
+        return self.model.detokenize(tokens)
+
     def check_tokens(self, tokens: Iterable[int], param: str) -> None:
         size = self.model.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < size), None)
@@ -96,19 +111,21 @@ class Intake:
 
     def _shape(self, request: GenerationRequest, read: Read) -> Shape | None:
         speaker = Speaker(self.format, self.control, self.model.ends, self._may_think(request))
-        return shape(request, speaker, opened=read.thinking)
+        return shape(request, speaker, opened=read.opener is not None)
 
     def _may_think(self, request: GenerationRequest) -> bool:
         asked = request.thinking
-        if asked.enabled is False or asked.effort == "none" or not request.messages:
+        if asked.is_off or not request.messages:
             return False
         return self.thinks or bool(asked.enabled or asked.effort or asked.budget_tokens)
 
-    def _budget(self, request: GenerationRequest, opened: bool) -> Budget | None:
+    def _budget(self, request: GenerationRequest, opener: str | None) -> Budget | None:
         asked, known = request.thinking, thoughts(self.format)
-        tokens = 0 if asked.enabled is False or asked.effort == "none" else asked.budget_tokens
+        tokens = 0 if asked.is_off else asked.budget_tokens
         if tokens is None or not known or not request.messages:
             return None
+        # Whatever a channel is called, it ends as the one that is last among them.
+        opened = None if opener is None else next((tags for tags in known if tags.open == opener), known[-1])
         return Budget(tokens, known, lambda tags: self.model.tokenize(closing(self.format, tags), special=True), opened)
 
     def _inner_tokens(self, text: str) -> list[int]:
@@ -161,7 +178,7 @@ class Intake:
     def _chat(self, request: GenerationRequest) -> Read:
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
-        return Read(tuple(self._begun(self._segments(prompt.segments))), prompt.thinking, prompt.ignored)
+        return Read(tuple(self._begun(self._segments(prompt.segments))), prompt.opener, prompt.ignored)
 
     def _segments(self, segments: Iterable[Segment]) -> list[int]:
         return [token for segment in segments for token in self.model.tokenize(segment.text, segment.special)]
