@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dragoman.constrain.check import warnings
 from dragoman.constrain.grammar import Shape, shape
@@ -353,6 +354,16 @@ def test_what_is_relaxed_is_named_where_it_stands() -> None:
         "tools[1].input_schema.properties.x.uniqueItems",
     }
     assert {check.capture for check in made.checks} == {"answer", "tool_1"}
+
+
+def test_a_mistaken_tool_spoils_only_its_own_call() -> None:
+    mistaken = Tool("b", parameters={"type": "object", "properties": {"x": {"type": "bogus"}}}, path="tools[1].here")
+    made = reply("hermes", tools=(WEATHER, mistaken))
+    assert made.relaxed == ("tools[1].here.properties.x.type",)
+    with pytest.raises(InvalidSchema, match="type"):
+        reply("hermes", tools=(WEATHER, mistaken), tool_choice=ToolChoice("required"))
+    with pytest.raises(InvalidSchema, match="type"):
+        reply("hermes", tools=(WEATHER, replace(mistaken, strict=True)))
 
 
 def test_what_tags_cannot_keep_is_relaxed() -> None:

@@ -27,7 +27,7 @@ from dragoman.constrain.patterns import LONGEST, MOST_REPEATS, counted, repeats
 from dragoman.constrain.schema import inline, prepare
 from dragoman.constrain.thoughts import thoughts
 from dragoman.constrain.walk import rebased
-from dragoman.conversation import Constraint, GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex
+from dragoman.conversation import Constraint, GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex, Tool
 from dragoman.errors import BadRequest, InvalidSchema
 from dragoman.formats.json import JSON
 from dragoman.stages.syntax import Channels, JsonCall, ModelFormat
@@ -263,12 +263,20 @@ class _Reply:
         offered = [(at, tool) for at, tool in enumerate(self.request.tools) if self.choice.name in (None, tool.name)]
         if not offered and self.choice.mode == "named":
             raise BadRequest(f"tool_choice: there is no tool '{self.choice.name}'", param="tool_choice")
-        return [self._tool(tool.name, tool.parameters, tool.path, f"tool_{at}") for at, tool in offered]
+        return [self._tool(tool, f"tool_{at}") for at, tool in offered]
 
-    def _tool(self, name: str, schema: Mapping[str, Any] | None, path: str, capture: str) -> ToolShape:
-        if not schema:
+    def _tool(self, tool: Tool, capture: str) -> ToolShape:
+        name, path = tool.name, tool.path
+        if not tool.parameters:
             return ToolShape(name, path)
-        prepared = prepare(schema, path)
+        try:
+            prepared = prepare(tool.parameters, path)
+        except InvalidSchema as mistake:
+            if self.must or tool.strict:
+                raise
+            # One tool of an agent's many, which may never be called: the others are worth more than its mistake.
+            self.relaxed.append(mistake.param or path)
+            return ToolShape(name, path)
         self.relaxed += prepared.relaxed
         enforced = _as_object(prepared.schema)
         if not prepared.relaxed:
