@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from dragoman.conversation import (
@@ -158,8 +159,11 @@ def test_the_same_conversation_as_a_chat() -> None:
         tool_choice={"type": "any"},
     )
     for name in GenerationRequest.__struct_fields__:
-        if name not in ("asked", "delivery"):
+        if name not in ("asked", "delivery", "tools"):
             assert getattr(messages, name) == getattr(chat, name), name
+    (tool,), (same,) = messages.tools, chat.tools
+    assert tool.path == "tools[0].input_schema"
+    assert msgspec.structs.replace(tool, path=same.path) == same
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197.3d9; cc_entrypoint=sdk-cli; cch=00000;"
@@ -328,7 +332,7 @@ def test_shape() -> None:
     }
     for path, fields in given.items():
         request = decode(**fields)
-        assert request.constraint == JsonSchema(SCHEMA)
+        assert request.constraint == JsonSchema(SCHEMA, path=f"{path}.schema")
         assert asked(request) == [("constraint", path)]
     assert refused(output_config={"format": FORMAT}, output_format=FORMAT) == "output_format"
 

@@ -21,8 +21,8 @@ def test_tools_of_the_client() -> None:
         ]
     )
     assert request.tools == (
-        Tool("weather", "Tells it.", SCHEMA),
-        Tool("other", "", {"type": "object"}, strict=True),
+        Tool("weather", "Tells it.", SCHEMA, path="tools[0].input_schema"),
+        Tool("other", "", {"type": "object"}, strict=True, path="tools[1].input_schema"),
     )
     assert asked(request) == [("strict_tools", "tools[1].strict"), ("tools", "tools")]
 
@@ -112,6 +112,7 @@ def test_a_tool_of_a_server_cannot_be_required(choice: dict[str, Any]) -> None:
         ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
         ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search_20250305", "name": "s"}] * 1025}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),

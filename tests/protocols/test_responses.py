@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from dragoman.conversation import (
@@ -251,7 +252,9 @@ def test_settings_that_an_item_changes() -> None:
 def test_the_shape_of_the_text() -> None:
     schema = {"type": "object"}
     wanted = {"type": "json_schema", "name": "p", "schema": schema, "strict": True}
-    assert request(text={"format": wanted}).constraint == JsonSchema(schema, "p", strict=True)
+    assert request(text={"format": wanted}).constraint == JsonSchema(
+        schema, "p", strict=True, path="text.format.schema"
+    )
     assert request(text={"format": {"type": "json_object"}}).constraint == JsonObject()
     assert request(text={"format": {"type": "text"}}).constraint is None
     assert asked(text={"format": wanted}) == [("constraint", "text.format")]
@@ -268,7 +271,11 @@ WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
     ({"input": [{**OUTPUT, "output": [{"type": "input_text"}]}]}, BadRequest, "input[0].output[0].text"),
     ({"input": [{"type": "function_call", "call_id": "c"}]}, BadRequest, "input[0].name"),
     ({"input": [{"type": "item_reference", "id": "msg_gone"}]}, NotFound, "input[0].id"),
-    ({"input": [{"type": "item_reference", "id": 5}]}, NotFound, "input[0].id"),
+    ({"input": [{"type": "item_reference", "id": 5}]}, BadRequest, "input[0].id"),
+    ({"input": [HELLO, {**HELLO, "id": {"a": 1}}]}, BadRequest, "input[1].id"),
+    ({"input": [{**HELLO, "id": "x" * 1025}]}, BadRequest, "input[0].id"),
+    ({"input": [{"type": "web_search_call", "id": 0}]}, BadRequest, "input[0].id"),
+    ({"input": [HELLO] * 16_385}, BadRequest, "input"),
     ({"instructions": 5}, BadRequest, "instructions"),
     ({"max_output_tokens": 0}, BadRequest, "max_output_tokens"),
     ({"top_logprobs": 21}, BadRequest, "top_logprobs"),
@@ -289,6 +296,12 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[DragomanErro
     assert type(caught.value) is error
     assert caught.value.param == param
     assert caught.value.message.startswith(f"{param}: ")
+
+
+def test_what_is_kept_counts_as_much_as_what_is_sent() -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(read(json.dumps({"input": [HELLO]}).encode()), [HELLO] * 16_384)
+    assert caught.value.param == "input"
 
 
 def test_what_a_request_refers_to() -> None:
@@ -327,4 +340,7 @@ def test_a_conversation_is_the_same_as_in_a_chat() -> None:
         tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}}],
     )
     same = PROTOCOLS["chat"].decode(json.dumps(chat).encode())
-    assert (made.messages, made.tools, made.tool_choice) == (same.messages, same.tools, same.tool_choice)
+    assert (made.messages, made.tool_choice) == (same.messages, same.tool_choice)
+    assert [msgspec.structs.replace(tool, path="") for tool in made.tools] == [
+        msgspec.structs.replace(tool, path="") for tool in same.tools
+    ]

@@ -1,11 +1,14 @@
 """Tools of every kind, and which of them may be called."""
 
+import json
+import time
 from typing import Any
 
 import pytest
 
-from dragoman.conversation import Tool, ToolChoice
+from dragoman.conversation import Tool, ToolCall, ToolChoice
 from dragoman.errors import BadRequest
+from dragoman.protocols.responses import decode, read
 from dragoman.protocols.responses.calls import SCHEMAS, Called, encode_call
 from tests.protocols.test_responses import HELLO, asked, question, request
 
@@ -15,16 +18,17 @@ CUSTOM = {"type": "custom", "name": "c", "description": "C."}
 SPACE = {"type": "namespace", "name": "n", "description": "N.", "tools": [FUNCTION, CUSTOM]}
 SEARCH = {"type": "web_search"}
 TOOLS = ("tools", "tools")
+MANY = [{"type": "function", "name": f"f{at}"} for at in range(1024)]
 
 
 def test_every_tool_is_a_function_to_the_model() -> None:
     tools = [FUNCTION, CUSTOM, SPACE, {"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
     made = question(tools=tools)
     assert made.request.tools[:4] == (
-        Tool("f", "F.", SCHEMA),
-        Tool("c", "C.", SCHEMAS["custom"]),
-        Tool("n__f", "N.\nF.", SCHEMA),
-        Tool("n__c", "C.", SCHEMAS["custom"]),
+        Tool("f", "F.", SCHEMA, path="tools[0].parameters"),
+        Tool("c", "C.", SCHEMAS["custom"], path="tools[1].parameters"),
+        Tool("n__f", "N.\nF.", SCHEMA, path="tools[2].tools[0].parameters"),
+        Tool("n__c", "C.", SCHEMAS["custom"], path="tools[2].tools[1].parameters"),
     )
     assert [tool.name for tool in made.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
     assert made.shown.called["n__c"] == Called("custom", "c", "n")
@@ -76,6 +80,25 @@ def test_the_namespace_of_those_that_have_no_other() -> None:
     assert made.shown.called["f"] == Called("function", "f", "functions")
 
 
+def decoding_seconds(name: str) -> float:
+    calls = [{"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}] * 16_000
+    asking = read(json.dumps({"input": calls, "tools": MANY}).encode())
+    begun = time.thread_time()
+    [message] = decode(asking).request.messages
+    seconds = time.thread_time() - begun
+    assert message.parts == (ToolCall("c", name, "{}"),) * 16_000
+    return seconds
+
+
+def test_the_last_of_many_tools_is_found_as_fast_as_the_first() -> None:
+    assert min(decoding_seconds("f1023") for _ in range(2)) < 3 * max(decoding_seconds("f0") for _ in range(2))
+
+
+def test_a_tool_that_has_the_name_of_its_kind() -> None:
+    made = request(tools=[{"type": "shell"}, {**FUNCTION, "name": "f"}], tool_choice={"type": "shell"})
+    assert made.tool_choice == ToolChoice("named", "shell")
+
+
 CHOICES: list[tuple[Any, ToolChoice, list[str]]] = [
     (None, ToolChoice(), ["f", "c", "n__f", "n__c"]),
     ("none", ToolChoice("none"), ["f", "c", "n__f", "n__c"]),
@@ -121,6 +144,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
     ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
     ({"tools": [{**FUNCTION, "parameters": []}]}, "tools[0].parameters"),
+    ({"tools": [{"type": {}}]}, "tools[0].type"),
+    ({"tools": [SEARCH] * 1025}, "tools"),
+    ({"tools": [{**SPACE, "tools": [SEARCH] * 1025}]}, "tools[0].tools"),
+    ({"tools": [FUNCTION, {**SPACE, "tools": MANY}]}, "tools"),
+    ({"tools": MANY, "input": [{"type": "additional_tools", "tools": [FUNCTION]}, HELLO]}, "input"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [FUNCTION] * 1025}}, "tool_choice.tools"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),

@@ -9,6 +9,8 @@ from dragoman.conversation import Constraint, Grammar, JsonObject, JsonSchema, O
 from dragoman.errors import BadRequest
 from tests.protocols.test_chat import asked, decode
 
+STRUCTURED = "structured_outputs.json"
+INNER = "response_format.json_schema.schema"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9007199254740991}}}
 LARK = 'start: "a" | "b"'
 
@@ -19,23 +21,35 @@ def of(kind: str, **fields: Any) -> dict[str, Any]:
 
 CASES: list[tuple[dict[str, Any], Constraint, str]] = [
     (of("json_object"), JsonObject(), "response_format"),
-    (of("json_object", schema=SCHEMA), JsonSchema(SCHEMA), "response_format"),
+    (of("json_object", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
     (
         of("json_schema", json_schema={"name": "r", "schema": SCHEMA, "strict": True, "description": "d"}),
-        JsonSchema(SCHEMA, "r", strict=True),
+        JsonSchema(SCHEMA, "r", strict=True, path=INNER),
         "response_format",
     ),
-    (of("json_schema", json_schema={"schema": SCHEMA}), JsonSchema(SCHEMA, strict=False), "response_format"),
+    (
+        of("json_schema", json_schema={"schema": SCHEMA}),
+        JsonSchema(SCHEMA, strict=False, path=INNER),
+        "response_format",
+    ),
     (of("json_schema", json_schema={"name": "r"}), JsonObject(), "response_format"),
-    (of("json_schema", schema=SCHEMA), JsonSchema(SCHEMA, strict=False), "response_format"),
+    (of("json_schema", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
     (of("regex", pattern="a+"), Regex("a+"), "response_format"),
     (of("regex", regex="a+"), Regex("a+"), "response_format"),
     (of("grammar", grammar=LARK), Grammar(LARK), "response_format"),
-    ({"json_schema": SCHEMA}, JsonSchema(SCHEMA), "json_schema"),
-    ({"guided_json": SCHEMA}, JsonSchema(SCHEMA), "guided_json"),
-    ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(SCHEMA), "guided_json"),
-    ({"structured_outputs": {"json": SCHEMA}}, JsonSchema(SCHEMA), "structured_outputs.json"),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, JsonSchema(SCHEMA), "structured_outputs.json"),
+    ({"json_schema": SCHEMA}, JsonSchema(SCHEMA, path="json_schema"), "json_schema"),
+    ({"guided_json": SCHEMA}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
+    ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
+    (
+        {"structured_outputs": {"json": SCHEMA}},
+        JsonSchema(SCHEMA, path="structured_outputs.json"),
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        JsonSchema(SCHEMA, path="structured_outputs.json"),
+        "structured_outputs.json",
+    ),
     ({"structured_outputs": {"json_object": True}}, JsonObject(), "structured_outputs.json_object"),
     ({"guided_choice": ["yes", "no"]}, OneOf(("yes", "no")), "guided_choice"),
     ({"structured_outputs": {"choice": ["yes"]}}, OneOf(("yes",)), "structured_outputs.choice"),

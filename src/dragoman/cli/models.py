@@ -29,8 +29,6 @@ examples:
 
 Without --config the file is found as for `dragoman serve`. With --url the key may also be in $DRAGOMAN_API_KEY.
 """
-UNDECIDED = (None, "auto")
-"""Formats that a configuration leaves to the model's chat template."""
 PATIENCE_SECONDS = 10
 
 
@@ -118,8 +116,9 @@ def _looked_at(source: str | None) -> tuple[str, dict[str, Value]]:
 
 
 def _format(options: dict[str, Any], metadata: dict[str, Value]) -> str | None:
-    if "format" not in options or options["format"] not in UNDECIDED:
+    if "format" not in options or options["format"] is not None:
         return options.get("format")
+    # What a configuration does not name, the model's chat template decides.
     if not metadata:
         return "auto"
     if metadata.get(f"{metadata.get('general.architecture')}.attention.causal") is False:

@@ -85,10 +85,11 @@ def decode(field: MessageField, path: str, asked: list[Asked]) -> Message:
 
 def _thought(field: MessageField) -> str:
     told = field.reasoning_content or field.reasoning
-    if told:
-        return told
-    blocks = field.reasoning_details or field.thinking_blocks or ()
-    texts = [block.get(word) for block in blocks for word in ("text", "thinking", "summary")]
+    return told or _text_of(field.reasoning_details) or _text_of(field.thinking_blocks)
+
+
+def _text_of(blocks: list[dict[str, Any]] | None) -> str:
+    texts = [block.get(word) for block in blocks or () for word in ("text", "thinking", "summary")]
     return "".join(text for text in texts if isinstance(text, str))
 
 

@@ -94,7 +94,7 @@ def _note_what_nobody_offers(fields: ShapeFields, parsed: dict[str, Any], asked:
 
 
 def _schema(value: Any, path: str) -> Constraint:
-    return JsonSchema(wire.parse_text(value, path) if isinstance(value, str) else value)
+    return JsonSchema(wire.parse_text(value, path) if isinstance(value, str) else value, path=path)
 
 
 def _regex(value: Any, path: str) -> Constraint:
@@ -136,7 +136,7 @@ def _response_format(field: ResponseFormat | None) -> dict[str, Constraint]:
     if field.type == "json_schema":
         return {"response_format": _format_schema(field)}
     if field.type == "json_object":
-        return {"response_format": JsonObject() if field.schema is None else JsonSchema(field.schema)}
+        return {"response_format": JsonObject() if field.schema is None else _plain_schema(field.schema)}
     if field.type == "grammar":
         return {"response_format": Grammar(_needed(field.grammar, "grammar", field.type))}
     return {"response_format": Regex(_needed(field.pattern or field.regex, "pattern", field.type))}
@@ -146,11 +146,19 @@ def _format_schema(field: ResponseFormat) -> Constraint:
     if field.json_schema is None and field.schema is None:
         path = "response_format.json_schema"
         raise BadRequest(f"{path}: required with type json_schema", param=path)
-    given = field.json_schema or SchemaField(field.schema)
+    given = field.json_schema
+    if given is None:
+        return _plain_schema(field.schema or {})
     if given.schema is None:
         # OpenAI's `schema` may be left out: then any object will do.
         return JsonObject()
-    return JsonSchema(given.schema, given.name or "response", bool(given.strict))
+    path = "response_format.json_schema.schema"
+    return JsonSchema(given.schema, given.name or "response", bool(given.strict), path)
+
+
+def _plain_schema(schema: Schema) -> Constraint:
+    """One that stands in the field itself."""
+    return JsonSchema(schema, path="response_format.schema")
 
 
 def _needed(value: str | None, name: str, kind: str) -> str:

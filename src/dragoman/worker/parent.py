@@ -58,6 +58,8 @@ log = logging.getLogger("dragoman.worker")
 
 YOUNG_SECONDS = 10.0
 LONGEST_PAUSE = 30.0
+MOST_DOUBLINGS = 7
+"""Beyond them a pause is longer than the longest."""
 STOPPED = "the engine has been stopped"
 UNSENDABLE = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
 
@@ -293,7 +295,7 @@ class WorkerEngine(Engine):
 
     async def _launch(self) -> _Child:
         if self._deaths > 1:
-            await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2**self._deaths))
+            await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2 ** min(self._deaths, MOST_DOUBLINGS)))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -26,7 +26,7 @@ from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
-from dragoman.engines.llama.intake import Intake, check_tokens
+from dragoman.engines.llama.intake import Intake, detokenize, tokenize
 from dragoman.engines.llama.runner import LEAST_CHUNK, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS
 from dragoman.engines.llama.turns import Turns
@@ -101,6 +101,8 @@ class LlamaEngine(Engine):
         self.loaded: _Loaded | None = None
         # Threads of its own: they must be through with the model before it is freed.
         self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
+        # Nobody's generation waits for answers to questions about prompts and tokens.
+        self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
         # Nobody's prompt waits for somebody else's grammar.
         self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
 
@@ -161,15 +163,13 @@ class LlamaEngine(Engine):
             loaded.runner.cancel(generation)
 
     async def render(self, request: GenerationRequest) -> Rendered:
-        return await self._aside(self._writing().intake.render, request)
+        return await self._aside(self._writing().intake.render, request, pool=self.tellers)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        return await self._aside(self._running()[0].tokenize, text, special)
+        return await self._aside(tokenize, self._running()[0], text, special, pool=self.tellers)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        model, _ = self._running()
-        check_tokens(model, tokens, "tokens")
-        return await self._aside(model.detokenize, tokens)
+        return await self._aside(detokenize, self._running()[0], tokens, pool=self.tellers)
 
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
         _, embedder = self._running()
@@ -196,6 +196,7 @@ class LlamaEngine(Engine):
     def _free(self, model: Model | None, loaded: _Loaded | None, embedder: Embedder | None) -> None:
         self.readers.shutdown(wait=True)
         self.shapers.shutdown(wait=True)
+        self.tellers.shutdown(wait=True)
         if loaded is not None:
             loaded.runner.join()
             loaded.context.close()

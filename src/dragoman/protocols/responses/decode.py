@@ -24,7 +24,7 @@ from dragoman.errors import BadRequest, NotFound, NotSupported
 from dragoman.protocols import openai, thinking, wire
 from dragoman.protocols.responses import items, tools
 from dragoman.protocols.responses.calls import Called
-from dragoman.protocols.responses.fields import FormatField, ReasoningField, ResponseFields, TextField, convert_at
+from dragoman.protocols.responses.fields import FormatField, ReasoningField, ResponseFields, TextField
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
@@ -68,6 +68,7 @@ def read(body: bytes) -> Asking:
     fields = wire.convert(parsed, ResponseFields)
     _refuse(fields)
     given = fields.input if isinstance(fields.input, list) else []
+    items.check(given)
     kinds = [items.kind_of(item, f"input[{at}]") for at, item in enumerate(given)]
     references = (item.get("id") for item, kind in zip(given, kinds, strict=True) if kind == "item_reference")
     return Asking(parsed, fields, tuple(found for found in references if isinstance(found, str)))
@@ -93,6 +94,7 @@ def decode(
     asked = [Asked("chat", "input"), *openai.asked_fields(asking.fields, asking.parsed)]
     given = _given(asking.fields, referenced or {}, asked)
     placed = [("previous_response_id", item) for item in earlier] + given
+    items.check_count(len(placed))
     fields = _updated(asking.fields, given)
     offered = tools.decode(fields.tools or (), items.tools_of(placed), asked)
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, offered, asked)
@@ -152,7 +154,7 @@ def _updated(fields: ResponseFields, given: Sequence[items.Placed]) -> ResponseF
     for path, item in given:
         if items.kind_of(item, path) != items.UPDATE:
             continue
-        update = convert_at(item, Update, path)
+        update = wire.convert(item, Update, path)
         if update.reasoning is not None and update.reasoning.effort is not None:
             fields = msgspec.structs.replace(fields, reasoning=update.reasoning)
         if update.text is not None and update.text.format is not None:
@@ -183,7 +185,7 @@ def _constraint(field: FormatField | None, asked: list[Asked]) -> Constraint | N
         return JsonObject()
     if field.schema is None:
         raise BadRequest("text.format.schema: required with type json_schema", param="text.format.schema")
-    return JsonSchema(field.schema, field.name or "response", bool(field.strict))
+    return JsonSchema(field.schema, field.name or "response", bool(field.strict), "text.format.schema")
 
 
 def _thinking(fields: ResponseFields, asked: list[Asked]) -> Thinking:

@@ -1,23 +1,10 @@
 """The fields of a request for a response."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.errors import BadRequest
-from dragoman.protocols import openai, wire
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-
-def convert_at(value: dict[str, Any], shape: type[T], path: str) -> T:
-    """A value that is found at a path of the body."""
-    try:
-        return wire.convert(value, shape)
-    except BadRequest as error:
-        words = error.message if error.param is None else error.message.removeprefix(f"{error.param}: ")
-        where = path if error.param is None else f"{path}.{error.param}"
-        raise BadRequest(f"{where}: {words}", param=where) from None
+from dragoman.protocols import openai
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

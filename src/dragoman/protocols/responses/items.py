@@ -11,21 +11,29 @@ Rules
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dragoman.conversation import Asked, Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
 from dragoman.errors import BadRequest
+from dragoman.protocols import wire
 from dragoman.protocols.responses import parts, peel
 from dragoman.protocols.responses.calls import Kind
-from dragoman.protocols.responses.fields import convert_at
 from dragoman.protocols.responses.sealed import unseal
 from dragoman.protocols.responses.tools import Offered
 
 Item = Mapping[str, Any]
 Placed = tuple[str, dict[str, Any]]
 """An item, and the path at which the request has it."""
+MOST = 16_384
+"""Items of one conversation."""
+
+
+class Identified(msgspec.Struct, frozen=True):
+    """What every item has in common. Those of some servers have ids of several hundred characters."""
+
+    id: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
 
 
 class MessageItem(msgspec.Struct, frozen=True):
@@ -100,10 +108,22 @@ def kind_of(item: Item, path: str) -> str:
     return kind
 
 
+def check(items: Sequence[dict[str, Any]]) -> None:
+    """What holds for an item of any kind, before anybody looks for it or keeps it."""
+    check_count(len(items))
+    for at, item in enumerate(items):
+        wire.convert(item, Identified, f"input[{at}]")
+
+
+def check_count(count: int) -> None:
+    if count > MOST:
+        raise BadRequest(f"input: a conversation has at most {MOST} items, not {count}", param="input")
+
+
 def tools_of(items: Sequence[Placed]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for path, item in items:
         if kind_of(item, path) in TOOLS:
-            yield f"{path}.tools", convert_at(item, OutputItem, path).tools or []
+            yield f"{path}.tools", wire.convert(item, OutputItem, path).tools or []
 
 
 def decode(items: Sequence[Placed], offered: Offered, asked: list[Asked]) -> tuple[Message, ...]:
@@ -125,15 +145,15 @@ class _History:
 
     def read(self, kind: str, path: str, item: dict[str, Any]) -> None:
         if kind == "message":
-            self._message(path, convert_at(item, MessageItem, path))
+            self._message(path, wire.convert(item, MessageItem, path))
         elif kind == "reasoning":
-            self._reasoning(path, convert_at(item, ReasoningItem, path))
+            self._reasoning(path, wire.convert(item, ReasoningItem, path))
         elif kind in CALLS:
-            self._call(CALLS[kind], path, convert_at(item, CallItem, path))
+            self._call(CALLS[kind], path, wire.convert(item, CallItem, path))
         elif kind == "mcp_call":
-            self._mcp_call(convert_at(item, McpCallItem, path))
+            self._mcp_call(wire.convert(item, McpCallItem, path))
         elif kind in OUTPUTS:
-            self._output(path, convert_at(item, OutputItem, path), OUTPUTS[kind])
+            self._output(path, wire.convert(item, OutputItem, path), OUTPUTS[kind])
         elif kind not in SILENT:
             self._asked.append(Asked("items", path))
 
@@ -212,13 +232,13 @@ def _any_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text |
     if not isinstance(item.output, list):
         return () if item.output is None else (Text(_text(item.output)),)
     inner = path.removesuffix(".output")
-    return parts.decode(convert_at({"output": item.output}, Outputs, inner).output, path, asked)
+    return parts.decode(wire.convert({"output": item.output}, Outputs, inner).output, path, asked)
 
 
 def _shell_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text | Image, ...]:
     if not isinstance(item.output, list):
         return _any_output(item, path, asked)
-    printed = [_printed(convert_at(run, ShellOutput, f"{path}[{at}]")) for at, run in enumerate(item.output)]
+    printed = [_printed(wire.convert(run, ShellOutput, f"{path}[{at}]")) for at, run in enumerate(item.output)]
     return (Text("\n".join(printed)),)
 
 
