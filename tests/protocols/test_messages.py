@@ -1,6 +1,7 @@
 """Anthropic messages: JSON to values."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -455,3 +456,16 @@ def block(**fields: Any) -> dict[str, Any]:
 )
 def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (block(), "messages[0].content[0].type: required, but missing"),
+        (block(type=7), "messages[0].content[0].type: no block is of the type 7"),
+        ({"system": [{"type": "image"}]}, "system[0].type: no image block belongs here"),
+    ],
+)
+def test_words_about_blocks(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{re.escape(words)}$"):
+        decode(**fields)

@@ -266,6 +266,18 @@ WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
     ({"input": 5}, BadRequest, "input"),
     ({"input": [{}]}, BadRequest, "input[0].type"),
     ({"input": [HELLO, {"role": "bob", "content": ""}]}, BadRequest, "input[1].role"),
+    ({"input": [{"type": "zz"}]}, BadRequest, "input[0].type"),
+    ({"input": [{"type": "configuration_update"}, {"type": "zz"}]}, BadRequest, "input[1].type"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "?"}]}, BadRequest, "input[0].encrypted_content"),
+    ({"input": [{"role": "user"}]}, BadRequest, "input[0].content"),
+    ({"input": [HELLO, {"type": "message", "role": "system", "content": None}]}, BadRequest, "input[1].content"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, BadRequest, "input[0].call_id"),
+    ({"input": [{**OUTPUT, "call_id": ""}]}, BadRequest, "input[0].call_id"),
+    ({"input": [{**OUTPUT, "call_id": None, "id": "fco_1"}]}, BadRequest, "input[0].call_id"),
+    ({"input": [{"type": "local_shell_call_output", "output": "x"}]}, BadRequest, "input[0].call_id"),
+    ({"metadata": {"a": 5}}, BadRequest, "metadata.a"),
+    ({"metadata": {"a": "x", "b": {"c": [1]}}}, BadRequest, "metadata.b"),
+    ({"metadata": {f"k{at}": "x" for at in range(17)}}, BadRequest, "metadata"),
     ({"input": [{"role": "user", "content": [{"type": "odd"}]}]}, BadRequest, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, BadRequest, "input[0].content[0].text"),
     ({"input": [{**OUTPUT, "output": [{"type": "input_text"}]}]}, BadRequest, "input[0].output[0].text"),
@@ -296,6 +308,21 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[DragomanErro
     assert type(caught.value) is error
     assert caught.value.param == param
     assert caught.value.message.startswith(f"{param}: ")
+
+
+def test_metadata() -> None:
+    pairs = {f"k{at}": "x" for at in range(16)}
+    assert question(metadata=pairs).shown.echoed["metadata"] == pairs
+
+
+def test_what_is_to_be_included() -> None:
+    assert asked(include=["web_search_call.action.sources", "reasoning.encrypted_content"]) == []
+    assert asked(include=["reasoning.encrypted_content", "zz"]) == [("unknown", "include[1]")]
+
+
+def test_tools_that_were_found_without_a_call() -> None:
+    (found,) = messages({"type": "tool_search_output", "call_id": None, "tools": []})
+    assert found == message("tool", ToolResult("", (Text("nothing was found"),)))
 
 
 def test_what_is_kept_counts_as_much_as_what_is_sent() -> None:

@@ -74,6 +74,23 @@ def test_names_that_would_be_the_same_to_the_model() -> None:
     assert made.shown.called["n__f_"] == Called("function", "f", "n")
 
 
+@pytest.mark.parametrize("space_first", [False, True])
+def test_calls_of_tools_that_would_be_called_the_same(space_first: bool) -> None:
+    tools = [{**FUNCTION, "name": "n__f"}, {**SPACE, "tools": [FUNCTION]}]
+    calls = [{"name": "n__f"}, {"name": "f", "namespace": "n"}]
+    order = slice(None, None, -1) if space_first else slice(None)
+    asking = [
+        {"type": "function_call", "call_id": f"c{at}", "arguments": "{}", **call} for at, call in enumerate(calls)
+    ]
+    made = question(tools=tools[order], input=[HELLO, *asking])
+    shown = [tool.name for tool in made.request.tools][order]
+    assert sorted(shown) == ["n__f", "n__f_"]
+    said = made.request.messages[-1].parts
+    assert [part.name for part in said if isinstance(part, ToolCall)] == shown
+    told = [encode_call(made.shown.called[name], "c", "{}", "1", "completed") for name in shown]
+    assert [{key: call[key] for key in ("name", "namespace") if key in call} for call in told] == calls
+
+
 def test_the_namespace_of_those_that_have_no_other() -> None:
     made = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
     assert [tool.name for tool in made.request.tools] == ["f", "c", "f_"]
@@ -144,13 +161,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
     ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
     ({"tools": [{**FUNCTION, "parameters": []}]}, "tools[0].parameters"),
+    ({"tools": [{**FUNCTION, "parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+    ({"tools": [{**SPACE, "tools": [{**FUNCTION, "parameters": {"type": 5}}]}]}, "tools[0].tools[0].parameters.type"),
+    ({"tools": [{**SPACE, "name": ""}]}, "tools[0].name"),
+    ({"tools": [{**SPACE, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{**SPACE, "name": "n" * 129, "tools": []}]}, "tools[0].name"),
     ({"tools": [{"type": {}}]}, "tools[0].type"),
     ({"tools": [SEARCH] * 1025}, "tools"),
     ({"tools": [{**SPACE, "tools": [SEARCH] * 1025}]}, "tools[0].tools"),
     ({"tools": [FUNCTION, {**SPACE, "tools": MANY}]}, "tools"),
     ({"tools": MANY, "input": [{"type": "additional_tools", "tools": [FUNCTION]}, HELLO]}, "input"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [FUNCTION] * 1025}}, "tool_choice.tools"),
-    ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),

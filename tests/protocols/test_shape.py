@@ -73,7 +73,7 @@ def test_words(fields: dict[str, Any], constraint: Constraint, param: str) -> No
     "fields",
     [
         of("text"),
-        {"grammar": "", "regex": None, "guided_json": ""},
+        {"grammar": None, "regex": None, "guided_json": None, "structural_tag": None},
         {"structured_outputs": {"json_object": False, "regex": None, "whitespace_pattern": None}},
         {**of("text"), "structured_outputs": None},
     ],
@@ -88,6 +88,9 @@ def test_what_is_not_offered_is_named() -> None:
     request = decode(**of("structural_tag", structures=[]))
     assert request.constraint is None
     assert asked(request) == {("structural_tag", "response_format.type")}
+    request = decode(structural_tag={"structures": [], "triggers": []})
+    assert request.constraint is None
+    assert asked(request) == {("structural_tag", "structural_tag")}
     request = decode(structured_outputs={"structural_tag": "{}", "whitespace_pattern": " "})
     assert asked(request) == {
         ("structural_tag", "structured_outputs.structural_tag"),
@@ -125,6 +128,15 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
         decode(**fields)
     assert caught.value.param == param
     assert "body" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["regex", "guided_regex", "grammar", "guided_grammar", "guided_json"])
+def test_empty_text_is_no_shape(name: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{name}: must not be empty$"):
+        decode(**{name: ""})
+    kind = name.removeprefix("guided_")
+    with pytest.raises(BadRequest, match=rf"^structured_outputs\.{kind}: must not be empty$"):
+        decode(structured_outputs={kind: ""})
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,10 @@ def test_tools_that_are_no_functions_are_no_mistake() -> None:
         ({"tools": [tool("ä")]}, "tools[0].function.name"),
         ({"tools": [*AB, tool("a")]}, "tools[2].function.name"),
         ({"tools": [tool("a", parameters=True)]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool("a", parameters={"type": ["string", "null"]})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool("a"), tool("b", parameters={"type": {}})]}, "tools[1].function.parameters.type"),
+        ({"functions": [{"name": "a", "parameters": {"type": "string"}}]}, "functions[0].parameters.type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "name": "flat"}]}, "tools[0].function"),
         ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type"),
@@ -116,6 +120,11 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
         decode(**fields)
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"type": None}, {"type": "object"}, {"type": ["object", "null"]}])
+def test_arguments_are_an_object(parameters: dict[str, Any]) -> None:
+    assert decode(tools=[tool("a", parameters=parameters)]).tools[0].parameters == parameters
 
 
 def test_many_tools() -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from dragoman.conversation import Asked, Image, Message, Part, Reasoning, Text, ToolCall, ToolResult
 from dragoman.errors import BadRequest
+from dragoman.protocols import wire
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -100,7 +101,7 @@ def _calls(field: MessageField, path: str, asked: list[Asked]) -> list[ToolCall]
         if call.function is not None:
             calls.append(_call(call.id or f"call_{at}", call.function))
         elif call.type in (None, "function"):
-            raise BadRequest(f"{inner}.function: required, but missing", param=f"{inner}.function")
+            raise wire.missing(f"{inner}.function")
         else:
             # No value carries a call of another kind: the request is refused before anybody misses it.
             asked.append(Asked("custom_tools", f"{inner}.type"))

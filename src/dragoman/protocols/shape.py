@@ -9,7 +9,7 @@
 
 Rules
 1. A request has one shape; two are a mistake, even where they agree.
-2. A field that is null, false or empty text asks for nothing.
+2. A field that is null or false asks for nothing; text must not be empty.
 """
 
 from collections.abc import Callable
@@ -59,6 +59,7 @@ class ShapeFields(msgspec.Struct, frozen=True):
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     grammar: str | None = None
+    structural_tag: Any = None
 
 
 FIELDS = frozenset(ShapeFields.__struct_fields__)
@@ -72,7 +73,9 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
     shapes = _response_format(fields.response_format)
     for path, read in READERS.items():
         value = wire.at(parsed, path)
-        if value is not None and value is not False and value != "":
+        if value == "":
+            raise BadRequest(f"{path}: must not be empty", param=path)
+        if value is not None and value is not False:
             shapes[path] = read(value, path)
     if len(shapes) > 1:
         first, second = list(shapes)[:2]
@@ -84,6 +87,8 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
 def _note_what_nobody_offers(fields: ShapeFields, parsed: dict[str, Any], asked: list[Asked]) -> None:
     if fields.response_format is not None and fields.response_format.type == "structural_tag":
         asked.append(Asked("structural_tag", "response_format.type"))
+    if fields.structural_tag is not None:
+        asked.append(Asked("structural_tag", "structural_tag"))
     if fields.structured_outputs is None:
         return
     if fields.structured_outputs.structural_tag is not None:

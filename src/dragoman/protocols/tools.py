@@ -7,12 +7,12 @@
 `functions` and `function_call` are the older words for the same. Who uses only those is answered in them: see
 `is_legacy`. Tools that are no functions are not a mistake, just nothing that is offered here.
 
-The rules that hold in every protocol are here too: what a tool may be called, how many there may be, and that one must
-be there if one must be called.
+The rules that hold in every protocol are here too: what a tool may be called, how many there may be, that its arguments
+are an object, and that one must be there if one must be called.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -71,9 +71,19 @@ FIELDS = frozenset(ToolFields.__struct_fields__)
 
 
 def checked_name(name: str | None, path: str) -> str:
-    if name is None or not NAME.fullmatch(name):
+    if name is None:
+        raise wire.missing(path)
+    if not NAME.fullmatch(name):
         raise BadRequest(f"{path}: a name has 1 to 128 letters, digits and . _ - : / only", param=path)
     return name
+
+
+def check_schema(schema: Mapping[str, Any] | None, path: str) -> None:
+    """A schema may leave its type out, or allow others besides: arguments are an object all the same."""
+    kind = (schema or {}).get("type")
+    if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        where = f"{path}.type"
+        raise BadRequest(f"{where}: the arguments of a tool are an object, not {kind!r:.100}", param=where)
 
 
 def check_count(count: int, path: str) -> None:
@@ -114,10 +124,10 @@ def _tools(fields: ToolFields, asked: list[Asked]) -> tuple[Tool, ...]:
             raise BadRequest(f"{where}: another tool is called {function.name!r} already", param=where)
         if function.strict:
             asked.append(Asked("strict_tools", f"{path}.strict"))
-        strict = bool(function.strict)
-        tools[function.name] = Tool(
-            function.name, function.description or "", function.parameters, strict, f"{path}.parameters"
-        )
+        schema = f"{path}.parameters"
+        check_schema(function.parameters, schema)
+        words, strict = function.description or "", bool(function.strict)
+        tools[function.name] = Tool(function.name, words, function.parameters, strict, schema)
     return tuple(tools.values())
 
 
@@ -128,7 +138,7 @@ def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, Fu
         if tool.type != "function":
             asked.append(Asked("custom_tools", f"{path}.type"))
         elif tool.function is None:
-            raise BadRequest(f"{path}.function: required, but missing", param=f"{path}.function")
+            raise wire.missing(f"{path}.function")
         else:
             yield f"{path}.function", tool.function
     for at, function in enumerate(fields.functions or ()):
@@ -154,7 +164,7 @@ def _mode(fields: ToolFields, asked: list[Asked]) -> tuple[Mode, str | None]:
             asked.append(Asked("custom_tools", "tool_choice.type"))
             return "auto", None
         if choice.function is None:
-            raise BadRequest("tool_choice.function: required, but missing", param="tool_choice.function")
+            raise wire.missing("tool_choice.function")
         choice = choice.function
     if choice == "required" or isinstance(choice, NamedFunction):
         asked.append(Asked("constraint", _word(fields)))
@@ -169,7 +179,7 @@ def _allowed(
     field: AllowedTools | None, tools: tuple[Tool, ...], parallel: bool, asked: list[Asked]
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
     if field is None:
-        raise BadRequest("tool_choice.allowed_tools: required, but missing", param="tool_choice.allowed_tools")
+        raise wire.missing("tool_choice.allowed_tools")
     check_count(len(field.tools), "tool_choice.allowed_tools.tools")
     known = {tool.name for tool in tools}
     names: set[str] = set()

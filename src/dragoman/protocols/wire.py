@@ -138,6 +138,10 @@ def convert(parsed: dict[str, Any], shape: type[T], at: str = "") -> T:
         raise _bad_field(str(error), at) from None
 
 
+def missing(path: str) -> BadRequest:
+    return BadRequest(f"{path}: required, but missing", param=path)
+
+
 def _bad_field(words: str, at: str) -> BadRequest:
     found = _ERROR.match(words)
     what, path = (found["what"], found["path"]) if found else (words, None)

@@ -36,21 +36,22 @@ async def ready(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(status, 200 if is_ready else 503)
 
 
-def _listed(app: "App", model: Model) -> wire_models.ListedModel:
-    info, engine = model.info, model.host.engine
+async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
+    engine = model.host.engine
+    known = model.info if engine is not None else await model.foreseen()
     return wire_models.ListedModel(
         name=model.name,
         created=app.created,
-        owner=info.owner,
-        context=info.context,
-        format=None if engine is None else info.format,
+        owner=model.info.owner,
+        context=known.context,
+        format=known.format,
         device=None if engine is None else engine.device,
         state=model.host.state,
     )
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    listed = [_listed(app, model) for model in app.catalog.models.values()]
+    listed = [await _listed(app, model) for model in app.catalog.models.values()]
     if exchange.family is ANTHROPIC:
         await exchange.reply_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:
@@ -61,7 +62,7 @@ async def one_model(app: "App", exchange: Exchange) -> None:
     model = app.catalog.resolve(exchange.path.removeprefix("/v1/models/"))
     is_anthropic = exchange.family is ANTHROPIC
     encode = wire_models.encode_anthropic_model if is_anthropic else wire_models.encode_model
-    await exchange.reply_json(encode(_listed(app, model)))
+    await exchange.reply_json(encode(await _listed(app, model)))
 
 
 async def tokenize(app: "App", exchange: Exchange) -> None:

@@ -125,7 +125,7 @@ class Split:
             found = yield from self._until_marker()
             if not found.marker:
                 return
-            if self._shaped and self.writer.said:
+            if self._shaped and self._shape_begun:
                 self.writer.text(found.text)
             elif found.marker in self._openers:
                 yield from self._opener(found)
@@ -135,6 +135,11 @@ class Split:
                 self.writer.text(found.text)
             else:
                 yield from self.section(found, self.writer.text)
+
+    @property
+    def _shape_begun(self) -> bool:
+        """Whether what is said is the answer that has a shape, and not words before a call."""
+        return self.writer.said if not self.tools else self.writer.first in ("{", "[")
 
     def _until_marker(self) -> Reading[Found]:
         """Text up to the next marker; between two pieces it may be that nothing is held."""

@@ -32,6 +32,8 @@ class Writer:
     def __init__(self, source: Source, tools: Mapping[str, Tool], parallel: bool) -> None:
         self.said = False
         """Whether there has been text."""
+        self.first = ""
+        """The first character that there was to see."""
         self.fences = 0
         self._ticks = ""
         self.thought_of = False
@@ -59,6 +61,7 @@ class Writer:
     def passed(self, text: str) -> None:
         """The text has been said, by whomever."""
         self.said = self.said or bool(text)
+        self.first = self.first or text.lstrip()[:1]
         if "`" in text or self._ticks:
             run = self._ticks + text
             self.fences += run.count(FENCE)

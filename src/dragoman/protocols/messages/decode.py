@@ -70,7 +70,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 def decode(body: bytes) -> GenerationRequest:
     request = decode_count(body)
     if request.max_tokens is None:
-        raise BadRequest("max_tokens: required, but missing", param="max_tokens")
+        raise wire.missing("max_tokens")
     return request
 
 

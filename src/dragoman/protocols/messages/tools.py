@@ -58,7 +58,8 @@ def _tool(given: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
         return None
     name = functions.checked_name(field.name, f"{path}.name")
     if described is None and field.input_schema is None:
-        raise BadRequest(f"{path}.input_schema: required, but missing", param=f"{path}.input_schema")
+        raise wire.missing(f"{path}.input_schema")
+    functions.check_schema(field.input_schema, f"{path}.input_schema")
     if field.strict:
         asked.append(Asked("strict_tools", f"{path}.strict"))
     description, schema = described or (field.description or "", field.input_schema)
@@ -73,6 +74,8 @@ def _choice(
     parallel = not field.disable_parallel_tool_use
     if field.type in ("auto", "none"):
         return ToolChoice("none" if field.type == "none" else "auto", None, parallel)
+    if field.type == "tool" and field.name is None:
+        raise wire.missing("tool_choice.name")
     if _is_not_offered(field, tools, given):
         asked.append(Asked("server_tools", "tool_choice"))
         return ToolChoice("auto", None, parallel)

@@ -28,6 +28,13 @@ from dragoman.protocols.responses.fields import FormatField, ReasoningField, Res
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
+INCLUDED = frozenset(
+    {
+        *(LOGPROBS, SEALED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("computer_call_output.output.image_url", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    }
+)
+"""Those that are about tools ask for nothing: a server would have to run these."""
 THOUGHT = "rs_"
 ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
@@ -85,6 +92,10 @@ def _refuse(fields: ResponseFields) -> None:
         raise NotSupported("prompt: none are kept here; send its text as instructions", param="prompt")
     if fields.n is not None and fields.n > 1:
         raise BadRequest("n: a response has one answer", param="n")
+    for name, value in (fields.metadata or {}).items():
+        if not isinstance(value, str):
+            path = f"metadata.{name:.64}"
+            raise BadRequest(f"{path}: metadata is text only", param=path)
 
 
 def decode(
@@ -101,7 +112,7 @@ def decode(
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
     messages = (*system, *items.decode(placed, offered, asked))
     if not messages:
-        raise BadRequest("input: at least one item is needed", param="input")
+        raise _nothing_said(asked)
     _note_options(fields, asking.parsed, asked)
     request = GenerationRequest(
         model=fields.model or "",
@@ -120,6 +131,15 @@ def decode(
         asked=tuple(asked),
     )
     return Question(request, _shown(asking, offered, [item for _, item in placed]))
+
+
+def _nothing_said(asked: Sequence[Asked]) -> BadRequest:
+    """What was left out with a mere note is now all that there was."""
+    left_out = next((entry.param for entry in asked if entry.feature == "items"), None)
+    if left_out is None:
+        return BadRequest("input: at least one item is needed", param="input")
+    path = f"{left_out}.type" if left_out.endswith("]") else left_out
+    return BadRequest(f"{path}: this says nothing to a model, and no other item does", param=path)
 
 
 def _given(fields: ResponseFields, referenced: Mapping[str, dict[str, Any]], asked: list[Asked]) -> list[items.Placed]:
@@ -167,6 +187,9 @@ def _note_options(fields: ResponseFields, parsed: dict[str, Any], asked: list[As
     others = {name: value for name, value in (parsed.get("reasoning") or {}).items() if name != "effort"}
     odd = [name for name, value in others.items() if value is not None and value != USUAL.get(name)]
     asked += [Asked("unknown", f"reasoning.{name}") for name in odd]
+    asked += [
+        Asked("unknown", f"include[{at}]") for at, name in enumerate(fields.include or ()) if name not in INCLUDED
+    ]
     if fields.text is not None and fields.text.verbosity not in (None, "medium"):
         asked.append(Asked("verbosity", "text.verbosity"))
     if fields.truncation == "auto":

@@ -61,7 +61,7 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
     stream_options: StreamOptions | None = None  # type: ignore[assignment]
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], msgspec.Meta(max_length=16)] | None = None
     client_metadata: Any = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

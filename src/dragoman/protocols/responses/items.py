@@ -92,7 +92,11 @@ CALLS: dict[str, Kind] = {
     "apply_patch_call": "apply_patch",
     "tool_search_call": "tool_search",
 }
-TOOLS = ("additional_tools", "tool_search_output")
+FOUND_TOOLS = "tool_search_output"
+"""What a server finds by itself nobody has called."""
+BY_ID = ("local_shell_call_output", FOUND_TOOLS)
+"""Outputs whose own id may be that of the call."""
+TOOLS = ("additional_tools", FOUND_TOOLS)
 """Items that bring tools along."""
 UPDATE = "configuration_update"
 SILENT = ("additional_tools", UPDATE)
@@ -104,7 +108,7 @@ def kind_of(item: Item, path: str) -> str:
     if kind is None:
         kind = "message" if "role" in item else "item_reference" if "id" in item else None
     if not isinstance(kind, str):
-        raise BadRequest(f"{path}.type: required, but missing", param=f"{path}.type")
+        raise wire.missing(f"{path}.type")
     return kind
 
 
@@ -153,7 +157,7 @@ class _History:
         elif kind == "mcp_call":
             self._mcp_call(wire.convert(item, McpCallItem, path))
         elif kind in OUTPUTS:
-            self._output(path, wire.convert(item, OutputItem, path), OUTPUTS[kind])
+            self._output(kind, path, wire.convert(item, OutputItem, path))
         elif kind not in SILENT:
             self._asked.append(Asked("items", path))
 
@@ -166,6 +170,8 @@ class _History:
     def _message(self, path: str, item: MessageItem) -> None:
         content = parts.decode(item.content, f"{path}.content", self._asked)
         if item.role != "assistant":
+            if item.content is None:
+                raise wire.missing(f"{path}.content")
             self._add(item.role, content)
             return
         if self._said:
@@ -190,7 +196,7 @@ class _History:
     def _call(self, kind: Kind, path: str, item: CallItem) -> None:
         name = item.name if kind in ("function", "custom") else kind
         if not name:
-            raise BadRequest(f"{path}.name: required, but missing", param=f"{path}.name")
+            raise wire.missing(f"{path}.name")
         shown = self._offered.name(kind, name, item.namespace)
         self._calls.append(ToolCall(item.call_id or item.id or "", shown, _arguments(kind, item)))
 
@@ -200,9 +206,12 @@ class _History:
         output = _text(item.error) if failed else item.output or ""
         self._add("tool", (ToolResult(item.id, (Text(output),), failed),))
 
-    def _output(self, path: str, item: OutputItem, read: "Output") -> None:
-        content = read(item, f"{path}.output", self._asked)
-        self._add("tool", (ToolResult(item.call_id or item.id or "", content, item.status == "failed"),))
+    def _output(self, kind: str, path: str, item: OutputItem) -> None:
+        call_id = item.call_id or (item.id if kind in BY_ID else None)
+        if not call_id and kind != FOUND_TOOLS:
+            raise wire.missing(f"{path}.call_id")
+        content = OUTPUTS[kind](item, f"{path}.output", self._asked)
+        self._add("tool", (ToolResult(call_id or "", content, item.status == "failed"),))
 
 
 def _joined(texts: Sequence[parts.ContentPart] | None) -> str:
@@ -259,5 +268,5 @@ OUTPUTS: dict[str, Output] = {
     "local_shell_call_output": _any_output,
     "apply_patch_call_output": _any_output,
     "shell_call_output": _shell_output,
-    "tool_search_output": _found_tools,
+    FOUND_TOOLS: _found_tools,
 }

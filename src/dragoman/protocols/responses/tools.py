@@ -119,13 +119,14 @@ class _Reading:
             inner = f"{path}[{at}]"
             kind = tool.get("type")
             if not isinstance(kind, str):
-                raise BadRequest(f"{inner}.type: required, but missing", param=f"{inner}.type")
+                raise wire.missing(f"{inner}.type")
             if kind == "function":
                 self._function(inner, wire.convert(tool, FunctionTool, inner), space, about)
             elif kind == "custom":
                 self._custom(inner, wire.convert(tool, CustomTool, inner), space, about)
             elif kind == "namespace" and space is None:
                 nested = wire.convert(tool, Namespace, inner)
+                functions.checked_name(nested.name, f"{inner}.name")
                 self.read(f"{inner}.tools", nested.tools, nested)
             elif kind in CLIENT_RUN and self._is_ours(tool, inner):
                 self._own(inner, CLIENT_RUN[kind], wire.convert(tool, OwnTool, inner))
@@ -163,6 +164,7 @@ class _Reading:
         self, path: str, called: Called, words: str, parameters: Mapping[str, Any] | None, strict: bool = False
     ) -> None:
         functions.checked_name(called.name, f"{path}.name")
+        functions.check_schema(parameters, f"{path}.parameters")
         shown = self._shown(called, path)
         self.called[shown] = called
         self.tools[shown] = Tool(shown, words, parameters, strict, f"{path}.parameters")
@@ -214,6 +216,8 @@ def _named(field: ChoiceField, parallel: bool, offered: Offered, asked: list[Ask
         asked.append(Asked("constraint", "tool_choice"))
         return ToolChoice("named", found[0], parallel)
     if field.type in ("function", "custom"):
+        if field.name is None:
+            raise wire.missing("tool_choice.name")
         raise BadRequest(f"tool_choice: no tool is called {field.name!r:.150}", param="tool_choice")
     asked.append(Asked("server_tools", "tool_choice"))
     return ToolChoice("auto", None, parallel)
