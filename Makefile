@@ -19,6 +19,7 @@ serve: $(VENV)/.installed ## serve the built-in model; ARGS="--port 9000" hands 
 
 test: lint ## lint, types and all tests
 	@$(BIN)/dragoman pull smollm2
+	@$(BIN)/dragoman pull minilm
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports

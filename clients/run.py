@@ -136,8 +136,16 @@ def serving(folder: Path) -> Iterator[Server]:
         _wait_until_ready(process, server)
         yield server
     finally:
-        process.terminate()
-        process.wait(40)
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes], patience: float = 40) -> None:
+    process.terminate()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:

@@ -18,6 +18,11 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def minilm_path() -> Path:
+    return sources.fetch("minilm")
+
+
+@pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One server with scripted models for all that need no settings of their own."""
     config = {

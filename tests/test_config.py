@@ -186,7 +186,8 @@ MISTAKES = {
     "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, or "
     "module:Class for your own",
     "models:\n  a: 5": "2: models.a: expected a source or a mapping, got int",
-    "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, pypi:PACKAGE or a built-in name (smollm2)",
+    "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, pypi:PACKAGE or a built-in name "
+    "(smollm2, minilm)",
     "models:\n  a: ''": "2: models.a.source: expected str of length >= 1",
     "models:\n  a: {path: 5}": "2: models.a.path: expected str | null, got int",
     "models:\n  a: {engine: scripted, source: x}": "2: models.a.source: the engine scripted takes no source",
@@ -235,9 +236,9 @@ def test_mistakes_in_a_file(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (Flags(models=("a",)), "--model a: expected NAME=SOURCE, or a built-in name (smollm2)"),
-        (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, or a built-in name (smollm2)"),
-        (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, or a built-in name (smollm2)"),
+        (Flags(models=("a",)), "--model a: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
+        (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
+        (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
         (Flags(aliases=("a",)), "--alias a: expected PATTERN=NAME, as in 'gpt-*=smollm2'"),
         (Flags(aliases=("a=b",)), "--alias a=b: no model is called 'b'; models: smollm2"),
         (Flags(aliases=("smollm2=smollm2",)), "--alias smollm2=smollm2: a model has this name already"),

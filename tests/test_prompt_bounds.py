@@ -59,6 +59,17 @@ LARGE = {
     "%": "{{ '%*d' % (10 ** 12, 1) }}",
     "indent": "{{ 'x\ny' | indent(10 ** 12) }}",
     "tojson": "{{ [1] | tojson(indent=10 ** 12) }}",
+    "expandtabs": "{{ '\t'.expandtabs(30000000) }}",
+    "expandtabs with a name": "{{ '\t'.expandtabs(tabsize=30000000) }}",
+    "expandtabs as it is": "{{ ('\t' * 10 ** 7).expandtabs() | length }}",
+    "translate": "{{ ('x' * 10 ** 4).translate({120: 'x' * 10 ** 4}) | length }}",
+    "a number as bytes": "{{ (5).to_bytes(100000000, 'big') | length }}",
+    "a number as bytes with a name": "{{ (5).to_bytes(length=100000000, byteorder='big') | length }}",
+    "a method by another way": "{{ ([5] | map(attribute='to_bytes') | first)(100000000, 'big') | length }}",
+    "bytes that are repeated": "{{ ('x'.encode() * 30000000) | length }}",
+    "a method of bytes": "{{ 'x'.encode().center(30000000) }}",
+    "round": "{{ 1.5 | round(10 ** 7, 'ceil') }}",
+    "sum": "{{ ([[1] * 10 ** 6] * 100) | sum(start=[]) | length }}",
 }
 
 
@@ -86,10 +97,14 @@ def test_the_ordinary_is_not_in_the_way() -> None:
         "{{ ['a', 'b'] | join('/') }} {{ ','.join(['a', 'b']) }} {{ 'a-b' | replace('-', '+') }} {{ 1 ~ 'x' ~ none }} "
         "{{ 'x\ny' | indent(2) }} {{ 'a b'.split() | length }} {{ 'x'.rjust(3) }} "
         "{{ [{'n': 1}] | map(attribute='n') | join }} "
-        "{{ [{'n': 'a'}, {'n': 'b'}] | join('+', attribute='n') }} {{ '%(k)s' % {'k': 1} }}"
+        "{{ [{'n': 'a'}, {'n': 'b'}] | join('+', attribute='n') }} {{ '%(k)s' % {'k': 1} }} "
+        "{{ 'a\tb'.expandtabs(tabsize=4) }} {{ 'ab'.translate({97: 'xy'}) }} {{ 2.345 | round(1) }} {{ [1, 2] | sum }}"
     )
     template = ChatTemplate(source, bos="", eos="", control=[])
-    assert template.render(CHAT).text == "262 ababab a-12345678 k:   1 a/b a,b a+b 1xNone x\n  y 2   x 1 a+b 1"
+    assert (
+        template.render(CHAT).text
+        == "262 ababab a-12345678 k:   1 a/b a,b a+b 1xNone x\n  y 2   x 1 a+b 1 a   b xyb 2.3 3"
+    )
 
 
 def test_each_rendering_has_its_own_time() -> None:

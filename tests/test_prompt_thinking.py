@@ -63,6 +63,7 @@ def test_levels_that_the_template_refuses() -> None:
     assert made_.render(asking(Thinking(effort="high"))).text == "q high"
     assert made_.render(asking(Thinking(effort="none"))).text == "q none"
     assert made_.render(asking(Thinking(enabled=True))).text == "q high"
+    assert made_.render(asking(Thinking(enabled=True, effort="none"))).text == "q high"
     low = made_.render(asking(Thinking(effort="low")))
     assert (low.text, low.ignored) == ("q ", ("reasoning_effort",))
 
@@ -70,10 +71,11 @@ def test_levels_that_the_template_refuses() -> None:
 @pytest.mark.parametrize(
     ("form", "thinking", "ignored"),
     [
-        (THINKS, Thinking(effort="low"), ("reasoning_effort",)),
+        (THINKS, Thinking(effort="low"), ("reasoning_effort", "enable_thinking")),
         (THINKS, Thinking(effort="none"), ()),
         (THINKS, Thinking(enabled=False), ()),
-        (THINKS, Thinking(enabled=True), ()),
+        (THINKS, Thinking(enabled=True), ("enable_thinking",)),
+        (FORMATS["harmony"], Thinking(enabled=True), ("enable_thinking",)),
         (PLAIN, Thinking(effort="high"), ("reasoning_effort", "enable_thinking")),
         (PLAIN, Thinking(effort="none"), ()),
         (PLAIN, Thinking(enabled=True), ("enable_thinking",)),
@@ -82,6 +84,16 @@ def test_levels_that_the_template_refuses() -> None:
 )
 def test_what_a_template_cannot_do_is_named(form: ModelFormat, thinking: Thinking, ignored: tuple[str, ...]) -> None:
     assert template(KNOWS_NOTHING, form).render(asking(thinking)).ignored == ignored
+
+
+@pytest.mark.parametrize(
+    ("form", "mark"),
+    [(THINKS, "<think>"), (THINKS, "[/THINK]"), (FORMATS["harmony"], "<|channel|>")],
+)
+def test_a_template_that_mentions_thoughts_is_one_of_a_model_that_thinks(form: ModelFormat, mark: str) -> None:
+    source = KNOWS_NOTHING + "{% if messages | length > 9 %}" + mark + "{% endif %}"
+    assert template(source, form).render(asking(Thinking(enabled=True))).ignored == ()
+    assert template(source, form).render(asking(Thinking(effort="high"))).ignored == ("reasoning_effort",)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,11 @@ def test_what_a_template_cannot_do_is_named(form: ModelFormat, thinking: Thinkin
 )
 def test_a_prompt_that_ends_inside_a_thought(tail: str, inside: bool) -> None:
     assert template(KNOWS_NOTHING + tail, THINKS).render(asking()).thinking is inside
+
+
+@pytest.mark.parametrize("opener", [tags.open for tags in FORMATS["json"].thoughts])
+def test_the_tag_that_the_prompt_has_opened(opener: str) -> None:
+    assert template(KNOWS_NOTHING + opener + "\n", FORMATS["json"]).render(asking()).opener == opener
 
 
 def test_channels() -> None:

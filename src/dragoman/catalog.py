@@ -6,12 +6,13 @@ Rules
 1. A name is never a path and never reaches the file system.
 2. An engine is loaded once, however many ask for it at the same time; those who ask meanwhile wait for it.
 3. Several models may share one engine; they then share its slots and its queue.
+4. Until a model is loaded, what is known of it is what its configuration and its file say.
 """
 
 import asyncio
 import fnmatch
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,12 +23,14 @@ from dragoman.config import Limits, ModelSpec, Settings
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, ModelFailed, ModelLoading, ModelNotFound
-from dragoman.formats import named
+from dragoman.formats import detect, named
+from dragoman.gguf import Value, read_metadata
 from dragoman.worker.parent import WorkerEngine, options_of
 
 log = logging.getLogger("dragoman.catalog")
 
 State = Literal["cold", "loading", "ready", "failed"]
+FileState = Literal["here", "missing", "not downloaded", "unreadable"]
 STOP_SECONDS = 10.0
 
 
@@ -110,16 +113,92 @@ async def _stopped(engine: Engine) -> None:
         log.exception("an engine (%s) failed to stop", type(engine).__name__)
 
 
+class Foreseen(msgspec.Struct, frozen=True):
+    """What is known of a model before it is loaded; None where only its engine can tell."""
+
+    format: str | None = None
+    context: int | None = None
+    file: FileState = "here"
+    writes: bool = True
+
+
+def foreseen(spec: ModelSpec) -> Foreseen:
+    """Reads the beginning of the model's file, if it has one and it is there."""
+    given = dict(spec.options) if spec.source is None else {**spec.options, "path": spec.source}
+    try:
+        options = msgspec.convert(given, engine_class(spec.engine).Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"models.{spec.name}: {error}") from error
+    file, metadata = _looked_at(spec.source)
+    # Engines of others may call something else by these names.
+    form, context = getattr(options, "format", None), getattr(options, "context", None)
+    return Foreseen(
+        format=form if isinstance(form, str) else _detected(metadata),
+        context=context if isinstance(context, int) else _trained_context(metadata),
+        file=file,
+        writes=_writes(metadata),
+    )
+
+
+def _looked_at(source: str | None) -> tuple[FileState, dict[str, Value]]:
+    if source is None:
+        return "here", {}
+    try:
+        path = sources.locate(source)
+    except ConfigError:
+        return "missing", {}
+    if path is None:
+        return "not downloaded", {}
+    try:
+        return "here", read_metadata(path)
+    except ConfigError:
+        return "unreadable", {}
+
+
+def _detected(metadata: Mapping[str, Value]) -> str | None:
+    """What a configuration does not name, the model's chat template decides."""
+    if not metadata or not _writes(metadata):
+        return None
+    template = metadata.get("tokenizer.chat_template")
+    return detect(None if template is None else str(template), str(metadata.get("general.name", "")))
+
+
+def _writes(metadata: Mapping[str, Value]) -> bool:
+    """Whether it writes text, as far as its file says; a model that makes vectors has no syntax to speak of."""
+    return metadata.get(f"{metadata.get('general.architecture')}.attention.causal") is not False
+
+
+def _trained_context(metadata: Mapping[str, Value]) -> int | None:
+    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    return length if isinstance(length, int) else None
+
+
 class Model:
-    def __init__(self, name: str, host: Host) -> None:
+    def __init__(self, name: str, host: Host, spec: ModelSpec | None = None) -> None:
         self.name = name
         self.host = host
+        self._spec = spec
+        self._foreseen: Foreseen | None = None
 
     @property
     def info(self) -> ModelInfo:
         """What the engine says of this model, once it is there to say it."""
         known = self.host.engine.models() if self.host.engine else ()
         return next((info for info in known if info.name == self.name), ModelInfo(self.name))
+
+    async def foreseen(self) -> Foreseen:
+        """Its file is looked at once, and nobody's reply waits for the disk."""
+        if self._foreseen is None:
+            self._foreseen = await asyncio.to_thread(_foreseen_or_nothing, self._spec)
+        return self._foreseen
+
+
+def _foreseen_or_nothing(spec: ModelSpec | None) -> Foreseen:
+    try:
+        return Foreseen() if spec is None else foreseen(spec)
+    except ConfigError:
+        # Whoever asks the model for something hears of it; a list can do without.
+        return Foreseen()
 
 
 class Catalog:
@@ -129,11 +208,17 @@ class Catalog:
         for engine in engines:
             self._add([info.name for info in engine.models()], _as_is(engine), settings.limits)
         for spec in settings.models:
-            self._add([spec.name], _from(spec, settings.limits), settings.limits)
+            self._add([spec.name], _from(spec, settings.limits), settings.limits, spec)
         self._aliases: dict[str, str] = {pattern.lower(): target for pattern, target in settings.aliases.items()}
         self.default = settings.default or next(iter(self.models), None)
 
-    def _add(self, names: Sequence[str], make: Callable[[], Awaitable[Engine]], limits: Limits) -> None:
+    def _add(
+        self,
+        names: Sequence[str],
+        make: Callable[[], Awaitable[Engine]],
+        limits: Limits,
+        spec: ModelSpec | None = None,
+    ) -> None:
         if not names:
             raise ConfigError("an engine offers no models: `models()` must name at least one")
         host = Host(make, limits)
@@ -141,7 +226,7 @@ class Catalog:
         for name in names:
             if name.lower() in self.models:
                 raise ConfigError(f"two models are called {name!r}")
-            self.models[name.lower()] = Model(name, host)
+            self.models[name.lower()] = Model(name, host, spec)
 
     def resolve(self, name: str) -> Model:
         wanted = name.strip().lower() or (self.default or "").lower()

@@ -76,12 +76,16 @@ def _visible_text(part: Part) -> str:
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function the model may call; `parameters` is its JSON Schema."""
+    """A function the model may call; `parameters` is its JSON Schema, and `path` the field that it came in.
+
+    Whether the caller wants the schema kept `strict`ly is for engines of one's own; llama keeps to it either way.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    path: str = "tools"
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -97,9 +101,12 @@ class JsonObject(msgspec.Struct, frozen=True, tag="json_object"):
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
+    """`path` is the field that the schema came in. `name` and `strict` are for engines of one's own, as in `Tool`."""
+
     schema: Mapping[str, Any]
     name: str = "response"
     strict: bool = True
+    path: str = "response_format"
 
 
 class Regex(msgspec.Struct, frozen=True, tag="regex"):

@@ -10,16 +10,18 @@ Rules
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Protocol
 
 import msgspec
 
 from dragoman.admission import Slots
-from dragoman.conversation import GenerationRequest, Logprobs
+from dragoman.conversation import Asked, GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import run
 from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
 from dragoman.events import Event, Finished, Usage
 from dragoman.formats import FORMATS
+from dragoman.formats.json import JSON
 from dragoman.formats.plain import PLAIN
 from dragoman.stages import Stage
 from dragoman.stages.limit import Limit
@@ -27,6 +29,9 @@ from dragoman.stages.split import Split
 from dragoman.stages.stop import Stop
 from dragoman.stages.syntax import ModelFormat
 from dragoman.stages.tally import Tally
+
+Running = Callable[[int], None]
+"""Is told how many choices have a slot, whenever one gets or gives back its own."""
 
 Take = Callable[[int, Sequence[Event]], Awaitable[None] | None]
 """Is handed the index of a choice and events of it that were ready together; may ask to be waited for."""
@@ -43,7 +48,17 @@ ESSENTIAL = frozenset(
 """Features without which a reply would not be an answer to what was asked."""
 
 
-def check(request: GenerationRequest, supports: frozenset[str], strict: bool) -> tuple[str, ...]:
+class Asking(Protocol):
+    """What is known of any request, whatever it asks for."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def asked(self) -> tuple[Asked, ...]: ...
+
+
+def check(request: Asking, supports: frozenset[str], strict: bool) -> tuple[str, ...]:
     """The parameters that will be ignored; an error where ignoring them would not be honest."""
     ignored = []
     for asked in request.asked:
@@ -77,12 +92,18 @@ def _param(request: GenerationRequest, *features: str) -> str | None:
     return next((params[feature] for feature in features if feature in params), None)
 
 
-def generate(engine: Engine, request: GenerationRequest, slots: Slots, take: Take) -> Coroutine[None, None, None]:
-    """Run all choices to their ends. The caller holds the first slot; further choices wait for their own."""
+def generate(
+    engine: Engine, request: GenerationRequest, slots: Slots, take: Take, running: Running | None = None
+) -> Coroutine[None, None, None]:
+    """Run all choices to their ends. The caller holds the first slot; further choices wait for their own.
+
+    Who has a slot may be expected to say something, who waits for one may not: `running` tells the difference.
+    """
     requests = _single(request)
     if len(requests) == 1:
         return _choice(engine, requests[0], 0, take)
-    return _side_by_side(engine, requests, len(requests) // max(1, len(request.prompts)), slots, take)
+    per_prompt = len(requests) // max(1, len(request.prompts))
+    return _side_by_side(engine, requests, per_prompt, slots, take, running or (lambda count: None))
 
 
 def _single(request: GenerationRequest) -> list[GenerationRequest]:
@@ -133,7 +154,9 @@ def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
     syntax = _syntax(engine, request)
     if syntax is not PLAIN:
         choice = request.tool_choice
-        stages.append(Split(syntax, () if choice.mode == "none" else request.tools, parallel=choice.parallel))
+        tools = () if choice.mode == "none" else request.tools
+        shaped = request.constraint is not None
+        stages.append(Split(syntax, tools, parallel=choice.parallel, shaped=shaped))
     # A shape that is guaranteed is not cut in two by a stop string.
     if request.stop and request.constraint is None:
         stages.append(Stop(request.stop))
@@ -147,14 +170,22 @@ def _syntax(engine: Engine, request: GenerationRequest) -> ModelFormat:
     if not request.messages:
         return PLAIN
     names = (info.format for info in engine.models() if info.name == request.model)
-    return FORMATS[next(names, PLAIN.name)]
+    syntax = FORMATS[next(names, PLAIN.name)]
+    # A model without a syntax for calls that must make one is made to write JSON.
+    return JSON if syntax is PLAIN and request.tool_choice.mode in ("required", "named") else syntax
 
 
 async def _side_by_side(
-    engine: Engine, requests: Sequence[GenerationRequest], per_prompt: int, slots: Slots, take: Take
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    per_prompt: int,
+    slots: Slots,
+    take: Take,
+    running: Running,
 ) -> None:
     """All choices as slots allow, their batches as they come. The first failure ends them all."""
     counting: dict[int, int] = {}
+    held = 1
 
     def take_once(index: int, events: Sequence[Event]) -> Awaitable[None] | None:
         # The first to start is the one that took the prompt in, if the others shared its work.
@@ -162,12 +193,17 @@ async def _side_by_side(
         return take(index, events if index == first else _without_prompt(events))
 
     async def follow(index: int, request: GenerationRequest) -> None:
+        nonlocal held
         if index:
             await slots.another()
+            held += 1
+            running(held)
         try:
             await _choice(engine, request, index, take_once)
         finally:
             slots.give_back()
+            held -= 1
+            running(held)
 
     tasks = [asyncio.create_task(follow(index, request)) for index, request in enumerate(requests)]
     try:

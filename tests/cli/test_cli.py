@@ -117,7 +117,7 @@ def test_wrong_arguments(tmp_path: Path, arguments: list[str]) -> None:
     ("arguments", "words"),
     [
         (["--config", "none.yaml"], "cannot read the configuration none.yaml: No such file or directory"),
-        (["--model", "mine"], "--model mine: expected NAME=SOURCE, or a built-in name (smollm2)"),
+        (["--model", "mine"], "--model mine: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
         (["--model", "mine=nowhere.gguf"], "model mine: no file nowhere.gguf"),
         (["--model", "mine=."], "model mine: . is a directory"),
         (["--alias", "gpt"], "--alias gpt: expected PATTERN=NAME"),

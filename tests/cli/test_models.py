@@ -77,6 +77,14 @@ def test_what_a_configuration_would_serve(folder: Path) -> None:
     assert rows["own"]["format"] is None
 
 
+def test_a_model_that_only_makes_vectors_has_no_format(folder: Path) -> None:
+    pairs = [pair("general.architecture", 8, text("bert")), pair("bert.attention.causal", 7, b"\0")]
+    (folder / "v.gguf").write_bytes(gguf(*pairs))
+    (folder / "dragoman.yaml").write_text("models: {vectors: ./v.gguf}\n")
+    row = listed(folder)["vectors"]
+    assert (row["format"], row["state"]) == (None, "here")
+
+
 def test_the_format_is_the_template_s_unless_it_is_configured(folder: Path) -> None:
     (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, format: plain}}\n")
     rows = listed(folder)

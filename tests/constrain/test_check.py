@@ -1,9 +1,14 @@
+import json
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dragoman.constrain.check import Check, warnings
+from dragoman.constrain.schema import KEPT, NAMING, UNENFORCED, prepare
+from dragoman.errors import InvalidSchema
 
 CASES = [
     ({"type": "array", "uniqueItems": True}, b"[1, 2]", b"[1, 1]"),
@@ -38,3 +43,64 @@ def test_a_pattern_that_takes_forever_is_let_go() -> None:
 def test_what_cannot_be_looked_at_is_not_called_wrong() -> None:
     check = Check("answer", {"$ref": "http://127.0.0.1:9/schema"}, "here")
     assert warnings([check], [("answer", b"1"), ("answer", b'{"cut')]) == ()
+
+
+WORD = "a" * 60 + "!"
+BRANCHES = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(40)} | {"d40": {"const": 1}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"allOf": [{"pattern": f"^(?={at}|a)(a|aa)+$"} for at in range(300)]}, WORD),
+        ({"patternProperties": {f"^(?={at}|a)(a|aa)+$": {} for at in range(300)}}, {WORD: 1}),
+        ({"$defs": BRANCHES, "$ref": "#/$defs/d0"}, 2),
+        ({"type": "array", "uniqueItems": True}, [{"a": at} for at in range(5000)]),
+    ],
+    ids=["patterns", "names", "branches", "items"],
+)
+def test_a_reply_has_one_time_for_everything(schema: dict[str, Any], value: Any) -> None:
+    text = json.dumps(value).encode()
+    begun = time.process_time()
+    assert warnings([Check("answer", schema, "here")], [("answer", text)] * 3) == ()
+    assert time.process_time() - begun < 3
+
+
+@pytest.mark.parametrize("draft", ["draft-03/schema#", "draft-04/schema#", "draft-07/schema#"])
+def test_booleans_are_schemas_in_every_draft(draft: str) -> None:
+    schema = {
+        "$schema": f"http://json-schema.org/{draft}",
+        "items": True,
+        "properties": {"a": True},
+        "not": {"enum": [1]},
+    }
+    check = Check("answer", schema, "here")
+    assert warnings([check], [("answer", b"[1]"), ("answer", b'{"a": 1}')]) == ()
+    assert len(warnings([check], [("answer", b"1")])) == 1
+
+
+def test_numbers_that_are_the_same() -> None:
+    check = Check("answer", {"uniqueItems": True}, "here")
+    assert warnings([check], [("answer", b'[1, true, "1", 1.5, [1], {"a": 1, "b": 2}]')]) == ()
+    assert len(warnings([check], [("answer", b"[1, 1.0]")])) == 1
+    assert len(warnings([check], [("answer", b'[{"a": 1, "b": 2}, {"b": 2, "a": 1}]')])) == 1
+
+
+odd: st.SearchStrategy[Any] = st.sampled_from(
+    [5, 1.5, "x", "#", "#/a", "http://[", True, None, [], {}, ["a"], [1], {"a": 5}, {"a": ["b"]}, [{}]]
+)
+keywords = st.sampled_from(sorted({*KEPT, *UNENFORCED, *NAMING}))
+schemas = st.recursive(odd, lambda inner: st.dictionaries(keywords, inner | st.lists(inner, max_size=2), max_size=4))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b"]), inner),
+)
+
+
+@given(st.dictionaries(keywords, schemas, min_size=1), values)
+def test_what_is_taken_can_be_looked_at(schema: dict[str, Any], value: Any) -> None:
+    try:
+        told = prepare(schema, "here").told
+    except InvalidSchema:
+        return
+    warnings([Check("answer", told, "here")], [("answer", json.dumps(value).encode())])

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dragoman.constrain.check import warnings
 from dragoman.constrain.grammar import Shape, shape
 from dragoman.conversation import (
-    Asked,
     GenerationRequest,
     Grammar,
     JsonObject,
@@ -345,24 +345,33 @@ def test_nothing_asked_is_nothing_kept() -> None:
 
 
 def test_what_is_relaxed_is_named_where_it_stands() -> None:
-    asked = (Asked("constraint", "response_format"), Asked("tools", "tools"))
-    loose = Tool("b", parameters={"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
-    schema = JsonSchema({"type": "string", "pattern": "^(?=a)"})
-    made = reply("hermes", asked=asked, tools=(TIME, loose), constraint=schema)
+    loose = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    tools = (TIME, Tool("b", parameters=loose, path="tools[1].input_schema"))
+    schema = JsonSchema({"type": "string", "pattern": "^(?=a)"}, path="output_config.format.schema")
+    made = reply("hermes", tools=tools, constraint=schema)
     assert set(made.relaxed) == {
-        "response_format.json_schema.schema.pattern",
-        "tools[1].function.parameters.properties.x.uniqueItems",
+        "output_config.format.schema.pattern",
+        "tools[1].input_schema.properties.x.uniqueItems",
     }
     assert {check.capture for check in made.checks} == {"answer", "tool_1"}
 
 
+def test_a_mistaken_tool_spoils_only_its_own_call() -> None:
+    mistaken = Tool("b", parameters={"type": "object", "properties": {"x": {"type": "bogus"}}}, path="tools[1].here")
+    made = reply("hermes", tools=(WEATHER, mistaken))
+    assert made.relaxed == ("tools[1].here.properties.x.type",)
+    with pytest.raises(InvalidSchema, match="type"):
+        reply("hermes", tools=(WEATHER, mistaken), tool_choice=ToolChoice("required"))
+    with pytest.raises(InvalidSchema, match="type"):
+        reply("hermes", tools=(WEATHER, replace(mistaken, strict=True)))
+
+
 def test_what_tags_cannot_keep_is_relaxed() -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": "^a"}}})
-    asked = (Asked("tools", "tools"),)
     for kind in ("qwen_xml", "gemma"):
-        made = reply(kind, asked=asked, tools=(tool,), tool_choice=ToolChoice("required"))
-        assert made.relaxed == ("tools[0].function.parameters.properties.x.pattern",)
-    assert reply("pythonic", asked=asked, tools=(tool,)).relaxed == ()
+        made = reply(kind, tools=(tool,), tool_choice=ToolChoice("required"))
+        assert made.relaxed == ("tools.properties.x.pattern",)
+    assert reply("pythonic", tools=(tool,)).relaxed == ()
 
 
 @pytest.mark.parametrize("control", [False, True])
@@ -377,8 +386,8 @@ def test_what_tags_cannot_keep_is_relaxed() -> None:
 def test_what_tags_cannot_keep_is_looked_at(kind: str, call: str, control: bool) -> None:
     for pattern in ("^a", "^(?=a)"):
         tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}})
-        made = reply(kind, control=control, asked=(Asked("tools", "tools"),), tools=(tool,))
-        assert made.relaxed == ("tools[0].function.parameters.properties.x.pattern",)
+        made = reply(kind, control=control, tools=(tool,))
+        assert made.relaxed == ("tools.properties.x.pattern",)
         for value, fine in (("abc", True), ("a\n</b> c", True), ("xyz", False)):
             reader = matcher(made.grammar, markers(kind, control))
             ids = tokens(call.format(value), markers(kind, control))

@@ -1,6 +1,7 @@
 """What every engine keeps to, ours and yours, here and in a worker: one suite over all of them."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -298,6 +299,26 @@ def test_tokens_are_told_where_that_is_declared(subject: Subject) -> None:
         assert len(await call(engine.tokenize, text, True)) < len(tokens)
         with pytest.raises(BadRequest):
             await call(engine.detokenize, [2**31 - 1])
+
+    subject.run(test)
+
+
+def test_vectors_are_made_where_that_is_declared(subject: Subject) -> None:
+    async def test(engine: Engine) -> None:
+        if "embeddings" not in engine.supports():
+            with pytest.raises(NotSupported):
+                await call(engine.embed, ["a"])
+            return
+        inputs = ["The cat sleeps.", (7, 8, 9), "The cat sleeps.", "Taxes rise."]
+        first, ids, second, other = await call(engine.embed, inputs)
+        assert first.dimensions == ids.dimensions == other.dimensions > 8
+        assert all(math.hypot(*made.values) == pytest.approx(1, abs=1e-5) for made in (first, ids, other))
+        assert first.likeness(second) == pytest.approx(1, abs=1e-3)
+        assert ids.tokens == 3
+        assert first.likeness(other) < 0.99
+        with pytest.raises(ContextTooLong):
+            await call(engine.embed, ["fine", OVERLONG])
+        assert len(await call(engine.embed, ["fine"])) == 1
 
     subject.run(test)
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from dragoman.conversation import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.intake import MOST_TOKENIZED
 from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.events import Finished, Usage
 from tests.engines.running import (
@@ -280,7 +282,7 @@ def test_a_hopeless_prompt_is_refused_unread(
 
         model.tokenize = noting  # type: ignore[method-assign]
         hopeless = request_of("1" * (64 * model.longest_piece + 1))
-        with pytest.raises(ContextTooLong, match=r"maximum context length is 64 tokens, but .* more than 64") as caught:
+        with pytest.raises(ContextTooLong, match=r"context length is 64 tokens, but .* at least [0-9]+") as caught:
             await collect(engine, hopeless)
         assert caught.value.param == param
         assert not read
@@ -292,6 +294,33 @@ def test_a_hopeless_prompt_is_refused_unread(
         assert (await collect(engine, completion(text, max_tokens=1))).finished
 
     with_engine(test, slots=1, context=64)
+
+
+def test_questions_about_tokens_have_a_limit_and_threads_of_their_own(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        with pytest.raises(BadRequest, match="at most 1048576 characters") as caught:
+            await engine.tokenize("x" * (MOST_TOKENIZED + 1), special=True)
+        assert caught.value.param == "content"
+        with pytest.raises(BadRequest, match="at most 1048576") as caught:
+            await engine.detokenize([504] * (MOST_TOKENIZED + 1))
+        assert caught.value.param == "tokens"
+        with pytest.raises(BadRequest, match="not in the vocabulary"):
+            await engine.detokenize([-1])
+        held, go = threading.Barrier(3), threading.Event()
+        for _ in range(2):
+            engine.tellers.submit(lambda: (held.wait(), go.wait()))
+        await asyncio.to_thread(held.wait)
+        asked = [
+            asyncio.create_task(engine.tokenize("x", special=False)),
+            asyncio.create_task(engine.detokenize([504])),
+        ]
+        shown = asyncio.create_task(engine.render(chat("x")))
+        assert (await collect(engine, completion())).text.startswith(" Paris")
+        assert not any(task.done() for task in (*asked, shown))
+        go.set()
+        await asyncio.gather(*asked, shown)
+
+    with_engine(test)
 
 
 def test_control_tokens_come_only_where_they_are_meant(with_engine: Run) -> None:

@@ -26,7 +26,13 @@ def weather(arguments: str) -> ToolCall:
 NOW = call("now", "{}")
 HERMES_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
+LONG = '<tool_call>{"name": "' + "n" * 2000 + '"}</tool_call>'
+ENDLESS = "<|tool_calls_section_begin|><|tool_call_begin|>" + "n" * 2000
+
+FENCED = "```xml\n<think>\nfoo\n</think>\n```\nSo it looks."
+
 THOUGHTS = [
+    other("hermes", "in a fence", FENCED, Text(FENCED)),
     other("hermes", "empty thought", "<think>\n\n</think>\n\nHi", Text("Hi")),
     other(
         "hermes",
@@ -312,6 +318,49 @@ CALLS = [
         "optional text",
         "<tool_call><function=note><parameter=text>12</parameter><parameter=by>null</parameter></function></tool_call>",
         ToolCall("", "note", '{"text": "12", "by": null}'),
+    ),
+    other("json", "more behind it", '{"name": "now", "arguments": {}, "foo": 1}', NOW),
+    other(
+        "hermes",
+        "two names",
+        '<tool_call>{"arguments": {}, "name": "now", "name": ""}</tool_call>' + HERMES_NOW,
+        NOW,
+        NOW,
+    ),
+    other("hermes", "endless name", LONG, Text(LONG), warns=True),
+    other("kimi", "endless header", ENDLESS, Text(ENDLESS), warns=True),
+    other(
+        "hermes",
+        "calls in thoughts in calls",
+        "<think>" + "<tool_call>x\n<think>\n" * 200,
+        Reasoning("<tool_call>x\n<think>\n" * 200),
+    ),
+    other(
+        "harmony",
+        "an assistant in a text",
+        "assistant professors earn little",
+        Text("assistant professors earn little"),
+    ),
+    other(
+        "harmony",
+        "nobody's tool in a thought",
+        '<|channel|>analysis to=functions.nope<|message|>{"a": 1}<|end|>',
+        Reasoning('{"a": 1}'),
+    ),
+    other(
+        "glm",
+        "no value",
+        "<tool_call>get_weather<arg_key>city</arg_key></tool_call>x",
+        weather('{"city": null}'),
+        Text("x"),
+        warns=True,
+    ),
+    other(
+        "hermes",
+        "not quite JSON",
+        '<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>',
+        call("now", '{"a": }'),
+        warns=True,
     ),
     other("cohere", "newer keys", '<|START_ACTION|>[{"name": "now", "arguments": {}}]<|END_ACTION|>', NOW),
     other(

@@ -116,9 +116,9 @@ def test_what_cannot_be_ignored_is_named() -> None:
         unheard=1,
     )
     assert request.messages[0].parts == (Image(url="data:x"),)
-    assert request.tools == (Tool("f", "", schema, strict=True),)
+    assert request.tools == (Tool("f", "", schema, strict=True, path="tools[0].function.parameters"),)
     assert request.tool_choice == ToolChoice("named", "f", parallel=False)
-    assert request.constraint == JsonSchema(schema, "r", strict=True)
+    assert request.constraint == JsonSchema(schema, "r", strict=True, path="response_format.json_schema.schema")
     assert request.thinking == Thinking(effort="low")
     assert asked(request) == {
         ("images", "messages[0].content[0]"),

@@ -29,6 +29,7 @@ BLOCKS = [{"type": "thinking", "thinking": "c", "signature": "s"}, {"type": "red
         ({"thinking_blocks": BLOCKS}, "c"),
         ({"reasoning_details": DETAILS, "thinking_blocks": BLOCKS}, "ab"),
         ({"reasoning_content": "x", "reasoning_details": DETAILS, "thinking_blocks": BLOCKS}, "x"),
+        ({"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}], "thinking_blocks": BLOCKS}, "c"),
         ({"reasoning_content": None, "reasoning": None, "reasoning_details": None}, None),
         ({"reasoning_content": "", "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}, None),
     ],

@@ -1,8 +1,10 @@
 """Anthropic messages: JSON to values."""
 
 import json
+import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from dragoman.conversation import (
@@ -158,8 +160,11 @@ def test_the_same_conversation_as_a_chat() -> None:
         tool_choice={"type": "any"},
     )
     for name in GenerationRequest.__struct_fields__:
-        if name not in ("asked", "delivery"):
+        if name not in ("asked", "delivery", "tools"):
             assert getattr(messages, name) == getattr(chat, name), name
+    (tool,), (same,) = messages.tools, chat.tools
+    assert tool.path == "tools[0].input_schema"
+    assert msgspec.structs.replace(tool, path=same.path) == same
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197.3d9; cc_entrypoint=sdk-cli; cch=00000;"
@@ -328,7 +333,7 @@ def test_shape() -> None:
     }
     for path, fields in given.items():
         request = decode(**fields)
-        assert request.constraint == JsonSchema(SCHEMA)
+        assert request.constraint == JsonSchema(SCHEMA, path=f"{path}.schema")
         assert asked(request) == [("constraint", path)]
     assert refused(output_config={"format": FORMAT}, output_format=FORMAT) == "output_format"
 
@@ -451,3 +456,16 @@ def block(**fields: Any) -> dict[str, Any]:
 )
 def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (block(), "messages[0].content[0].type: required, but missing"),
+        (block(type=7), "messages[0].content[0].type: no block is of the type 7"),
+        ({"system": [{"type": "image"}]}, "system[0].type: no image block belongs here"),
+    ],
+)
+def test_words_about_blocks(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{re.escape(words)}$"):
+        decode(**fields)

@@ -226,6 +226,19 @@ def test_errors_that_agents_read() -> None:
     assert told(errors.ThreadUnsupported("no"))["details"] == {"error_code": "thread_unsupported_request"}
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (errors.BadRequest("at most 32 are allowed", param="stop_sequences"), "stop_sequences: at most 32 are allowed"),
+        (errors.BadRequest("system: no", param="system"), "system: no"),
+        (errors.ModelNotFound("model 'x' is not served here", param="model"), "model 'x' is not served here"),
+        (errors.ContextTooLong("it is", param="messages"), "prompt is too long: it is"),
+    ],
+)
+def test_an_error_begins_with_its_field(error: errors.DragomanError, words: str) -> None:
+    assert ANTHROPIC.encode_error(error, "r")["error"]["message"] == words
+
+
 TEXT = st.text(alphabet='ab"\\\n,{}é😀\x00 ', max_size=4)
 CALL = st.builds(
     lambda name, pieces: [ToolCallStart(f"call_{name}", name), *map(ToolCallDelta, pieces)],

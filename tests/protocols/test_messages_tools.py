@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from dragoman.conversation import Tool, ToolChoice
+from dragoman.errors import BadRequest
 from tests.protocols.test_messages import asked, decode, refused
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -21,8 +22,8 @@ def test_tools_of_the_client() -> None:
         ]
     )
     assert request.tools == (
-        Tool("weather", "Tells it.", SCHEMA),
-        Tool("other", "", {"type": "object"}, strict=True),
+        Tool("weather", "Tells it.", SCHEMA, path="tools[0].input_schema"),
+        Tool("other", "", {"type": "object"}, strict=True, path="tools[1].input_schema"),
     )
     assert asked(request) == [("strict_tools", "tools[1].strict"), ("tools", "tools")]
 
@@ -110,14 +111,21 @@ def test_a_tool_of_a_server_cannot_be_required(choice: dict[str, Any]) -> None:
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
         ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search_20250305", "name": "s"}] * 1025}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
     ],
 )
 def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == param
+
+
+@pytest.mark.parametrize("tools", [[], [WEATHER], [SEARCH], [{"type": "web_search_20250305"}]])
+def test_a_choice_that_names_nothing(tools: list[dict[str, Any]]) -> None:
+    with pytest.raises(BadRequest, match=r"^tool_choice\.name: required, but missing$"):
+        decode(tools=tools, tool_choice={"type": "tool"})

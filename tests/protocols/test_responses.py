@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from dragoman.conversation import (
@@ -251,7 +252,9 @@ def test_settings_that_an_item_changes() -> None:
 def test_the_shape_of_the_text() -> None:
     schema = {"type": "object"}
     wanted = {"type": "json_schema", "name": "p", "schema": schema, "strict": True}
-    assert request(text={"format": wanted}).constraint == JsonSchema(schema, "p", strict=True)
+    assert request(text={"format": wanted}).constraint == JsonSchema(
+        schema, "p", strict=True, path="text.format.schema"
+    )
     assert request(text={"format": {"type": "json_object"}}).constraint == JsonObject()
     assert request(text={"format": {"type": "text"}}).constraint is None
     assert asked(text={"format": wanted}) == [("constraint", "text.format")]
@@ -263,12 +266,28 @@ WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
     ({"input": 5}, BadRequest, "input"),
     ({"input": [{}]}, BadRequest, "input[0].type"),
     ({"input": [HELLO, {"role": "bob", "content": ""}]}, BadRequest, "input[1].role"),
+    ({"input": [{"type": "zz"}]}, BadRequest, "input[0].type"),
+    ({"input": [{"type": "configuration_update"}, {"type": "zz"}]}, BadRequest, "input[1].type"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "?"}]}, BadRequest, "input[0].encrypted_content"),
+    ({"input": [{"role": "user"}]}, BadRequest, "input[0].content"),
+    ({"input": [HELLO, {"type": "message", "role": "system", "content": None}]}, BadRequest, "input[1].content"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, BadRequest, "input[0].call_id"),
+    ({"input": [{**OUTPUT, "call_id": ""}]}, BadRequest, "input[0].call_id"),
+    ({"input": [{**OUTPUT, "call_id": None, "id": "fco_1"}]}, BadRequest, "input[0].call_id"),
+    ({"input": [{"type": "local_shell_call_output", "output": "x"}]}, BadRequest, "input[0].call_id"),
+    ({"metadata": {"a": 5}}, BadRequest, "metadata.a"),
+    ({"metadata": {"a": "x", "b": {"c": [1]}}}, BadRequest, "metadata.b"),
+    ({"metadata": {f"k{at}": "x" for at in range(17)}}, BadRequest, "metadata"),
     ({"input": [{"role": "user", "content": [{"type": "odd"}]}]}, BadRequest, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, BadRequest, "input[0].content[0].text"),
     ({"input": [{**OUTPUT, "output": [{"type": "input_text"}]}]}, BadRequest, "input[0].output[0].text"),
     ({"input": [{"type": "function_call", "call_id": "c"}]}, BadRequest, "input[0].name"),
     ({"input": [{"type": "item_reference", "id": "msg_gone"}]}, NotFound, "input[0].id"),
-    ({"input": [{"type": "item_reference", "id": 5}]}, NotFound, "input[0].id"),
+    ({"input": [{"type": "item_reference", "id": 5}]}, BadRequest, "input[0].id"),
+    ({"input": [HELLO, {**HELLO, "id": {"a": 1}}]}, BadRequest, "input[1].id"),
+    ({"input": [{**HELLO, "id": "x" * 1025}]}, BadRequest, "input[0].id"),
+    ({"input": [{"type": "web_search_call", "id": 0}]}, BadRequest, "input[0].id"),
+    ({"input": [HELLO] * 16_385}, BadRequest, "input"),
     ({"instructions": 5}, BadRequest, "instructions"),
     ({"max_output_tokens": 0}, BadRequest, "max_output_tokens"),
     ({"top_logprobs": 21}, BadRequest, "top_logprobs"),
@@ -289,6 +308,27 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[DragomanErro
     assert type(caught.value) is error
     assert caught.value.param == param
     assert caught.value.message.startswith(f"{param}: ")
+
+
+def test_metadata() -> None:
+    pairs = {f"k{at}": "x" for at in range(16)}
+    assert question(metadata=pairs).shown.echoed["metadata"] == pairs
+
+
+def test_what_is_to_be_included() -> None:
+    assert asked(include=["web_search_call.action.sources", "reasoning.encrypted_content"]) == []
+    assert asked(include=["reasoning.encrypted_content", "zz"]) == [("unknown", "include[1]")]
+
+
+def test_tools_that_were_found_without_a_call() -> None:
+    (found,) = messages({"type": "tool_search_output", "call_id": None, "tools": []})
+    assert found == message("tool", ToolResult("", (Text("nothing was found"),)))
+
+
+def test_what_is_kept_counts_as_much_as_what_is_sent() -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(read(json.dumps({"input": [HELLO]}).encode()), [HELLO] * 16_384)
+    assert caught.value.param == "input"
 
 
 def test_what_a_request_refers_to() -> None:
@@ -327,4 +367,7 @@ def test_a_conversation_is_the_same_as_in_a_chat() -> None:
         tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}}],
     )
     same = PROTOCOLS["chat"].decode(json.dumps(chat).encode())
-    assert (made.messages, made.tools, made.tool_choice) == (same.messages, same.tools, same.tool_choice)
+    assert (made.messages, made.tool_choice) == (same.messages, same.tool_choice)
+    assert [msgspec.structs.replace(tool, path="") for tool in made.tools] == [
+        msgspec.structs.replace(tool, path="") for tool in same.tools
+    ]

@@ -1,11 +1,14 @@
 """Tools of every kind, and which of them may be called."""
 
+import json
+import time
 from typing import Any
 
 import pytest
 
-from dragoman.conversation import Tool, ToolChoice
+from dragoman.conversation import Tool, ToolCall, ToolChoice
 from dragoman.errors import BadRequest
+from dragoman.protocols.responses import decode, read
 from dragoman.protocols.responses.calls import SCHEMAS, Called, encode_call
 from tests.protocols.test_responses import HELLO, asked, question, request
 
@@ -15,16 +18,17 @@ CUSTOM = {"type": "custom", "name": "c", "description": "C."}
 SPACE = {"type": "namespace", "name": "n", "description": "N.", "tools": [FUNCTION, CUSTOM]}
 SEARCH = {"type": "web_search"}
 TOOLS = ("tools", "tools")
+MANY = [{"type": "function", "name": f"f{at}"} for at in range(1024)]
 
 
 def test_every_tool_is_a_function_to_the_model() -> None:
     tools = [FUNCTION, CUSTOM, SPACE, {"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
     made = question(tools=tools)
     assert made.request.tools[:4] == (
-        Tool("f", "F.", SCHEMA),
-        Tool("c", "C.", SCHEMAS["custom"]),
-        Tool("n__f", "N.\nF.", SCHEMA),
-        Tool("n__c", "C.", SCHEMAS["custom"]),
+        Tool("f", "F.", SCHEMA, path="tools[0].parameters"),
+        Tool("c", "C.", SCHEMAS["custom"], path="tools[1].parameters"),
+        Tool("n__f", "N.\nF.", SCHEMA, path="tools[2].tools[0].parameters"),
+        Tool("n__c", "C.", SCHEMAS["custom"], path="tools[2].tools[1].parameters"),
     )
     assert [tool.name for tool in made.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
     assert made.shown.called["n__c"] == Called("custom", "c", "n")
@@ -70,10 +74,46 @@ def test_names_that_would_be_the_same_to_the_model() -> None:
     assert made.shown.called["n__f_"] == Called("function", "f", "n")
 
 
+@pytest.mark.parametrize("space_first", [False, True])
+def test_calls_of_tools_that_would_be_called_the_same(space_first: bool) -> None:
+    tools = [{**FUNCTION, "name": "n__f"}, {**SPACE, "tools": [FUNCTION]}]
+    calls = [{"name": "n__f"}, {"name": "f", "namespace": "n"}]
+    order = slice(None, None, -1) if space_first else slice(None)
+    asking = [
+        {"type": "function_call", "call_id": f"c{at}", "arguments": "{}", **call} for at, call in enumerate(calls)
+    ]
+    made = question(tools=tools[order], input=[HELLO, *asking])
+    shown = [tool.name for tool in made.request.tools][order]
+    assert sorted(shown) == ["n__f", "n__f_"]
+    said = made.request.messages[-1].parts
+    assert [part.name for part in said if isinstance(part, ToolCall)] == shown
+    told = [encode_call(made.shown.called[name], "c", "{}", "1", "completed") for name in shown]
+    assert [{key: call[key] for key in ("name", "namespace") if key in call} for call in told] == calls
+
+
 def test_the_namespace_of_those_that_have_no_other() -> None:
     made = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
     assert [tool.name for tool in made.request.tools] == ["f", "c", "f_"]
     assert made.shown.called["f"] == Called("function", "f", "functions")
+
+
+def decoding_seconds(name: str) -> float:
+    calls = [{"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}] * 16_000
+    asking = read(json.dumps({"input": calls, "tools": MANY}).encode())
+    begun = time.thread_time()
+    [message] = decode(asking).request.messages
+    seconds = time.thread_time() - begun
+    assert message.parts == (ToolCall("c", name, "{}"),) * 16_000
+    return seconds
+
+
+def test_the_last_of_many_tools_is_found_as_fast_as_the_first() -> None:
+    assert min(decoding_seconds("f1023") for _ in range(2)) < 3 * max(decoding_seconds("f0") for _ in range(2))
+
+
+def test_a_tool_that_has_the_name_of_its_kind() -> None:
+    made = request(tools=[{"type": "shell"}, {**FUNCTION, "name": "f"}], tool_choice={"type": "shell"})
+    assert made.tool_choice == ToolChoice("named", "shell")
 
 
 CHOICES: list[tuple[Any, ToolChoice, list[str]]] = [
@@ -121,6 +161,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
     ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
     ({"tools": [{**FUNCTION, "parameters": []}]}, "tools[0].parameters"),
+    ({"tools": [{**FUNCTION, "parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+    ({"tools": [{**SPACE, "tools": [{**FUNCTION, "parameters": {"type": 5}}]}]}, "tools[0].tools[0].parameters.type"),
+    ({"tools": [{**SPACE, "name": ""}]}, "tools[0].name"),
+    ({"tools": [{**SPACE, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{**SPACE, "name": "n" * 129, "tools": []}]}, "tools[0].name"),
+    ({"tools": [{"type": {}}]}, "tools[0].type"),
+    ({"tools": [SEARCH] * 1025}, "tools"),
+    ({"tools": [{**SPACE, "tools": [SEARCH] * 1025}]}, "tools[0].tools"),
+    ({"tools": [FUNCTION, {**SPACE, "tools": MANY}]}, "tools"),
+    ({"tools": MANY, "input": [{"type": "additional_tools", "tools": [FUNCTION]}, HELLO]}, "input"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [FUNCTION] * 1025}}, "tool_choice.tools"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),

@@ -9,6 +9,8 @@ from dragoman.conversation import Constraint, Grammar, JsonObject, JsonSchema, O
 from dragoman.errors import BadRequest
 from tests.protocols.test_chat import asked, decode
 
+STRUCTURED = "structured_outputs.json"
+INNER = "response_format.json_schema.schema"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9007199254740991}}}
 LARK = 'start: "a" | "b"'
 
@@ -19,23 +21,35 @@ def of(kind: str, **fields: Any) -> dict[str, Any]:
 
 CASES: list[tuple[dict[str, Any], Constraint, str]] = [
     (of("json_object"), JsonObject(), "response_format"),
-    (of("json_object", schema=SCHEMA), JsonSchema(SCHEMA), "response_format"),
+    (of("json_object", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
     (
         of("json_schema", json_schema={"name": "r", "schema": SCHEMA, "strict": True, "description": "d"}),
-        JsonSchema(SCHEMA, "r", strict=True),
+        JsonSchema(SCHEMA, "r", strict=True, path=INNER),
         "response_format",
     ),
-    (of("json_schema", json_schema={"schema": SCHEMA}), JsonSchema(SCHEMA, strict=False), "response_format"),
+    (
+        of("json_schema", json_schema={"schema": SCHEMA}),
+        JsonSchema(SCHEMA, strict=False, path=INNER),
+        "response_format",
+    ),
     (of("json_schema", json_schema={"name": "r"}), JsonObject(), "response_format"),
-    (of("json_schema", schema=SCHEMA), JsonSchema(SCHEMA, strict=False), "response_format"),
+    (of("json_schema", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
     (of("regex", pattern="a+"), Regex("a+"), "response_format"),
     (of("regex", regex="a+"), Regex("a+"), "response_format"),
     (of("grammar", grammar=LARK), Grammar(LARK), "response_format"),
-    ({"json_schema": SCHEMA}, JsonSchema(SCHEMA), "json_schema"),
-    ({"guided_json": SCHEMA}, JsonSchema(SCHEMA), "guided_json"),
-    ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(SCHEMA), "guided_json"),
-    ({"structured_outputs": {"json": SCHEMA}}, JsonSchema(SCHEMA), "structured_outputs.json"),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, JsonSchema(SCHEMA), "structured_outputs.json"),
+    ({"json_schema": SCHEMA}, JsonSchema(SCHEMA, path="json_schema"), "json_schema"),
+    ({"guided_json": SCHEMA}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
+    ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
+    (
+        {"structured_outputs": {"json": SCHEMA}},
+        JsonSchema(SCHEMA, path="structured_outputs.json"),
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        JsonSchema(SCHEMA, path="structured_outputs.json"),
+        "structured_outputs.json",
+    ),
     ({"structured_outputs": {"json_object": True}}, JsonObject(), "structured_outputs.json_object"),
     ({"guided_choice": ["yes", "no"]}, OneOf(("yes", "no")), "guided_choice"),
     ({"structured_outputs": {"choice": ["yes"]}}, OneOf(("yes",)), "structured_outputs.choice"),
@@ -59,7 +73,7 @@ def test_words(fields: dict[str, Any], constraint: Constraint, param: str) -> No
     "fields",
     [
         of("text"),
-        {"grammar": "", "regex": None, "guided_json": ""},
+        {"grammar": None, "regex": None, "guided_json": None, "structural_tag": None},
         {"structured_outputs": {"json_object": False, "regex": None, "whitespace_pattern": None}},
         {**of("text"), "structured_outputs": None},
     ],
@@ -74,6 +88,9 @@ def test_what_is_not_offered_is_named() -> None:
     request = decode(**of("structural_tag", structures=[]))
     assert request.constraint is None
     assert asked(request) == {("structural_tag", "response_format.type")}
+    request = decode(structural_tag={"structures": [], "triggers": []})
+    assert request.constraint is None
+    assert asked(request) == {("structural_tag", "structural_tag")}
     request = decode(structured_outputs={"structural_tag": "{}", "whitespace_pattern": " "})
     assert asked(request) == {
         ("structural_tag", "structured_outputs.structural_tag"),
@@ -111,6 +128,15 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
         decode(**fields)
     assert caught.value.param == param
     assert "body" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["regex", "guided_regex", "grammar", "guided_grammar", "guided_json"])
+def test_empty_text_is_no_shape(name: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{name}: must not be empty$"):
+        decode(**{name: ""})
+    kind = name.removeprefix("guided_")
+    with pytest.raises(BadRequest, match=rf"^structured_outputs\.{kind}: must not be empty$"):
+        decode(structured_outputs={kind: ""})
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,16 @@ TOOLS, MUST = ("tools", "tools"), ("constraint", "tool_choice")
 
 @pytest.mark.parametrize("name", ["f", "get_weather", "mcp__a.b:c/d-e", "x" * 128])
 def test_names(name: str) -> None:
-    assert decode(tools=[tool(name)]).tools == (Tool(name),)
+    assert decode(tools=[tool(name)]).tools == (Tool(name, path="tools[0].function.parameters"),)
 
 
 def test_everything_about_a_tool() -> None:
     parameters = {"type": "object", "properties": {"x": {"maximum": 9007199254740991}}}
     request = decode(tools=[tool("a", description="d", parameters=parameters, strict=True, extra=1), tool("b")])
-    assert request.tools == (Tool("a", "d", parameters, strict=True), Tool("b"))
+    assert request.tools == (
+        Tool("a", "d", parameters, strict=True, path="tools[0].function.parameters"),
+        Tool("b", path="tools[1].function.parameters"),
+    )
     assert asked(request) == {TOOLS, ("strict_tools", "tools[0].function.strict")}
 
 
@@ -84,6 +87,10 @@ def test_tools_that_are_no_functions_are_no_mistake() -> None:
         ({"tools": [tool("ä")]}, "tools[0].function.name"),
         ({"tools": [*AB, tool("a")]}, "tools[2].function.name"),
         ({"tools": [tool("a", parameters=True)]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool("a", parameters={"type": ["string", "null"]})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool("a"), tool("b", parameters={"type": {}})]}, "tools[1].function.parameters.type"),
+        ({"functions": [{"name": "a", "parameters": {"type": "string"}}]}, "functions[0].parameters.type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "name": "flat"}]}, "tools[0].function"),
         ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type"),
@@ -98,6 +105,10 @@ def test_tools_that_are_no_functions_are_no_mistake() -> None:
         ({"tool_choice": allowed("auto", "a", "c"), "tools": AB}, "tool_choice.allowed_tools.tools[1]"),
         ({"tool_choice": allowed("none", "a"), "tools": AB}, "tool_choice.allowed_tools.mode"),
         ({"tool_choice": allowed("required"), "tools": AB}, "tool_choice"),
+        ({"tool_choice": allowed("auto", *["a"] * 1025), "tools": AB}, "tool_choice.allowed_tools.tools"),
+        ({"tools": [tool(f"t{at}") for at in range(1025)]}, "tools"),
+        ({"functions": [{"name": f"f{at}"} for at in range(1025)]}, "functions"),
+        ({"tools": AB, "functions": [{"name": f"f{at}"} for at in range(1023)]}, "tools"),
         ({"functions": [{"name": "a b"}]}, "functions[0].name"),
         ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions[1].name"),
         ({"function_call": {"name": "a"}}, "function_call"),
@@ -111,9 +122,20 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
     assert caught.value.message.startswith(param)
 
 
+@pytest.mark.parametrize("parameters", [{}, {"type": None}, {"type": "object"}, {"type": ["object", "null"]}])
+def test_arguments_are_an_object(parameters: dict[str, Any]) -> None:
+    assert decode(tools=[tool("a", parameters=parameters)]).tools[0].parameters == parameters
+
+
+def test_many_tools() -> None:
+    names = [f"t{at}" for at in range(1024)]
+    request = decode(tools=[tool(name) for name in names], tool_choice=allowed("auto", *names[::-1]))
+    assert [entry.name for entry in request.tools] == names
+
+
 def test_the_older_words() -> None:
     request = decode(functions=[{"name": "a", "parameters": {}}], function_call={"name": "a"})
-    assert request.tools == (Tool("a", parameters={}),)
+    assert request.tools == (Tool("a", parameters={}, path="functions[0].parameters"),)
     # There is no way to tell of two calls in these words.
     assert request.tool_choice == ToolChoice("named", "a", parallel=False)
     assert asked(request) == {("tools", "functions"), ("constraint", "function_call")}

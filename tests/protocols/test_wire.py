@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dragoman.errors import BadRequest
@@ -80,3 +80,11 @@ def test_a_key_that_comes_twice_is_seen_whatever_else_there_is(
     body = b"{%b: %b, %b: 1}" % (encode(key), encode(text), encode(key))
     with pytest.raises(BadRequest, match="comes twice"):
         wire.parse(body)
+
+
+@given(st.lists(st.text(alphabet=st.sampled_from('a",\\\uffff\n{}😀 ')), min_size=1, max_size=6))
+@example(['a",', "b"])
+@example(["a\\", '","', ""])
+def test_texts_are_framed_apart(texts: list[str]) -> None:
+    framed = b'["' + wire.between_texts(texts, b'","') + b'"]'
+    assert json.loads(framed) == texts

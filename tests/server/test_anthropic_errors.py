@@ -55,6 +55,12 @@ def http(strained: Running) -> Iterator[httpx.Client]:
 LONG = {"messages": [{"role": "user", "content": "x" * 100}]}
 ERRORS: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError], str, str]] = {
     "value": ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError, "invalid_request_error", "temperature: "),
+    "limit": (
+        {"stop_sequences": ["x"] * 100},
+        anthropic.BadRequestError,
+        "invalid_request_error",
+        "^stop_sequences: at most 32 stop strings",
+    ),
     "context": (
         LONG | {"model": "short"},
         anthropic.BadRequestError,

@@ -90,7 +90,7 @@ def test_unknown_model_names_what_is_served(client: httpx.Client, path: str) -> 
         assert known in message
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/models/", "/v2/models", "/v1/chat", "/v1/embeddings", "/x"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/models/", "/v2/models", "/v1/chat", "/v1/images", "/x"])
 def test_unknown_route(client: httpx.Client, path: str) -> None:
     response = client.get(path)
     refused(response, 404, code="not_found")

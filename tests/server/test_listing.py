@@ -1,5 +1,6 @@
 """The routes that generate nothing."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,11 @@ import httpx
 import pytest
 
 from dragoman import __version__
+from dragoman.catalog import Catalog, Foreseen
+from dragoman.config import ModelSpec, Settings
 from tests.server.talking import CHAT, ask, raw, refused, talking, text_of
 from tests.serving import Running, serving
+from tests.test_gguf import gguf, pair, text
 
 
 @pytest.fixture
@@ -55,6 +59,62 @@ def test_context_of_a_model_is_told_once_it_is_loaded(client: httpx.Client) -> N
     model = client.get("/v1/models/short").json()
     assert model["max_model_len"] == 20
     assert model["state"] == "ready"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A model's file, of which only the beginning is there, and one that is none."""
+    pairs = (
+        pair("general.architecture", 8, text("llama")),
+        pair("llama.context_length", 4, (2048).to_bytes(4, "little")),
+        pair("tokenizer.chat_template", 8, text("{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}")),
+    )
+    (tmp_path / "m.gguf").write_bytes(gguf(*pairs))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    return tmp_path
+
+
+def test_what_is_known_of_a_model_that_is_not_loaded(files: Path) -> None:
+    models = {
+        "first": {"engine": "scripted"},
+        "mine": "./m.gguf",
+        "set": {"path": "./m.gguf", "context": 512, "format": "plain"},
+        "broken": "./bad.gguf",
+        "rehearsal": {"engine": "scripted", "context": 99},
+        "own": {"engine": "tests.server.engines:Calling"},
+    }
+    with serving(files, {"models": models}) as running, talking(running) as client:
+        listed = {model["id"]: model for model in client.get("/v1/models").json()["data"]}
+        one = client.get("/v1/models/mine").json()
+        anthropic = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["data"]
+    known = {name: (model.get("format"), model.get("max_model_len")) for name, model in listed.items()}
+    assert known == {
+        "first": ("plain", None),
+        "mine": ("hermes", 2048),
+        "set": ("plain", 512),
+        "broken": (None, None),
+        "rehearsal": ("plain", 99),
+        "own": (None, None),
+    }
+    assert [model["state"] for model in listed.values()] == ["ready", *["cold"] * 5]
+    assert one == listed["mine"]
+    contexts = {model["id"]: (model["max_input_tokens"], model["max_tokens"]) for model in anthropic}
+    assert contexts == {name: (context, context) for name, (_, context) in known.items()}
+
+
+def test_a_file_is_looked_at_once(files: Path) -> None:
+    spec = ModelSpec("mine", "llama", str(files / "m.gguf"))
+    gone = ModelSpec("gone", "llama", str(files / "gone.gguf"))
+    wrong = ModelSpec("wrong", "llama", str(files / "m.gguf"), {"colour": "red"})
+    catalog = Catalog(Settings(models=(spec, gone, wrong)))
+
+    async def foreseen() -> list[Foreseen]:
+        return [await model.foreseen() for model in catalog.models.values()]
+
+    known = [Foreseen("hermes", 2048), Foreseen(file="missing"), Foreseen()]
+    assert asyncio.run(foreseen()) == known
+    (files / "m.gguf").unlink()
+    assert asyncio.run(foreseen()) == known
 
 
 @pytest.mark.parametrize("name", ["nothing", "org", "org/nested/more", "echo/"])

@@ -198,6 +198,16 @@ def test_what_an_engine_declares_reaches_it() -> None:
     assert text == {"content": "xxx xxxxx", "prompt": "xxx xxxxx"}
 
 
+def test_the_event_log_names_the_model_that_told_its_tokens(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    app = create_app(TokenEngine(), settings=Settings(event_log=str(log)))
+    talk(app, lambda client: client.post("/tokenize", json={"content": "one", "model": "org/counting"}))
+    talk(app, lambda client: client.post("/detokenize", json={"tokens": [3]}))
+    asyncio.run(app.stop())
+    requests = [json.loads(line) for line in log.read_text().splitlines() if '"request"' in line]
+    assert [event["model"] for event in requests] == ["org/counting", "counting"]
+
+
 class Raising(Engine):
     """Fails after so many words as the message has."""
 

@@ -82,8 +82,11 @@ def test_the_list_of_models_has_the_format(client: httpx.Client, model: str) -> 
     assert client.get(f"/v1/models/{model}").json()["format"] == "hermes"
 
 
-def test_the_format_of_a_model_that_is_not_loaded_is_not_known(client: httpx.Client, running: Running) -> None:
-    config = {"models": {"showing": {"engine": "tests.server.engines:Showing"}, "other": {"engine": "scripted"}}}
+def test_the_format_that_only_an_engine_can_tell_is_not_known_until_it_is_loaded(
+    client: httpx.Client, running: Running
+) -> None:
+    engines = {"showing": "tests.server.engines:Showing", "other": "tests.server.engines:ShowingFromAfar"}
+    config = {"models": {name: {"engine": engine} for name, engine in engines.items()}}
     with serving(running.log.parent, config) as server, talking(server) as other:
         listed = {model["id"]: model for model in other.get("/v1/models").json()["data"]}
     assert listed["showing"]["format"] == "hermes"

@@ -1,19 +1,23 @@
 """The routes of responses: what is kept, for whom and for how long, and what is refused."""
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from dragoman import create_app
 from dragoman.engines.scripted import ScriptedEngine
+from dragoman.protocols import responses
 from tests.protocols.response_events import accumulated, read
 from tests.server.talking import raw, refused, talking
 from tests.serving import Running, serving
 
 RESPONSES = "/v1/responses"
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +170,53 @@ def test_a_websocket_of_another_server() -> None:
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 426)
     assert b"upgrade_required" in body["body"]
     assert asgi(RESPONSES, {}) == asgi("/elsewhere", {"websocket.http.response": {}}) == [{"type": "websocket.close"}]
+
+
+def test_an_odd_id_disturbs_nobody(ann: httpx.Client, bob: httpx.Client) -> None:
+    odd = {"role": "user", "content": "x", "id": {"a": 1}}
+    refused(ann.post(RESPONSES, json={"input": [odd]}), 400, param="input[0].id")
+    made = [create(bob) for _ in range(4)]
+    assert [status(bob, response) for response in made] == [404, 200, 200, 200]
+
+
+def test_a_conversation_is_no_larger_than_a_body(tmp_path: Path) -> None:
+    config = {"models": {"echo": {"engine": "scripted"}}, "limits": {"body_bytes": 20_000}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        made = create(client, "x" * 9_000)
+        reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+        create(client, [reference] * 2)
+        reply = client.post(RESPONSES, json={"input": [reference] * 3})
+        refused(reply, 413, param="input", code="request_too_large")
+        reply = client.post(RESPONSES, json={"input": "y" * 5_000, "previous_response_id": made["id"]})
+        refused(reply, 413, param="input", code="request_too_large")
+
+
+def test_a_large_conversation_is_read_and_kept_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread than the one in which everybody's streams are written."""
+    threads: list[bool] = []
+
+    def noting(work: Callable[..., T]) -> Callable[..., T]:
+        def noted(*arguments: Any) -> T:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return work(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(responses, "decode", noting(responses.decode))
+    monkeypatch.setattr(responses, "kept_items", noting(responses.kept_items))
+
+    async def talk() -> None:
+        transport = httpx.ASGITransport(create_app(ScriptedEngine()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            small = (await client.post(RESPONSES, json={"input": "hello"})).json()
+            assert threads == [True, True]
+            said = [{"role": "user", "content": "x"}] * 2000
+            large = (await client.post(RESPONSES, json={"input": said, "previous_response_id": small["id"]})).json()
+            on = await client.post(RESPONSES, json={"input": "on", "previous_response_id": large["id"]})
+            assert on.status_code == 200, on.text
+            assert threads == [True, True, False, False, False, False]
+
+    asyncio.run(talk())
 
 
 def test_many_items(ann: httpx.Client) -> None:

@@ -140,6 +140,8 @@ def test_one_call_is_enough_where_only_one_is_allowed() -> None:
         assert found.parts == (Text("a"), CALLED)
         assert found.reason == "tool_calls"
         assert isinstance(events[-1], Finished)
+        # Up to the last character that was read, one token each.
+        assert counted(events) == (1 if len(pieces) == 1 else len("a" + NOW) - len("</tool_call>"))
 
 
 @pytest.mark.parametrize("name", ["hunyuan", "llama3", "pythonic", "kimi", "minimax", "harmony", "mistral", "gemma"])
@@ -423,3 +425,11 @@ def test_a_long_reply_costs_no_more_than_its_length(what: str, monkeypatch: pyte
     events = play(name, [output[at : at + 3] for at in range(0, len(output), 3)])
     assert sum(len(repr(part)) for part in joined(events).parts) > LONG
     assert Weighed.moved < MULTIPLES.get(what, 20) * len(output)
+
+
+@pytest.mark.parametrize("text", ['{"html": "<think>a</think>b"}', '{"x": "' + NOW.replace('"', "'") + '"}'])
+def test_a_shape_is_not_taken_apart(text: str) -> None:
+    for pieces in ([text], list(text)):
+        stage = Split(FORMATS["hermes"], TOOLS, shaped=True)
+        events = [*stage([Started()]), *fed(stage, *pieces), *stage([Finished()])]
+        assert joined(events).parts == (Text(text),)

@@ -1,6 +1,8 @@
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 from dragoman.store import KeptItem, KeptResponse
 from dragoman.store.memory import OVERHEAD, MemoryResponses
@@ -55,6 +57,19 @@ def test_bytes_are_bounded_too() -> None:
     for number in range(50):
         wait(kept.delete("ann", f"r{number}"))
     assert (len(kept), kept._held, kept._holders) == (0, 0, {})
+
+
+def test_what_cannot_be_kept_changes_nothing() -> None:
+    kept = store(count=1)
+    wait(kept.keep(response("r1", items=("i1",))))
+    nameless: Any = {"a": 1}
+    odd = KeptResponse("r2", "bob", b"{}", (KeptItem("i2", b"{}"), KeptItem(nameless, b"{}")), ())
+    held = kept._held
+    with pytest.raises(TypeError):
+        wait(kept.keep(odd))
+    assert (len(kept), kept._held, list(kept._holders)) == (1, held, [("ann", "i1")])
+    wait(kept.keep(response("r3")))
+    assert wait(kept.find("ann", "r3")) is not None
 
 
 def test_nothing_outlives_its_time() -> None:

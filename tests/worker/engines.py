@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 
 from dragoman.conversation import GenerationRequest
+from dragoman.embedding import Embedding as Made
+from dragoman.embedding import Input
 from dragoman.engines.interface import Engine, ModelInfo, Output, Rendered
 from dragoman.errors import BadRequest, ConfigError
 from dragoman.events import TextDelta
@@ -64,6 +66,26 @@ class Obedient(Engine):
         if not tokens:
             raise BadRequest("nothing to detokenize", param="tokens")
         return " ".join(map(str, tokens))
+
+
+class Embedding(Engine):
+    """Makes vectors, slowly where it is told so, and knows what it is working on."""
+
+    def __init__(self) -> None:
+        self.working = 0
+
+    async def embed(self, inputs: Sequence[Input]) -> Sequence[Made]:
+        self.working += 1
+        try:
+            if inputs[0] == "wait":
+                await asyncio.sleep(60)
+            if inputs[0] == "working":
+                return [Made.of([1], tokens=self.working)]
+            if inputs[0] == "none":
+                return []
+            return [Made.of([len(entry), 0], tokens=len(entry)) for entry in inputs]
+        finally:
+            self.working -= 1
 
 
 class Blocking(Engine):

@@ -18,6 +18,8 @@ examples:
   dragoman serve                             the built-in model on http://127.0.0.1:8000/v1
   dragoman serve --model mine=./model.gguf   a model of your own
   dragoman models                            what would be served
+  dragoman serve --model smollm2 --model minilm
+                                             two built-in models: one to chat, one for embeddings
   dragoman pull smollm2                      only download the built-in model
 
 `dragoman COMMAND --help` says more about a command.

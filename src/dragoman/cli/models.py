@@ -9,17 +9,14 @@ import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dragoman import sources
+from dragoman.catalog import foreseen
 from dragoman.config import Flags, ModelSpec, load_settings
 from dragoman.engines import engine_class
 from dragoman.errors import ConfigError
-from dragoman.formats import detect
-from dragoman.gguf import Value, read_metadata
 
 EXAMPLES = """\
 examples:
@@ -29,8 +26,6 @@ examples:
 
 Without --config the file is found as for `dragoman serve`. With --url the key may also be in $DRAGOMAN_API_KEY.
 """
-UNDECIDED = (None, "auto")
-"""Formats that a configuration leaves to the model's chat template."""
 PATIENCE_SECONDS = 10
 
 
@@ -87,48 +82,17 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _configured(spec: ModelSpec) -> Row:
-    given = dict(spec.options) if spec.source is None else {**spec.options, "path": spec.source}
-    options = msgspec.to_builtins(msgspec.convert(given, engine_class(spec.engine).Options))
-    state, metadata = _looked_at(spec.source)
-    context = options.get("context")
+    known = foreseen(spec)
+    # A model whose file cannot be read yet has a format all the same, if its engine has any.
+    unread = "auto" if "format" in engine_class(spec.engine).Options.__struct_fields__ else None
     return Row(
         name=spec.name,
         engine=spec.engine,
-        format=_format(options, metadata),
-        context=_trained_context(metadata) if context is None else context,
+        format=known.format or (unread if known.writes else None),
+        context=known.context,
         source=spec.source,
-        state=state,
+        state=known.file,
     )
-
-
-def _looked_at(source: str | None) -> tuple[str, dict[str, Value]]:
-    """The state of a model that is not served, and what its file says."""
-    if source is None:
-        return "here", {}
-    try:
-        path: Path | None = sources.locate(source)
-    except ConfigError:
-        return "missing", {}
-    if path is None:
-        return "not downloaded", {}
-    try:
-        return "here", read_metadata(path)
-    except ConfigError:
-        return "unreadable", {}
-
-
-def _format(options: dict[str, Any], metadata: dict[str, Value]) -> str | None:
-    if "format" not in options or options["format"] not in UNDECIDED:
-        return options.get("format")
-    if not metadata:
-        return "auto"
-    template = metadata.get("tokenizer.chat_template")
-    return detect(None if template is None else str(template), str(metadata.get("general.name", "")))
-
-
-def _trained_context(metadata: dict[str, Value]) -> int | None:
-    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-    return length if isinstance(length, int) else None
 
 
 def _served(url: str, key: str | None) -> list[Row]:

@@ -3,6 +3,7 @@
 grammar   from a request to the grammar of its whole reply, with what could not be kept to
 calls     how a call is written, for every kind of call syntax
 values    arguments that are not written as one JSON text
+excerpts  schemas of a document, with no more than they refer to
 thoughts  what thoughts begin and end with
 lark      pieces of grammar text
 schema    what of a JSON Schema can be enforced

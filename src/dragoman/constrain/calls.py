@@ -4,7 +4,6 @@ The first entry of a format's calls is the one that is written where a call must
 are followed where a call may be made.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,13 +23,13 @@ from dragoman.stages.syntax import (
     NamedJson,
     Pythonic,
     Tagged,
+    cut_at_fields,
 )
 
 MOST_CALLS = 8
 """In one reply where calls must be made: a weak model would not stop making them."""
 
 ANY_OBJECT = {"type": "object"}
-_FIELD = re.compile(r"(\{(?:name|key|id|index|string)\})")
 
 
 class ToolShape(msgspec.Struct, frozen=True):
@@ -154,7 +153,7 @@ class CallGrammar:
         open_ended = {"{index}": "/[0-9]{1,3}/", "{id}": "/[A-Za-z0-9]{9}/", "{key}": "" if key else ANYTHING}
         parts: list[str] = []
         literal = ""
-        for part in _FIELD.split(template):
+        for part in cut_at_fields(template):
             if open_ended.get(part):
                 parts += [*self.rules.pieces(literal), open_ended[part]]
                 literal = ""

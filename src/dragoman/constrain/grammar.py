@@ -27,21 +27,13 @@ from dragoman.constrain.patterns import LONGEST, MOST_REPEATS, counted, repeats
 from dragoman.constrain.schema import inline, prepare
 from dragoman.constrain.thoughts import thoughts
 from dragoman.constrain.walk import rebased
-from dragoman.conversation import Constraint, GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex
+from dragoman.conversation import Constraint, GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex, Tool
 from dragoman.errors import BadRequest, InvalidSchema
 from dragoman.formats.json import JSON
 from dragoman.stages.syntax import Channels, JsonCall, ModelFormat
 
 MOST_GRAMMAR = 64 * 1024
 MOST_CHOICES = 10_000
-
-PLACES = {
-    "response_format": "response_format.json_schema.schema",
-    "tools": "tools[{}].function.parameters",
-    "functions": "functions[{}].parameters",
-}
-"""Where the schemas of a field stand in it."""
-
 
 OPENING = frozenset({"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"})
 """Beside these, properties that are not named may still be meant."""
@@ -87,7 +79,8 @@ class _Reply:
         self.speaker = speaker
         self.format = speaker.format
         self.opened = opened
-        self.rules = Rules({text: token for text, token in speaker.control.items() if token not in speaker.ends})
+        control = {text: token for text, token in speaker.control.items() if token not in speaker.ends}
+        self.rules = Rules(control, self._param())
         self.relaxed: list[str] = []
         self.checks: list[Check] = []
         self.others: list[dict[str, str]] = []
@@ -142,12 +135,10 @@ class _Reply:
         return self.rules.rule("answer", inline(schema), options)
 
     def _prepared(self, constraint: JsonSchema) -> Any:
-        asked = self._asked("constraint")
-        base = PLACES.get(asked, asked)
-        prepared = prepare(constraint.schema, base)
+        prepared = prepare(constraint.schema, constraint.path)
         self.relaxed += prepared.relaxed
         if prepared.relaxed:
-            self.checks.append(Check("answer", constraint.schema, base))
+            self.checks.append(Check("answer", prepared.told, constraint.path))
         return prepared.schema
 
     def _bare_json(self) -> bool:
@@ -269,23 +260,29 @@ class _Reply:
     # Tools.
 
     def _tools(self) -> list[ToolShape]:
-        asked = self._asked("tools")
-        place = PLACES.get(asked, asked + "[{}]")
         offered = [(at, tool) for at, tool in enumerate(self.request.tools) if self.choice.name in (None, tool.name)]
         if not offered and self.choice.mode == "named":
             raise BadRequest(f"tool_choice: there is no tool '{self.choice.name}'", param="tool_choice")
-        return [self._tool(tool.name, tool.parameters, place.format(at), f"tool_{at}") for at, tool in offered]
+        return [self._tool(tool, f"tool_{at}") for at, tool in offered]
 
-    def _tool(self, name: str, schema: Mapping[str, Any] | None, path: str, capture: str) -> ToolShape:
-        if not schema:
+    def _tool(self, tool: Tool, capture: str) -> ToolShape:
+        name, path = tool.name, tool.path
+        if not tool.parameters:
             return ToolShape(name, path)
-        prepared = prepare(schema, path)
+        try:
+            prepared = prepare(tool.parameters, path)
+        except InvalidSchema as mistake:
+            if self.must or tool.strict:
+                raise
+            # One tool of an agent's many, which may never be called: the others are worth more than its mistake.
+            self.relaxed.append(mistake.param or path)
+            return ToolShape(name, path)
         self.relaxed += prepared.relaxed
         enforced = _as_object(prepared.schema)
         if not prepared.relaxed:
-            return ToolShape(name, path, schema, enforced)
-        self.checks.append(Check(capture, schema, path))
-        return ToolShape(name, path, schema, enforced, capture)
+            return ToolShape(name, path, prepared.told, enforced)
+        self.checks.append(Check(capture, prepared.told, path))
+        return ToolShape(name, path, prepared.told, enforced, capture)
 
     def _asked(self, feature: str) -> str:
         params = (asked.param for asked in self.request.asked if asked.feature == feature)

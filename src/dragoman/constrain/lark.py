@@ -4,6 +4,7 @@ Rules
 1. A marker that is a control token of the model is that token, never its letters; any other text is its letters.
 2. Free text never holds control tokens.
 3. White space is bounded wherever it is optional.
+4. A grammar that is too long to be compiled is not written to its end.
 """
 
 import json
@@ -11,6 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from dragoman.constrain.schema import WHITE
+from dragoman.errors import InvalidSchema
+
+MOST_TEXT = 1024 * 1024
+"""Characters of one grammar."""
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
@@ -38,10 +43,14 @@ def either(options: Sequence[str]) -> str:
 
 
 class Rules:
-    """The rules of one grammar as they are written. `control` are the ids of markers that are control tokens."""
+    """The rules of one grammar as they are written. `control` are the ids of markers that are control tokens, `param`
+    is the field that asked for it. What is `fixed` has one name in every grammar."""
 
-    def __init__(self, control: Mapping[str, int]) -> None:
+    def __init__(self, control: Mapping[str, int], param: str) -> None:
         self.control = control
+        self.param = param
+        self.size = 0
+        self.fixed: set[str] = set()
         self.lines: list[str] = []
         self.names: dict[tuple[str, str, str], str] = {}
         longest_first = sorted(control, key=len, reverse=True)
@@ -56,8 +65,15 @@ class Rules:
     def _define(self, hint: str, body: str, options: str) -> str:
         name = self.names.setdefault((hint, body, options), f"{hint}_{len(self.lines)}")
         if name == f"{hint}_{len(self.lines)}":
+            self._grow(len(body))
             self.lines.append(f"{name}{options}: {body}")
         return name
+
+    def _grow(self, size: int) -> None:
+        self.size += size
+        if self.size > MOST_TEXT:
+            problem = f"{self.param}: this makes a grammar of more than {MOST_TEXT} characters; ask for less at once"
+            raise InvalidSchema(problem, param=self.param)
 
     def pieces(self, text: str) -> list[str]:
         """The text as terminals and control tokens."""
@@ -88,6 +104,7 @@ class Rules:
         return (letters, found[0], found[1]) if found else (letters, "", "")
 
     def grammar(self, start: str) -> str:
+        self._grow(len(start))
         return "%llguidance {}\n" + TERMINALS + "\n".join((*self.lines, f"start: {start}")) + "\n"
 
     def _piece(self, part: str) -> str:

@@ -6,7 +6,8 @@ Rules
 1. A keyword that cannot be enforced is left out alone, at its own place, and that place is reported.
 2. What can mean nothing (an unknown type, a pattern that is none, a reference that leads nowhere, a schema without a
    value) is an InvalidSchema that names the place.
-3. Annotations and unknown keywords are nobody's business here and are left out silently.
+3. Annotations and unknown keywords are nobody's business here and are left out silently. A keyword that is known and
+   not enforced is looked at afterwards, so it has to be well formed like the others.
 4. The work is bounded before it begins: by the size of the text, the number of schemas, and a deadline for repairs.
 """
 
@@ -22,7 +23,7 @@ from dragoman.constrain.finite import endless
 from dragoman.constrain.kept import Kept
 from dragoman.constrain.numbers import Bounds
 from dragoman.constrain.patterns import MalformedPattern, enforceable
-from dragoman.constrain.walk import NAMED, ONE, SEVERAL, Parts, anchors, at, named, pointer, rebased, resolve
+from dragoman.constrain.walk import NAMED, ONE, SEVERAL, Parts, anchors, at, named, pointer, rebased, referring, resolve
 from dragoman.constrain.walk import walk as all_schemas
 from dragoman.errors import InvalidSchema
 
@@ -40,6 +41,8 @@ FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
 )
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+COUNTS_OF_SOME = ("minContains", "maxContains")
+TEXTS = ("pattern", "format", "$ref", "$anchor", "$id", "$dynamicRef", "$recursiveRef")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not")
 KEPT = frozenset(
@@ -69,10 +72,17 @@ UNENFORCED: Mapping[str, Callable[[Any], bool]] = {
 }
 """Keywords that mean something and are not enforced, each with whether this value of it asks for anything."""
 
+NAMING = frozenset({"$schema", "$dynamicAnchor"})
+"""Keywords that say how others are meant to whoever looks at a value afterwards."""
+
 
 class Prepared(msgspec.Struct, frozen=True):
+    """What can be enforced; where that is not all, the places of the rest, and the whole (`told`) without what is no
+    keyword."""
+
     schema: Any
     relaxed: tuple[str, ...] = ()
+    told: Any = None
 
 
 _prepared: Kept[Prepared] = Kept(512, 2 * 1024 * 1024)
@@ -92,7 +102,7 @@ def prepare(schema: Mapping[str, Any], base: str) -> Prepared:
             where = named(base, mistake.parts)
             raise InvalidSchema(f"{where}: {mistake.problem}", param=where) from mistake
         _prepared.keep(key, found)
-    return Prepared(found.schema, tuple(base + place for place in found.relaxed))
+    return Prepared(found.schema, tuple(base + place for place in found.relaxed), found.told)
 
 
 class _MistakenError(Exception):
@@ -107,19 +117,25 @@ def _prepare(schema: Mapping[str, Any]) -> Prepared:
     if count > MOST_SCHEMAS:
         raise _MistakenError(f"a schema may hold {MOST_SCHEMAS} schemas, not {count}")
     cleaner = _Cleaner()
-    cleaned = cleaner.clean(schema if _refers_by_id(schema) else _without_id(schema), ())
+    given = schema if _refers_by_id(schema) else _without_id(schema)
+    cleaned = cleaner.clean(given, ())
     _check_references(cleaned)
     if endless(cleaned):
         raise _MistakenError("no finite value can satisfy this schema: it needs itself inside")
     repaired, relaxed = _repaired(cleaned)
-    return Prepared(repaired, (*cleaner.relaxed, *relaxed))
+    return Prepared(repaired, (*cleaner.relaxed, *relaxed), referring(given, str, _is_known))
 
 
-def inline(schema: Any) -> str:
-    """The schema as a piece of a grammar."""
+def _is_known(keyword: str, value: Any) -> bool:
+    return keyword in KEPT or keyword in UNENFORCED or (keyword in NAMING and isinstance(value, str))
+
+
+def inline(schema: Any, definitions: str = "") -> str:
+    """The schema as a piece of a grammar; `definitions` are more of them as JSON."""
     options = {"whitespace_pattern": WHITE}
     document = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else {"x-guidance": options}
-    return "%json " + json.dumps(document, ensure_ascii=False)
+    text = json.dumps(document, ensure_ascii=False)
+    return f'%json {text[:-1]}, "$defs": {definitions}}}' if definitions else f"%json {text}"
 
 
 def _refers_by_id(schema: Any) -> bool:
@@ -159,7 +175,8 @@ class _Cleaner:
             if keyword in KEPT:
                 self._check(keyword, value, (*parts, keyword))
                 copy[keyword] = self._inner(keyword, value, (*parts, keyword))
-            elif keyword in UNENFORCED and UNENFORCED[keyword](value):
+            elif keyword in UNENFORCED:
+                self._check(keyword, value, (*parts, keyword))
                 self._unenforced(keyword, schema, copy, parts)
         self._relax_strings(copy, parts)
         for keyword in self.bounds.unenforceable(copy):
@@ -170,15 +187,21 @@ class _Cleaner:
         if keyword in SEVERAL and isinstance(value, list | tuple):
             return [self.clean(inner, (*parts, index)) for index, inner in enumerate(value)]
         if keyword in NAMED:
-            return {name: self.clean(inner, (*parts, name)) for name, inner in value.items()}
+            return {
+                name: self.clean(inner, (*parts, name)) for name, inner in value.items() if not _lists(keyword, inner)
+            }
         return self.clean(value, parts) if keyword in ONE else value
 
     def _unenforced(self, keyword: str, schema: Mapping[str, Any], copy: dict[str, Any], parts: Parts) -> None:
         # Without anything beside it that evaluates properties too, the one means the same as the other.
         plain = "additionalProperties" not in schema and not any(other in schema for other in APPLICATORS)
-        if keyword == "unevaluatedProperties" and plain:
-            copy["additionalProperties"] = self.clean(schema[keyword], (*parts, keyword))
-        else:
+        value, asks = schema[keyword], UNENFORCED[keyword](schema[keyword])
+        if keyword == "unevaluatedProperties" and plain and asks:
+            copy["additionalProperties"] = self.clean(value, (*parts, keyword))
+            return
+        # What is wrong in there is refused; what cannot be enforced in there is part of what is not anyway.
+        _Cleaner()._inner(keyword, value, (*parts, keyword))
+        if asks:
             self.relaxed.append(named("", (*parts, keyword)))
 
     def _relax(self, schema: dict[str, Any], keyword: str, parts: Parts) -> None:
@@ -219,6 +242,15 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
+def _lists(keyword: str, value: Any) -> bool:
+    """Whether names stand where other keywords have a schema."""
+    return keyword == "dependencies" and _is_names(value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
 def _problem(keyword: str, value: Any) -> str | None:
     """What is wrong with the value of a keyword."""
     if keyword == "type":
@@ -234,12 +266,18 @@ def _problem(keyword: str, value: Any) -> str | None:
         if not isinstance(value, list | tuple):
             return "an array is needed"
     elif keyword == "required":
-        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        if not _is_names(value):
             return "an array of names is needed"
-    elif keyword in ("pattern", "format", "$ref", "$anchor", "$id"):
+    elif keyword == "dependentRequired":
+        if not isinstance(value, Mapping) or not all(map(_is_names, value.values())):
+            return "an object with arrays of names as its values is needed"
+    elif keyword == "uniqueItems":
+        if not isinstance(value, bool):
+            return "true or false is needed"
+    elif keyword in TEXTS:
         if not isinstance(value, str):
             return "a string is needed"
-    elif keyword in COUNTS:
+    elif keyword in (*COUNTS, *COUNTS_OF_SOME):
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
             return "a count is a whole number, 0 or more"
     elif keyword in BOUNDS:

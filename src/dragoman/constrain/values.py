@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from dragoman.constrain.check import Check
+from dragoman.constrain.excerpts import Excerpts
 from dragoman.constrain.lark import GAP, Rules, either, quoted
 from dragoman.constrain.schema import inline
-from dragoman.constrain.walk import Parts, at, named, rebased, resolve
+from dragoman.constrain.walk import Parts, at, named, resolve
 
 ANYTHING = "/[A-Za-z0-9_.-]{1,64}/"
 """A name of a parameter that no schema knows."""
@@ -44,6 +45,7 @@ class Document:
         self.base = base
         self.relaxed: list[str] = []
         self.checks: list[Check] = []
+        self.excerpts = Excerpts(self.schema)
 
     def parameters(self) -> list[Parameter] | None:
         """None: whatever the model likes."""
@@ -53,7 +55,7 @@ class Document:
         schema, parts = self.followed(schema, parts)
         self.relaxed += [named(self.base, (*parts, keyword)) for keyword in OF_WHOLE if keyword in schema]
         known = schema.get("properties", {})
-        required = schema.get("required", ())
+        required = dict.fromkeys(schema.get("required", ()))
         if not known and not required and schema.get("additionalProperties") is not False:
             return None
         names = dict.fromkeys((*known, *required))
@@ -72,13 +74,6 @@ class Document:
 
     def _refers(self, schema: Any) -> bool:
         return isinstance(schema, Mapping) and set(schema) - {"$defs", "definitions"} == {"$ref"}
-
-    def json(self, schema: Any) -> str:
-        """One of the inner schemas as JSON, with what it may refer to."""
-        if isinstance(schema, Mapping) and "$ref" in str(schema):
-            moved = rebased(schema, "/$defs/all")
-            return inline({**moved, "$defs": {"all": rebased(self.schema, "/$defs/all")}})
-        return inline(schema)
 
     def text(self, schema: Mapping[str, Any], parts: Parts) -> tuple[str, ...] | None:
         """The texts that a string may be; none at all stands for any text, None for no string."""
@@ -144,10 +139,11 @@ class Tags:
     def _parameter(self, parameter: Parameter) -> str:
         schema, parts = self.document.followed(parameter.schema, parameter.parts)
         texts = self.document.text(schema, parts)
-        value = f"{self.document.json(schema)} {self.rules.text(self.end)}"
-        if texts:
+        if texts is None:
+            value = f"{self.rules.rule('value', self.document.excerpts.inline(schema))} {self.rules.text(self.end)}"
+        elif texts:
             value = f"{either([quoted(text) for text in texts])} {self.rules.text(self.end)}"
-        elif texts is not None:
+        else:
             value = self.rules.until(self.end, capture=self.document.watched(parts, self.rules.ending(self.end)))
         written = self.rules.rule("parameter", f"{self.begin(parameter.name, texts is not None)} {value} {GAP}")
         return written if parameter.required else f"{written}?"
@@ -178,7 +174,7 @@ class Python:
             return '("True" | "False")'
         if kinds(schema) == ("null",):
             return '"None"'
-        return self.rules.rule("literal", self.document.json(schema))
+        return self.rules.rule("literal", self.document.excerpts.inline(schema))
 
 
 class Braces:
@@ -188,6 +184,7 @@ class Braces:
         self.rules = rules
         self.document = document
         self.quote = quote
+        self._values: dict[tuple[Parts, int], str] = {}
 
     def body(self) -> str:
         return self._members(self.document.schema, (), 0)
@@ -206,19 +203,25 @@ class Braces:
 
     def _value(self, schema: Any, parts: Parts, depth: int) -> str:
         schema, parts = self.document.followed(schema, parts)
+        # Many members may refer to one place.
+        if (parts, depth) not in self._values:
+            self._values[parts, depth] = self._written(schema, parts, depth)
+        return self._values[parts, depth]
+
+    def _written(self, schema: Mapping[str, Any], parts: Parts, depth: int) -> str:
         texts = self.document.text(schema, parts)
         if texts:
             mark = self.rules.text(self.quote)
-            return either([f"{mark} {quoted(text)} {mark}" for text in texts])
+            return self.rules.rule("text", " | ".join(f"{mark} {quoted(text)} {mark}" for text in texts))
         if texts is not None:
             return self._string(self.document.watched(parts, self.rules.ending(self.quote)))
         if depth < DEEPEST and kinds(schema) == ("object",):
             return f'"{{" {self._members(schema, parts, depth + 1)} "}}"'
         if depth < DEEPEST and kinds(schema) == ("array",):
-            one = self._value(schema.get("items", True), (*parts, "items"), depth + 1)
+            one = self.rules.rule("item", self._value(schema.get("items", True), (*parts, "items"), depth + 1))
             return f'"[" ({one} ("," {one})*)? "]"'
         if set(kinds(schema)) and set(kinds(schema)) <= {"number", "integer", "boolean", "null"}:
-            return self.rules.rule("scalar", self.document.json(schema))
+            return self.rules.rule("scalar", self.document.excerpts.inline(schema))
         return self._any()
 
     def _string(self, capture: str | None = None) -> str:
@@ -226,7 +229,8 @@ class Braces:
 
     def _any(self) -> str:
         scalar = inline({"type": ["number", "boolean", "null"]})
-        if not any(line.startswith("anything:") for line in self.rules.lines):
+        if "anything" not in self.rules.fixed:
+            self.rules.fixed.add("anything")
             self.rules.lines.append("anything: held")
             member = '/[^:{}\\[\\],]{1,64}/ ":" anything'
             options = [

@@ -6,7 +6,7 @@ place    := base ("." name | "[" index "]" | '["' other name '"]')*
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -99,11 +99,23 @@ def at(document: Any, parts: Parts) -> Any:
 
 def rebased(schema: Any, onto: str) -> Any:
     """A copy whose references into its own document mean the same after it has been moved to the fragment `onto`."""
+
+    def refer(reference: str) -> str:
+        if reference in ("#", "#/"):
+            return f"#{onto}"
+        return f"#{onto}{reference[1:]}" if reference.startswith("#/") else reference
+
+    return referring(schema, refer)
+
+
+def referring(schema: Any, refer: Callable[[str], str], keep: Callable[[str, Any], bool] = lambda *_: True) -> Any:
+    """A copy with other references, of those keywords that are to be kept."""
     if not isinstance(schema, Mapping):
         return schema
+    schema = {keyword: value for keyword, value in schema.items() if keep(keyword, value)}
     copy = dict(schema)
     for (keyword, *rest), inner in children(schema):
-        moved = rebased(inner, onto)
+        moved = referring(inner, refer, keep)
         if not rest:
             copy[keyword] = moved
         else:
@@ -111,9 +123,6 @@ def rebased(schema: Any, onto: str) -> Any:
                 held = schema[keyword]
                 copy[keyword] = dict(held) if isinstance(held, Mapping) else list(held)
             copy[keyword][rest[0]] = moved
-    reference = schema.get("$ref")
-    if reference in ("#", "#/"):
-        copy["$ref"] = f"#{onto}"
-    elif isinstance(reference, str) and reference.startswith("#/"):
-        copy["$ref"] = f"#{onto}{reference[1:]}"
+    if isinstance(schema.get("$ref"), str):
+        copy["$ref"] = refer(schema["$ref"])
     return copy

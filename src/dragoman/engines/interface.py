@@ -7,6 +7,7 @@ parameter by being reported as ignored.
 Features an engine may declare
     chat, completion, token_prompt, infill                           what it can be asked to write
     tokenize, render, count_tokens                                   what it can tell
+    embeddings                                                       it makes vectors of texts
     token_ids, logprobs, prompt_logprobs, images, tools, strict_tools, constraint, thinking, template_options
                                                                      what it can do beyond text
     usage                                                            it tells the usage in `Finished` itself
@@ -22,6 +23,7 @@ from typing import ClassVar, Self
 import msgspec
 
 from dragoman.conversation import GenerationRequest
+from dragoman.embedding import Embedding, Input
 from dragoman.errors import NotSupported
 from dragoman.events import Event
 
@@ -33,6 +35,7 @@ OWN_FEATURES: dict[str, tuple[str, ...]] = {
     "tokenize": ("tokenize",),
     "render": ("render",),
     "count_tokens": ("count_tokens",),
+    "embed": ("embeddings",),
 }
 """What overriding a method declares without further words."""
 
@@ -114,3 +117,7 @@ class Engine:
 
     def detokenize(self, tokens: Sequence[int]) -> str | Awaitable[str]:
         raise NotSupported("this model does not tell its tokens")
+
+    def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding] | Awaitable[Sequence[Embedding]]:
+        """A vector for each of the inputs, which are not empty, in their order; a long list comes in parts."""
+        raise NotSupported("this model makes no embeddings")

@@ -7,13 +7,18 @@ One piece of `chunk` characters is one token. The faults happen at the N-th toke
 The script is raw model output in the syntax that `format` names, thoughts and tool calls included. Tools, schemas and
 images are accepted and change nothing in it: what a model would do with them is for the script to say. A thinking
 budget cuts the thought, as it does with a real model.
+
+Vectors are made of hashes: each word of a text has one that looks like chance and is always the same, and a text has
+their sum. Texts that share words are alike; what words mean, nobody knows here.
 """
 
 import asyncio
+import hashlib
 import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from functools import lru_cache
 from typing import Annotated, Self
@@ -21,6 +26,7 @@ from typing import Annotated, Self
 import msgspec
 
 from dragoman.conversation import GenerationRequest, Thinking
+from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, ContextTooLong, EngineFailed
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, Usage
@@ -29,7 +35,7 @@ from dragoman.stages.split import begins_in_thought
 
 FEATURES = frozenset(
     {
-        *("chat", "completion", "count_tokens", "max_tokens", "usage"),
+        *("chat", "completion", "count_tokens", "embeddings", "max_tokens", "usage"),
         *("tools", "strict_tools", "constraint", "thinking", "images"),
     }
 )
@@ -53,6 +59,8 @@ class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens that become ready together, as from an engine that makes several in one step."""
     tokens_per_second: Annotated[float, msgspec.Meta(gt=0)] | None = None
     prefill_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0
+    dimensions: Count = 384
+    """Of the vectors."""
     context: Count | None = None
     slots: Count | None = None
     fail_after: Number | None = None
@@ -119,6 +127,23 @@ class ScriptedEngine(Engine):
     def count_tokens(self, request: GenerationRequest) -> int:
         return self._prompt_tokens(request)
 
+    def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        return [self._embedding(entry) for entry in inputs]
+
+    def _embedding(self, entry: Input) -> Embedding:
+        if isinstance(entry, str):
+            words, tokens = Counter(re.findall(r"\w+", entry.lower()) or [entry]), -(-len(entry) // self.options.chunk)
+        else:
+            words, tokens = Counter(map(str, entry)), len(entry)
+        context = self.options.context
+        if context is not None and tokens > context:
+            raise _too_long(context, tokens, context, "input")
+        total = [0.0] * self.options.dimensions
+        for word, times in words.items():
+            hashed = hashlib.shake_128(word.encode("utf-8", "replace")).digest(len(total))
+            total = [so_far + times * (byte - 127.5) for so_far, byte in zip(total, hashed, strict=True)]
+        return Embedding.of(total, tokens)
+
     def _output(self, text: str) -> str:
         for pattern, output in self.replies:
             if pattern.search(text):
@@ -149,12 +174,7 @@ class ScriptedEngine(Engine):
         if context is None:
             return request.max_tokens
         if prompt_tokens >= context:
-            raise ContextTooLong(
-                f"this model's maximum context length is {context} tokens, but the prompt has {prompt_tokens}",
-                param="messages" if request.messages else "prompt",
-                tokens=prompt_tokens,
-                limit=context - 1,
-            )
+            raise _too_long(context, prompt_tokens, context - 1, "messages" if request.messages else "prompt")
         left = context - prompt_tokens
         return left if request.max_tokens is None else min(left, request.max_tokens)
 
@@ -178,6 +198,12 @@ class ScriptedEngine(Engine):
         if at == options.hang_after:
             await asyncio.Event().wait()
         raise EngineFailed(f"the script fails after {options.fail_after} tokens")
+
+
+def _too_long(context: int, tokens: int, limit: int, param: str) -> ContextTooLong:
+    what = "input" if param == "input" else "prompt"
+    words = f"this model's maximum context length is {context} tokens, but the {what} has {tokens}"
+    return ContextTooLong(words, param=param, tokens=tokens, limit=limit)
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ print more than it should; that is why engines with templates run in a process o
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ MOST_ITEMS = 1_000_000
 MOST_BITS = 512
 WIDEST = 10_000
 
-PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
+PADDING = ("center", "ljust", "rjust", "zfill")
 
 
 class TooMuchError(TemplateError):
@@ -48,20 +48,36 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
             _check_size(sized, _size(sized) * times)
 
 
-def measured(method: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments for a method, which is perhaps one of a text that could make a much longer one."""
+def measured(method: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments for a method, which is perhaps one of a text that could make a much longer one. `options` are those
+    that are given by name."""
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-    if not isinstance(text, str) or not arguments:
+    if not isinstance(text, str):
         return arguments
-    if name == "join":
+    if name == "expandtabs":
+        check_tabs(text, arguments[0] if arguments else options.get("tabsize", 8))
+    elif name == "join" and arguments:
         arguments = (listed(arguments[0]),)
         check_join(text, arguments[0])
     elif name == "replace":
         check_replace(text, *arguments[:2])
-    elif name in PADDING:
+    elif name == "translate" and arguments:
+        check_translation(text, arguments[0])
+    elif name in PADDING and arguments:
         check_width(arguments[0])
-        _check_size(text, text.count("\t") * WIDEST)
     return arguments
+
+
+def check_tabs(text: str, width: Any) -> None:
+    check_width(width)
+    if isinstance(width, int):
+        _check_size(text, len(text) + text.count("\t") * width)
+
+
+def check_translation(text: str, table: Any) -> None:
+    values = table.values() if isinstance(table, dict) else table
+    if isinstance(values, Iterable):
+        _check_size(text, len(text) * max(map(_size, values), default=1))
 
 
 def check_replace(text: str, old: Any = None, new: Any = None) -> None:
@@ -113,7 +129,7 @@ def _check_size(value: Any, size: int) -> None:
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
 
 
 def _too_long() -> TooMuchError:

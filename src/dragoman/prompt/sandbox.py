@@ -12,10 +12,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
-from jinja2 import Template, TemplateError, TemplateSyntaxError, filters, meta, nodes, pass_eval_context
+from jinja2 import (
+    Template,
+    TemplateError,
+    TemplateSyntaxError,
+    filters,
+    meta,
+    nodes,
+    pass_environment,
+    pass_eval_context,
+)
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -46,7 +55,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
         self.concat = self._joined  # type: ignore[method-assign]
         self.filters |= {"tojson": _tojson, "replace": _replace, "join": _join, "indent": _indent, "format": _format}
-        self.filters |= {"center": _center}
+        self.filters |= {"center": _center, "round": _round, "sum": _sum}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
         # They make much of little, and no chat template asks for them.
         for name in ("wordwrap", "urlize", "batch", "slice"):
@@ -101,10 +110,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         bounds.check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Numbers and bytes have methods that make much of little, and no chat template asks for them."""
+        return not isinstance(obj, int | bytes) and super().is_safe_attribute(obj, attr, value)
+
     # The arguments are the template's: names of ours must not be in their way.
     def call(self, context: Context, method: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.tick()
-        return super().call(context, method, *bounds.measured(method, args), **kwargs)
+        return super().call(context, method, *bounds.measured(method, args, kwargs), **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -215,3 +228,16 @@ def _format(value: str, *args: Any, **kwargs: Any) -> str:
 def _center(value: str, width: int = 80) -> str:
     bounds.check_width(width)
     return filters.do_center(value, width)
+
+
+def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:
+    # Ten is raised to that power.
+    bounds.check_width(100 * precision)
+    return filters.do_round(value, precision, method)
+
+
+@pass_environment
+def _sum(environment: Sandbox, value: Iterable[Any], attribute: str | int | None = None, start: float = 0) -> Any:
+    if not isinstance(start, int | float):
+        raise bounds.TooMuchError("a sum of what is no number")
+    return filters.sync_do_sum(environment, value, attribute, start)

@@ -4,14 +4,24 @@ A call is written as the model's format declares it, since that is how the model
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dragoman.conversation import Message, Reasoning, Text, Tool, ToolCall
 from dragoman.prompt.entries import arguments_of, function
 from dragoman.prompt.habits import Habits
 from dragoman.prompt.turns import text_message
-from dragoman.stages.syntax import Braced, Calls, CallSyntax, JsonCall, ModelFormat, NamedJson, Pythonic, Tagged
+from dragoman.stages.syntax import (
+    Braced,
+    Calls,
+    CallSyntax,
+    JsonCall,
+    ModelFormat,
+    NamedJson,
+    Pythonic,
+    Tagged,
+    cut_at_fields,
+)
 
 EXAMPLE = ToolCall("", "NAME", '{"PARAMETER": "value"}')
 
@@ -102,20 +112,7 @@ def _braced(value: Any, syntax: Braced) -> str:
 
 
 def _filled(template: str, fields: dict[str, str]) -> str:
-    return "".join(fields.get(piece, piece) for piece in _pieces(template))
-
-
-def _pieces(template: str) -> Iterator[str]:
-    """Cut at the fields, so that nothing is filled into what was filled in."""
-    while template:
-        start = template.find("{")
-        end = template.find("}", start)
-        if start < 0 or end < 0:
-            yield template
-            return
-        yield template[:start]
-        yield template[start : end + 1]
-        template = template[end + 1 :]
+    return "".join(fields.get(piece, piece) for piece in cut_at_fields(template))
 
 
 def _json(value: Any) -> str:

@@ -22,7 +22,7 @@ from dragoman.prompt.marks import Content, Marking, Segment
 from dragoman.prompt.sandbox import RefusedError, Sandbox
 from dragoman.prompt.telling import told
 from dragoman.prompt.turns import call_id, fitted, singly
-from dragoman.prompt.variables import Variables, variables
+from dragoman.prompt.variables import ABOUT_THINKING, Variables, variables
 from dragoman.stages.syntax import ModelFormat
 
 FALLBACK = """\
@@ -38,15 +38,20 @@ PLAIN = ModelFormat("plain")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """`thinking`: it ends inside a thought. `ignored`: what the request asks for and the template cannot do."""
+    """`opener`: the text that begins the thought inside which it ends. `ignored`: what the request asks for and the
+    template cannot do."""
 
     segments: tuple[Segment, ...]
-    thinking: bool = False
+    opener: str | None = None
     ignored: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         return "".join(segment.text for segment in self.segments)
+
+    @property
+    def thinking(self) -> bool:
+        return self.opener is not None
 
 
 class ChatTemplate:
@@ -69,14 +74,18 @@ class ChatTemplate:
         self._seconds = seconds
         self._marking = Marking(control)
         self._sandbox = Sandbox()
-        self._compiled = self._sandbox.compiled(FALLBACK if source is None else source, self._marking.own)
+        source = FALLBACK if source is None else source
+        self._compiled = self._sandbox.compiled(source, self._marking.own)
+        # A format is shared by models that think and models that do not.
+        mentioned = any(mark in source for mark in _marks_of_thoughts(format))
+        self._thinks = mentioned or not ABOUT_THINKING.isdisjoint(self._compiled.variables)
         self._tokens = {"bos_token": self._marking.own(bos), "eos_token": self._marking.own(eos)}
         with self._sandbox.limited(seconds):
             self._habits = learn(self._compiled, self._show, lambda call, at: call_id(call, at, format.call_ids))
         self._manners = tuple(_manners(self._habits))
 
     def render(self, request: GenerationRequest) -> Prompt:
-        known = variables(request, self._compiled, self._habits, self._format, self._allowed)
+        known = variables(request, self._compiled, self._habits, self._thinks, self._allowed)
         try:
             with self._sandbox.limited(self._seconds):
                 return self._first_taken(request, known)
@@ -98,7 +107,7 @@ class ChatTemplate:
                 refusal = refusal or error.shown
             else:
                 lost = () if habits.names and _names(messages) == _names(singles) else _named(request.messages)
-                return Prompt(segments, self._ends_thinking(segments), (*known.ignored, *lost))
+                return Prompt(segments, self._opener(segments), (*known.ignored, *lost))
         assert refusal is not None
         raise refusal
 
@@ -145,11 +154,11 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
             return None
 
-    def _ends_thinking(self, segments: Sequence[Segment]) -> bool:
+    def _opener(self, segments: Sequence[Segment]) -> str | None:
         if not segments or not segments[-1].special:
-            return False
+            return None
         text = segments[-1].text.rstrip()
-        return any(text.endswith(opener.strip()) for opener in _openers(self._format))
+        return max((found for found in _openers(self._format) if text.endswith(found.strip())), key=len, default=None)
 
 
 class _NotTakenError(Exception):
@@ -185,6 +194,14 @@ def _openers(form: ModelFormat) -> Iterator[str]:
     if form.channels is not None:
         for name in form.channels.hidden:
             yield f"{form.channels.open}{name}{form.channels.message}"
+
+
+def _marks_of_thoughts(form: ModelFormat) -> Iterator[str]:
+    for tags in form.thoughts:
+        yield tags.open.strip()
+        yield tags.close.strip()
+    if form.channels is not None:
+        yield form.channels.open
 
 
 def _names(messages: Sequence[Message]) -> int:

@@ -14,9 +14,9 @@ from dragoman.conversation import GenerationRequest, Thinking
 from dragoman.errors import BadRequest
 from dragoman.prompt.habits import Habits
 from dragoman.prompt.sandbox import Compiled, strftime_now
-from dragoman.stages.syntax import ModelFormat
 
 SWITCHES = ("enable_thinking", "thinking")
+ABOUT_THINKING = frozenset({*SWITCHES, "reasoning_effort"})
 
 
 class Variables(msgspec.Struct, frozen=True):
@@ -25,13 +25,14 @@ class Variables(msgspec.Struct, frozen=True):
 
 
 def variables(
-    request: GenerationRequest, compiled: Compiled, habits: Habits, form: ModelFormat, allowed: Iterable[str]
+    request: GenerationRequest, compiled: Compiled, habits: Habits, thinks: bool, allowed: Iterable[str]
 ) -> Variables:
+    """`thinks`: the template knows of thoughts."""
     options = _options(request, allowed)
     given = {"date_string": strftime_now("%d %b %Y")} | _thinking(request.thinking, compiled, habits) | options
     known = {name: value for name, value in given.items() if name in compiled.variables}
     lost = [f"chat_template_kwargs.{name}" for name in options if name not in known]
-    return Variables(known, (*_unheard(request, known, form), *lost))
+    return Variables(known, (*_unheard(request, known, thinks), *lost))
 
 
 def _options(request: GenerationRequest, allowed: Iterable[str]) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def _thinking(asked: Thinking, compiled: Compiled, habits: Habits) -> dict[str, 
     on = _switched(asked)
     if on is None:
         return {}
-    level = "none" if not on else asked.effort
+    level = "none" if not on else None if asked.effort == "none" else asked.effort
     if level == "minimal" and level not in habits.levels:
         level = "low"
     if level is None and "none" in habits.levels and compiled.variables.isdisjoint(SWITCHES):
@@ -57,12 +58,11 @@ def _thinking(asked: Thinking, compiled: Compiled, habits: Habits) -> dict[str, 
 
 
 def _switched(asked: Thinking) -> bool | None:
-    if asked.enabled is None and asked.effort is not None:
-        return asked.effort != "none"
-    return asked.enabled
+    """None: the request leaves it to the model."""
+    return None if asked.enabled is None and asked.effort is None else not asked.is_off
 
 
-def _unheard(request: GenerationRequest, known: Mapping[str, Any], form: ModelFormat) -> list[str]:
+def _unheard(request: GenerationRequest, known: Mapping[str, Any], thinks: bool) -> list[str]:
     """Not to think is always possible: where the template has no switch, the engine closes the thought at once. And
     no thought is longer than its budget."""
     if not _switched(request.thinking):
@@ -70,6 +70,5 @@ def _unheard(request: GenerationRequest, known: Mapping[str, Any], form: ModelFo
     params = [asked.param for asked in request.asked if asked.feature == "thinking"]
     efforts = [param for param in params if "effort" in param]
     switches = [param for param in params if param not in efforts and not ("budget" in param or "max_" in param)]
-    thinks = form.thoughts or form.channels or not known.keys().isdisjoint((*SWITCHES, "reasoning_effort"))
     lost = [] if "reasoning_effort" in known or request.thinking.effort is None else efforts
     return lost if thinks else [*lost, *switches]

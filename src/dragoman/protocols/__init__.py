@@ -1,7 +1,16 @@
 """The wire protocols, by name. A new protocol is one module and one line here.
 
-A protocol is a handful of pure functions and a small encoder; none knows another, none knows an engine. `responses` is
-not in the table: between reading a request and decoding it somebody looks up what it refers to.
+A protocol is a handful of pure functions and a small encoder. None knows an engine, and none another's messages. What
+several have in common is beside them:
+
+    wire      JSON on its way in                        used by all
+    openai    sampling fields, usage, errors, framing   chat, completions, responses; `messages` takes ranges
+    tools     the tools of a chat                       `messages` and `responses` take its rules: names, how many
+    thinking  how much to think                         chat, responses
+    shape     the shape of a reply                      chat, completions
+    pages     lists that are told in pages              responses, models
+
+`responses` is not in the table: between reading a request and decoding it somebody looks up what it refers to.
 """
 
 from collections.abc import Callable, Mapping, Sequence

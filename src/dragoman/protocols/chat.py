@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dragoman.conversation import Asked, Delivery, GenerationRequest, Logprobs
+from dragoman.conversation import Asked, Delivery, GenerationRequest, Logprobs, Text
 from dragoman.errors import BadRequest
 from dragoman.events import (
     Event,
@@ -32,6 +32,8 @@ from dragoman.reply import Choice, Reply
 
 MAX_TEMPLATE_OPTIONS = 32
 MAX_OPTION_BYTES = 4096
+BETWEEN_TEXTS = "\n\n"
+"""A message has one content, also where a thought or a call stood between two texts."""
 OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -120,10 +122,25 @@ class ChatEncoder(openai.StreamEncoder):
     def __init__(self, request: GenerationRequest, created: int) -> None:
         super().__init__(request, created, "chat.completion.chunk")
         self._calls: dict[int, int] = {}
+        self._told: set[int] = set()
+        """Choices that have said something,"""
+        self._parted: set[int] = set()
+        """and those whose text has been interrupted since."""
         self._legacy = tools.is_legacy(request)
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
         return _entry(choice, {"content": text})
+
+    def _text_frames(self, choice: int, texts: list[str]) -> bytes:
+        return super()._text_frames(choice, [*self._between(choice), *texts])
+
+    def _between(self, choice: int) -> list[str]:
+        """What separates the text at hand from an earlier one, where something else stood between them."""
+        parted = choice in self._parted
+        self._parted.discard(choice)
+        told = choice in self._told
+        self._told.add(choice)
+        return [BETWEEN_TEXTS] if parted and told else []
 
     def _frame(self, choice: int, event: Event) -> bytes:
         if isinstance(event, TextDelta):
@@ -131,13 +148,17 @@ class ChatEncoder(openai.StreamEncoder):
                 return self._text_frames(choice, [event.text]) if event.text else b""
             if not event.text and not event.logprobs:
                 return b""
-            return self._chunk(_entry(choice, {"content": event.text}, _logprobs(event.logprobs)))
+            text = "".join((*self._between(choice), event.text)) if event.text else ""
+            return self._chunk(_entry(choice, {"content": text}, _logprobs(event.logprobs)))
         if isinstance(event, Started):
             return self._chunk(_entry(choice, {"role": "assistant", "content": ""}))
         if isinstance(event, ReasoningDelta):
-            delta = {"reasoning_content": event.text, "reasoning": event.text}
-            return self._chunk(_entry(choice, delta)) if event.text else b""
+            if not event.text:
+                return b""
+            self._parted.add(choice)
+            return self._chunk(_entry(choice, {"reasoning_content": event.text, "reasoning": event.text}))
         if isinstance(event, ToolCallStart):
+            self._parted.add(choice)
             self._calls[choice] = self._calls.get(choice, -1) + 1
             return self._call_frame(choice, {"name": event.name, "arguments": ""}, event.id)
         if isinstance(event, ToolCallDelta):
@@ -194,7 +215,8 @@ def _choice(choice: Choice, legacy: bool) -> dict[str, Any]:
 
 def _reply_message(choice: Choice, legacy: bool) -> dict[str, Any]:
     calls = choice.tool_calls
-    content = choice.text or None if calls else choice.text
+    text = BETWEEN_TEXTS.join(part.text for part in choice.parts if isinstance(part, Text))
+    content = text or None if calls else text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.reasoning:
         message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}

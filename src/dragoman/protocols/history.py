@@ -13,6 +13,7 @@ import msgspec
 
 from dragoman.conversation import Asked, Image, Message, Part, Reasoning, Text, ToolCall, ToolResult
 from dragoman.errors import BadRequest
+from dragoman.protocols import wire
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -85,10 +86,11 @@ def decode(field: MessageField, path: str, asked: list[Asked]) -> Message:
 
 def _thought(field: MessageField) -> str:
     told = field.reasoning_content or field.reasoning
-    if told:
-        return told
-    blocks = field.reasoning_details or field.thinking_blocks or ()
-    texts = [block.get(word) for block in blocks for word in ("text", "thinking", "summary")]
+    return told or _text_of(field.reasoning_details) or _text_of(field.thinking_blocks)
+
+
+def _text_of(blocks: list[dict[str, Any]] | None) -> str:
+    texts = [block.get(word) for block in blocks or () for word in ("text", "thinking", "summary")]
     return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -99,7 +101,7 @@ def _calls(field: MessageField, path: str, asked: list[Asked]) -> list[ToolCall]
         if call.function is not None:
             calls.append(_call(call.id or f"call_{at}", call.function))
         elif call.type in (None, "function"):
-            raise BadRequest(f"{inner}.function: required, but missing", param=f"{inner}.function")
+            raise wire.missing(f"{inner}.function")
         else:
             # No value carries a call of another kind: the request is refused before anybody misses it.
             asked.append(Asked("custom_tools", f"{inner}.type"))

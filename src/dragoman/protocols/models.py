@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from dragoman.errors import BadRequest
+from dragoman.protocols.pages import decode_limit
 
 PAGE = 20
 LARGEST_PAGE = 1000
@@ -64,19 +65,12 @@ def encode_anthropic_models(models: Sequence[ListedModel], query: Mapping[str, s
 
 def _page(models: Sequence[ListedModel], query: Mapping[str, str]) -> tuple[Sequence[ListedModel], bool]:
     """The models asked for, and whether there are more in that direction."""
-    limit = _limit(query)
+    limit = decode_limit(query, PAGE, LARGEST_PAGE)
     if "before_id" in query:
         end = _place(models, query, "before_id")
         return models[max(0, end - limit) : end], end > limit
     start = _place(models, query, "after_id") + 1 if "after_id" in query else 0
     return models[start : start + limit], len(models) > start + limit
-
-
-def _limit(query: Mapping[str, str]) -> int:
-    given = query.get("limit", str(PAGE))
-    if not (given.isascii() and given.isdigit() and len(given) <= 4 and 1 <= int(given) <= LARGEST_PAGE):
-        raise BadRequest(f"limit: a number from 1 to {LARGEST_PAGE}", param="limit")
-    return int(given)
 
 
 def _place(models: Sequence[ListedModel], query: Mapping[str, str], name: str) -> int:

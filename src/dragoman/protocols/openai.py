@@ -9,7 +9,7 @@ import msgspec
 from dragoman.conversation import Asked, GenerationRequest, Sampling
 from dragoman.errors import BadRequest, DragomanError
 from dragoman.events import Event, TextDelta, TokenLogprob, Usage, total_usage
-from dragoman.protocols.wire import unknown_fields
+from dragoman.protocols.wire import between_texts, unknown_fields
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -182,8 +182,7 @@ class StreamEncoder(ABC):
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
         head, between, tail = self._halves.get(choice) or self._cut(choice)
-        # Inside a JSON string a quote is always escaped, so `","` is found between two texts and nowhere else.
-        return head + msgspec.json.encode(texts)[2:-2].replace(b'","', between) + tail
+        return head + between_texts(texts, between) + tail
 
     def _cut(self, choice: int) -> tuple[bytes, bytes, bytes]:
         """What stands before the first text, between two texts and after the last, quotes included."""

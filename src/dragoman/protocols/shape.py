@@ -9,7 +9,7 @@
 
 Rules
 1. A request has one shape; two are a mistake, even where they agree.
-2. A field that is null, false or empty text asks for nothing.
+2. A field that is null or false asks for nothing; text must not be empty.
 """
 
 from collections.abc import Callable
@@ -59,6 +59,7 @@ class ShapeFields(msgspec.Struct, frozen=True):
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     grammar: str | None = None
+    structural_tag: Any = None
 
 
 FIELDS = frozenset(ShapeFields.__struct_fields__)
@@ -72,7 +73,9 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
     shapes = _response_format(fields.response_format)
     for path, read in READERS.items():
         value = wire.at(parsed, path)
-        if value is not None and value is not False and value != "":
+        if value == "":
+            raise BadRequest(f"{path}: must not be empty", param=path)
+        if value is not None and value is not False:
             shapes[path] = read(value, path)
     if len(shapes) > 1:
         first, second = list(shapes)[:2]
@@ -84,6 +87,8 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
 def _note_what_nobody_offers(fields: ShapeFields, parsed: dict[str, Any], asked: list[Asked]) -> None:
     if fields.response_format is not None and fields.response_format.type == "structural_tag":
         asked.append(Asked("structural_tag", "response_format.type"))
+    if fields.structural_tag is not None:
+        asked.append(Asked("structural_tag", "structural_tag"))
     if fields.structured_outputs is None:
         return
     if fields.structured_outputs.structural_tag is not None:
@@ -94,7 +99,7 @@ def _note_what_nobody_offers(fields: ShapeFields, parsed: dict[str, Any], asked:
 
 
 def _schema(value: Any, path: str) -> Constraint:
-    return JsonSchema(wire.parse_text(value, path) if isinstance(value, str) else value)
+    return JsonSchema(wire.parse_text(value, path) if isinstance(value, str) else value, path=path)
 
 
 def _regex(value: Any, path: str) -> Constraint:
@@ -136,7 +141,7 @@ def _response_format(field: ResponseFormat | None) -> dict[str, Constraint]:
     if field.type == "json_schema":
         return {"response_format": _format_schema(field)}
     if field.type == "json_object":
-        return {"response_format": JsonObject() if field.schema is None else JsonSchema(field.schema)}
+        return {"response_format": JsonObject() if field.schema is None else _plain_schema(field.schema)}
     if field.type == "grammar":
         return {"response_format": Grammar(_needed(field.grammar, "grammar", field.type))}
     return {"response_format": Regex(_needed(field.pattern or field.regex, "pattern", field.type))}
@@ -146,11 +151,19 @@ def _format_schema(field: ResponseFormat) -> Constraint:
     if field.json_schema is None and field.schema is None:
         path = "response_format.json_schema"
         raise BadRequest(f"{path}: required with type json_schema", param=path)
-    given = field.json_schema or SchemaField(field.schema)
+    given = field.json_schema
+    if given is None:
+        return _plain_schema(field.schema or {})
     if given.schema is None:
         # OpenAI's `schema` may be left out: then any object will do.
         return JsonObject()
-    return JsonSchema(given.schema, given.name or "response", bool(given.strict))
+    path = "response_format.json_schema.schema"
+    return JsonSchema(given.schema, given.name or "response", bool(given.strict), path)
+
+
+def _plain_schema(schema: Schema) -> Constraint:
+    """One that stands in the field itself."""
+    return JsonSchema(schema, path="response_format.schema")
 
 
 def _needed(value: str | None, name: str, kind: str) -> str:

@@ -6,10 +6,13 @@
 
 `functions` and `function_call` are the older words for the same. Who uses only those is answered in them: see
 `is_legacy`. Tools that are no functions are not a mistake, just nothing that is offered here.
+
+The rules that hold in every protocol are here too: what a tool may be called, how many there may be, that its arguments
+are an object, and that one must be there if one must be called.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +23,8 @@ from dragoman.protocols import wire
 
 Mode = Literal["auto", "none", "required", "named"]
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+MOST = 1024
+"""Tools of one request."""
 
 
 class FunctionField(msgspec.Struct, frozen=True):
@@ -65,13 +70,40 @@ class ToolFields(msgspec.Struct, frozen=True):
 FIELDS = frozenset(ToolFields.__struct_fields__)
 
 
+def checked_name(name: str | None, path: str) -> str:
+    if name is None:
+        raise wire.missing(path)
+    if not NAME.fullmatch(name):
+        raise BadRequest(f"{path}: a name has 1 to 128 letters, digits and . _ - : / only", param=path)
+    return name
+
+
+def check_schema(schema: Mapping[str, Any] | None, path: str) -> None:
+    """A schema may leave its type out, or allow others besides: arguments are an object all the same."""
+    kind = (schema or {}).get("type")
+    if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        where = f"{path}.type"
+        raise BadRequest(f"{where}: the arguments of a tool are an object, not {kind!r:.100}", param=where)
+
+
+def check_count(count: int, path: str) -> None:
+    if count > MOST:
+        raise BadRequest(f"{path}: at most {MOST} tools, not {count}", param=path)
+
+
+def nothing_to_call(path: str) -> BadRequest:
+    return BadRequest(f"{path}: a call is required, but there are no tools", param=path)
+
+
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...], ToolChoice]:
     if parsed.keys().isdisjoint(FIELDS):
         return (), ToolChoice()
     fields = wire.convert(parsed, ToolFields)
     noted = len(asked)
     if fields.tools or fields.functions:
-        asked.append(Asked("tools", "tools" if fields.tools else "functions"))
+        word = "tools" if fields.tools else "functions"
+        check_count(len(fields.tools or ()) + len(fields.functions or ()), word)
+        asked.append(Asked("tools", word))
     tools = _tools(fields, asked)
     choice, tools = _choice(fields, tools, asked)
     if not any(entry.feature == "custom_tools" for entry in asked[noted:]):
@@ -87,15 +119,15 @@ def is_legacy(request: GenerationRequest) -> bool:
 def _tools(fields: ToolFields, asked: list[Asked]) -> tuple[Tool, ...]:
     tools: dict[str, Tool] = {}
     for path, function in _functions(fields, asked):
-        name = f"{path}.name"
-        if not NAME.fullmatch(function.name):
-            raise BadRequest(f"{name}: a name has 1 to 128 letters, digits and . _ - : / only", param=name)
-        if function.name in tools:
-            raise BadRequest(f"{name}: another tool is called {function.name!r} already", param=name)
+        where = f"{path}.name"
+        if checked_name(function.name, where) in tools:
+            raise BadRequest(f"{where}: another tool is called {function.name!r} already", param=where)
         if function.strict:
             asked.append(Asked("strict_tools", f"{path}.strict"))
-        strict = bool(function.strict)
-        tools[function.name] = Tool(function.name, function.description or "", function.parameters, strict)
+        schema = f"{path}.parameters"
+        check_schema(function.parameters, schema)
+        words, strict = function.description or "", bool(function.strict)
+        tools[function.name] = Tool(function.name, words, function.parameters, strict, schema)
     return tuple(tools.values())
 
 
@@ -106,7 +138,7 @@ def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, Fu
         if tool.type != "function":
             asked.append(Asked("custom_tools", f"{path}.type"))
         elif tool.function is None:
-            raise BadRequest(f"{path}.function: required, but missing", param=f"{path}.function")
+            raise wire.missing(f"{path}.function")
         else:
             yield f"{path}.function", tool.function
     for at, function in enumerate(fields.functions or ()):
@@ -132,7 +164,7 @@ def _mode(fields: ToolFields, asked: list[Asked]) -> tuple[Mode, str | None]:
             asked.append(Asked("custom_tools", "tool_choice.type"))
             return "auto", None
         if choice.function is None:
-            raise BadRequest("tool_choice.function: required, but missing", param="tool_choice.function")
+            raise wire.missing("tool_choice.function")
         choice = choice.function
     if choice == "required" or isinstance(choice, NamedFunction):
         asked.append(Asked("constraint", _word(fields)))
@@ -147,9 +179,10 @@ def _allowed(
     field: AllowedTools | None, tools: tuple[Tool, ...], parallel: bool, asked: list[Asked]
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
     if field is None:
-        raise BadRequest("tool_choice.allowed_tools: required, but missing", param="tool_choice.allowed_tools")
+        raise wire.missing("tool_choice.allowed_tools")
+    check_count(len(field.tools), "tool_choice.allowed_tools.tools")
     known = {tool.name for tool in tools}
-    names = []
+    names: set[str] = set()
     for at, allowed in enumerate(field.tools):
         path = f"tool_choice.allowed_tools.tools[{at}]"
         if allowed.type != "function":
@@ -157,7 +190,7 @@ def _allowed(
         elif allowed.function is None or allowed.function.name not in known:
             raise BadRequest(f"{path}: names no tool of this request", param=path)
         else:
-            names.append(allowed.function.name)
+            names.add(allowed.function.name)
     if field.mode == "required":
         asked.append(Asked("constraint", "tool_choice"))
     return ToolChoice(field.mode, None, parallel), tuple(tool for tool in tools if tool.name in names)
@@ -165,6 +198,6 @@ def _allowed(
 
 def _check(choice: ToolChoice, tools: Sequence[Tool], path: str) -> None:
     if choice.mode in ("required", "named") and not tools:
-        raise BadRequest(f"{path}: a call is required, but there are no tools", param=path)
+        raise nothing_to_call(path)
     if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
         raise BadRequest(f"{path}: no tool is called {choice.name!r:.150}", param=path)

@@ -9,7 +9,7 @@ Rules
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -138,6 +138,10 @@ def convert(parsed: dict[str, Any], shape: type[T], at: str = "") -> T:
         raise _bad_field(str(error), at) from None
 
 
+def missing(path: str) -> BadRequest:
+    return BadRequest(f"{path}: required, but missing", param=path)
+
+
 def _bad_field(words: str, at: str) -> BadRequest:
     found = _ERROR.match(words)
     what, path = (found["what"], found["path"]) if found else (words, None)
@@ -164,3 +168,16 @@ def unknown_fields(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> list[
 @cache
 def _fields(shape: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(shape.__struct_encode_fields__)
+
+
+SEPARATOR = "\uffff"
+"""No character, and what JSON does not escape."""
+
+
+def between_texts(texts: Sequence[str], between: bytes) -> bytes:
+    """The insides of the JSON strings of all texts, encoded at once, with the same bytes between each two."""
+    joined = SEPARATOR.join(texts)
+    if joined.count(SEPARATOR) >= len(texts):
+        # Somebody sent one; then each text has to be encoded by itself.
+        return between.join([msgspec.json.encode(text)[1:-1] for text in texts])
+    return msgspec.json.encode(joined)[1:-1].replace(SEPARATOR.encode(), between)

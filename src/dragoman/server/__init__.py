@@ -4,7 +4,8 @@ app         create_app(), the route table, errors of every kind
 exchange    one request and its response: headers, body, stream, disconnect
 respond     from a generation's events to JSON or a stream of frames
 listing     models, health, tokens
-counting    the tokens of a prompt that is not answered
+prompts     the prompt of what is not answered, and its tokens
+responses   those that are kept, and the questions that refer to them
 auth        who is asking
 watch       what takes long: keep-alive comments, requests that are overdue, clients that leave
 serve       the app in uvicorn

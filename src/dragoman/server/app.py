@@ -12,7 +12,7 @@ from dragoman.engines.interface import Engine
 from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported, Unavailable
 from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol, family
 from dragoman.protocols.responses import PREFIX
-from dragoman.server import counting, listing, responses
+from dragoman.server import embedding, listing, prompts, responses
 from dragoman.server.auth import Keys
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.respond import answer, new_id
@@ -44,15 +44,17 @@ ROUTES = {
     "/ready": {"GET": Route(listing.ready, is_open=True)},
     "/v1/models": {"GET": Route(listing.models)},
     "/v1/chat/completions": {"POST": _generates(PROTOCOLS["chat"])},
-    "/v1/chat/completions/render": {"POST": Route(listing.render)},
+    "/v1/chat/completions/render": {"POST": Route(prompts.render)},
     "/v1/completions": {"POST": _generates(PROTOCOLS["completions"])},
     "/v1/messages": {"POST": _generates(PROTOCOLS["messages"])},
-    "/v1/messages/count_tokens": {"POST": Route(counting.messages_count, family=ANTHROPIC)},
+    "/v1/messages/count_tokens": {"POST": Route(prompts.messages_count, family=ANTHROPIC)},
     responses.ROOT: {
         "POST": Route(responses.create, PREFIX, OPENAI),
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{responses.ROOT}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
+    "/v1/embeddings": {"POST": Route(embedding.embeddings, "emb-", OPENAI)},
+    "/v1/rerank": {"POST": Route(embedding.rerank, "rerank-", OPENAI)},
     "/tokenize": {"POST": Route(listing.tokenize)},
     "/detokenize": {"POST": Route(listing.detokenize)},
 }

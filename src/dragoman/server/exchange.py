@@ -1,7 +1,8 @@
 """One request and its response.
 
 Rules
-1. Every response carries `x-request-id`; a response is begun once and ended once.
+1. Every response carries `x-request-id`; a response is begun once and ended once. Whoever would write while its head
+   is on its way waits for that.
 2. When the client leaves, the task that answers is cancelled; so it is when it is overdue, as an error.
 3. A body is read whole, within its size and its time, before anything is done with it.
 """
@@ -88,12 +89,16 @@ class Exchange:
     due = math.inf
     stopping: DragomanError | None = None
     """Why this request would be cancelled by the server itself."""
+    weight = 0
+    """Bytes of the body, and of what it refers to."""
     _body_read = False
     _ignored: tuple[str, ...] = ()
     _warnings: tuple[str, ...] = ()
     _allowed = 0.0
     _overdue: Overdue | None = None
     _aborted: DragomanError | None = None
+    _opening: asyncio.Event | None = None
+    """There while the head of a stream is on its way."""
     _listener: asyncio.Task[None] | None = None
     _pinging: asyncio.Task[None] | None = None
 
@@ -137,6 +142,7 @@ class Exchange:
         elif len(body) > limits.body_bytes:
             raise self._too_large(limits)
         self._body_read = True
+        self.weight = len(body)
         return await asyncio.to_thread(decode, body) if len(body) > LARGE_BODY else decode(body)
 
     async def _arriving_body(self, limits: Limits) -> bytes:
@@ -203,6 +209,12 @@ class Exchange:
         self.heard = now = time.monotonic()
         self.due = now + self._allowed
 
+    def note_running(self, count: int) -> None:
+        """So many may say something; where all wait for their turn, nobody is silent."""
+        self.note_progress()
+        if not count:
+            self.due = math.inf
+
     def abort_overdue(self) -> None:
         if self._aborted is None and self._overdue is not None and self._task is not None:
             self._aborted = self._overdue(self._allowed)
@@ -241,11 +253,21 @@ class Exchange:
         return headers
 
     async def _begin_stream(self) -> None:
+        """The first to write sends the head; who comes meanwhile waits until it has left."""
+        if self._opening is not None:
+            await self._opening.wait()
+            return
+        self._opening = sent = asyncio.Event()
         headers = self._head(200, EVENT_STREAM, None)
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        finally:
+            self._opening = None
+            sent.set()
 
     async def reply_json(self, payload: object, status: int = 200) -> None:
         body = msgspec.json.encode(payload)
+        self.streaming = False
         self.due = math.inf
         headers = self._head(status, JSON, len(body))
         if self._direct is None or not self._direct.reply(status, headers, body):
@@ -254,9 +276,9 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         """More of a stream; the first piece begins it."""
-        if not self.begun:
-            await self._begin_stream()
         self.due = math.inf
+        if not self.begun or self._opening is not None:
+            await self._begin_stream()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         # The client may have taken its time: neither that nor the silence meanwhile is the engine's.
         self.note_progress()
@@ -274,14 +296,19 @@ class Exchange:
             self._pinging = asyncio.create_task(self._comment())
 
     async def _comment(self) -> None:
-        if not self.begun:
+        if self.streaming and (not self.begun or self._opening is not None):
             await self._begin_stream()
+        if not self.streaming:
+            # It has ended since this was planned.
+            return
         self.written = time.monotonic()
         await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def end(self, data: bytes) -> None:
         self.streaming = False
         self.due = math.inf
+        if self._opening is not None:
+            await self._opening.wait()
         await self._send({"type": "http.response.body", "body": data})
 
     def close(self) -> None:

@@ -1,19 +1,15 @@
-"""The routes that generate nothing: models, health, tokens, prompts."""
+"""The routes that generate nothing: models, health, tokens."""
 
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from dragoman import __version__
 from dragoman.catalog import Model
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import call
 from dragoman.errors import NotSupported
-from dragoman.generate import check
-from dragoman.protocols import ANTHROPIC, PROTOCOLS
+from dragoman.protocols import ANTHROPIC
 from dragoman.protocols import models as wire_models
 from dragoman.protocols import tokens as wire_tokens
-from dragoman.protocols.render import encode_prompt
 from dragoman.server.exchange import Exchange
 from dragoman.server.respond import silent_engine
 
@@ -40,21 +36,22 @@ async def ready(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(status, 200 if is_ready else 503)
 
 
-def _listed(app: "App", model: Model) -> wire_models.ListedModel:
-    info, engine = model.info, model.host.engine
+async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
+    engine = model.host.engine
+    known = model.info if engine is not None else await model.foreseen()
     return wire_models.ListedModel(
         name=model.name,
         created=app.created,
-        owner=info.owner,
-        context=info.context,
-        format=None if engine is None else info.format,
+        owner=model.info.owner,
+        context=known.context,
+        format=known.format,
         device=None if engine is None else engine.device,
         state=model.host.state,
     )
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    listed = [_listed(app, model) for model in app.catalog.models.values()]
+    listed = [await _listed(app, model) for model in app.catalog.models.values()]
     if exchange.family is ANTHROPIC:
         await exchange.reply_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:
@@ -65,41 +62,28 @@ async def one_model(app: "App", exchange: Exchange) -> None:
     model = app.catalog.resolve(exchange.path.removeprefix("/v1/models/"))
     is_anthropic = exchange.family is ANTHROPIC
     encode = wire_models.encode_anthropic_model if is_anthropic else wire_models.encode_model
-    await exchange.reply_json(encode(_listed(app, model)))
-
-
-async def render(app: "App", exchange: Exchange) -> None:
-    """The prompt that a chat would begin with: decoded and checked as the chat would be."""
-    decoded = await exchange.decoded(app.settings.limits, PROTOCOLS["chat"].decode)
-    model = app.catalog.resolve(decoded.model)
-    exchange.record.model = model.name
-    engine = await _able(app, exchange, model, "render", "its prompts")
-    request = msgspec.structs.replace(decoded, id=exchange.record.id, model=model.name)
-    ignored = check(request, model.host.supports, app.is_strict(exchange))
-    if ignored:
-        exchange.ignore(ignored)
-    shown = await call(engine.render, request)
-    await exchange.reply_json(encode_prompt(model.name, shown.text, shown.tokens, shown.format))
+    await exchange.reply_json(encode(await _listed(app, model)))
 
 
 async def tokenize(app: "App", exchange: Exchange) -> None:
     asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_text)
-    model = app.catalog.resolve(asked.model)
-    engine = await _able(app, exchange, model, "tokenize", "its tokens")
+    model, engine = await _tokenizer(app, exchange, asked.model)
     tokens = await call(engine.tokenize, asked.text, asked.special)
     await exchange.reply_json(wire_tokens.encode_tokens(tokens, model.info.context))
 
 
 async def detokenize(app: "App", exchange: Exchange) -> None:
     asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_tokens)
-    engine = await _able(app, exchange, app.catalog.resolve(asked.model), "tokenize", "its tokens")
+    _, engine = await _tokenizer(app, exchange, asked.model)
     await exchange.reply_json(wire_tokens.encode_text(await call(engine.detokenize, asked.tokens)))
 
 
-async def _able(app: "App", exchange: Exchange, model: Model, feature: str, told: str) -> Engine:
-    """The model's engine, if it tells that, with the time it has for it running."""
+async def _tokenizer(app: "App", exchange: Exchange, name: str) -> tuple[Model, Engine]:
+    """The model and its engine, if it tells its tokens, with the time it has for it running."""
+    model = app.catalog.resolve(name)
+    exchange.record.model = model.name
     engine = await model.host.ready()
-    if feature not in model.host.supports:
-        raise NotSupported(f"model '{model.name}' does not tell {told}")
+    if "tokenize" not in model.host.supports:
+        raise NotSupported(f"model '{model.name}' does not tell its tokens")
     exchange.expect(app.settings.limits.stall_seconds, silent_engine)
-    return engine
+    return model, engine

@@ -8,7 +8,7 @@ Rules
 """
 
 import asyncio
-import random
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -33,7 +33,8 @@ Settle = Callable[[], Awaitable[None]]
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}{random.getrandbits(96):024x}"
+    """By its id a response is found again: nobody may guess it."""
+    return prefix + os.urandom(12).hex()
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
@@ -75,7 +76,7 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
         if not slots.take_first():
             await slots.first()
         exchange.expect(limits.stall_seconds, silent_engine)
-        await generate(engine, request, slots, take)
+        await generate(engine, request, slots, take, exchange.note_running)
     finally:
         slots.close()
 

@@ -3,11 +3,14 @@
 Rules
 1. A response is kept when it is complete, before the caller hears that it is; one that failed is not.
 2. What belongs to another principal is not there.
+3. A conversation is no larger than a body may be, whether it was sent or kept.
 """
 
+import asyncio
 import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -18,11 +21,12 @@ from dragoman.errors import (
     NotFound,
     NotSupported,
     PreviousResponseNotFound,
+    TooLarge,
     UpgradeRequired,
 )
 from dragoman.protocols import openai, responses
-from dragoman.server.counting import count_prompt
-from dragoman.server.exchange import Exchange, Receive, Scope, Send
+from dragoman.server.exchange import LARGE_BODY, Exchange, Receive, Scope, Send
+from dragoman.server.prompts import count_prompt
 from dragoman.server.respond import reply_to
 from dragoman.store import KeptItem, KeptResponse
 
@@ -31,6 +35,9 @@ if TYPE_CHECKING:
 
 ROOT = "/v1/responses"
 INPUT_ITEMS, CANCEL = "input_items", "cancel"
+MANY_ITEMS = 500
+"""Small items take longer than their bytes tell."""
+T = TypeVar("T")
 
 
 async def create(app: "App", exchange: Exchange) -> None:
@@ -53,30 +60,52 @@ async def count(app: "App", exchange: Exchange) -> None:
 async def _question(app: "App", exchange: Exchange) -> responses.Question:
     asking = await exchange.decoded(app.settings.limits, responses.read)
     principal = exchange.record.principal
-    earlier: list[dict[str, Any]] = []
+    earlier: tuple[KeptItem, ...] = ()
     previous = asking.fields.previous_response_id
     if previous is not None:
         kept = await app.responses.find(principal, previous)
         if kept is None:
             words = f"previous_response_id: no response {previous!r:.100} is kept here; send the whole conversation"
             raise PreviousResponseNotFound(words, param="previous_response_id")
-        earlier = [msgspec.json.decode(item.body) for item in kept.items]
+        earlier = kept.items
     found = await app.responses.items(principal, asking.references)
-    return responses.decode(asking, earlier, {item: msgspec.json.decode(body) for item, body in found.items()})
+    # One item may be referred to many times, and is there as many times then.
+    exchange.weight += sum(len(found[item]) for item in asking.references if item in found)
+    exchange.weight += sum(len(item.body) for item in earlier)
+    if exchange.weight > app.settings.limits.body_bytes:
+        words = f"the conversation, with what it refers to, is larger than {app.settings.limits.body_bytes} bytes"
+        raise TooLarge(words, param="input")
+    given = asking.fields.input
+    count = len(earlier) + (len(given) if isinstance(given, list) else 1)
+    return await _made(exchange, count, partial(_decoded, asking, earlier, found))
+
+
+async def _made(exchange: Exchange, items: int, make: Callable[[], T]) -> T:
+    """What is made of a large conversation is made in a thread, so that meanwhile others stream."""
+    return await asyncio.to_thread(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
+
+
+def _decoded(asking: responses.Asking, earlier: Sequence[KeptItem], found: Mapping[str, bytes]) -> responses.Question:
+    referenced = {item: msgspec.json.decode(body) for item, body in found.items()}
+    return responses.decode(asking, [msgspec.json.decode(item.body) for item in earlier], referenced)
 
 
 async def _settle(app: "App", exchange: Exchange, shown: responses.Shown, telling: responses.Telling) -> None:
     response = telling.response
     if response is None or not shown.keep:
         return
-    kept = KeptResponse(
+    make = partial(_to_keep, response, shown, exchange.record.principal)
+    await app.responses.keep(await _made(exchange, len(shown.items), make))
+
+
+def _to_keep(response: dict[str, Any], shown: responses.Shown, principal: str) -> KeptResponse:
+    return KeptResponse(
         id=response["id"],
-        principal=exchange.record.principal,
+        principal=principal,
         body=msgspec.json.encode(response),
         input=_items(responses.kept_items(shown.items, response["id"])),
         output=_items(response["output"]),
     )
-    await app.responses.keep(kept)
 
 
 def _items(items: list[dict[str, Any]]) -> tuple[KeptItem, ...]:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 Emit = Callable[[str], None]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_HEADER = re.compile(r"\A(?:assistant)?\s*(?:to=\S*\s*)?(?:(?:<\|channel\|>)?\s*\w*)?")
+_HEADER = re.compile(r"\A(?:<\|start\|>)?(?:assistant)?\s*(?:to=\S*\s*)?(?:<\|channel\|>\s*\w*)?")
+IMPLIED = ("to=functions.", "assistant<|", "assistant to=")
+"""How the rest of a header begins that the prompt has begun."""
 
 
 def read_channels(split: "Split", channels: Channels, thinking: bool) -> Reading[None]:
@@ -56,7 +58,7 @@ def _implied_header(split: "Split", channels: Channels) -> Reading[Emit]:
     source, writer = split.source, split.writer
     source.record()
     yield from source.space()
-    begun = yield from source.begins(("to=", "assistant"))
+    begun = yield from source.begins(IMPLIED)
     if not begun:
         source.put_back(source.recorded())
         return writer.text
@@ -87,14 +89,14 @@ def _header(split: "Split", channels: Channels, found: Found, emit: Emit) -> Rea
     header = found.marker + "".join(words)
     if end.marker != channels.message:
         # There is no message, so whatever is not the role or the name of a channel is somebody's text.
-        split.writer.text(_HEADER.sub("", "".join(words)).strip())
+        split.writer.text(_HEADER.sub("", header).strip())
         return split.writer.text
     name = re.search(re.escape(channels.open) + r"\s*(\w+)", header)
     tool = re.search(re.escape(channels.recipient) + r"([\w.:/-]+)", header) if channels.recipient else None
     is_hidden = name is not None and name[1].lower() in channels.hidden
     emit = split.writer.thought if is_hidden else split.writer.text
     yield from split.source.space()
-    if tool is not None and split.tools:
+    if tool is not None and split.tools and (not is_hidden or tool[1] in split.tools):
         yield from _call(split, channels, tool[1], emit)
     return emit
 

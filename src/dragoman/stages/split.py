@@ -10,8 +10,8 @@ Rules
    opened inside the thought, is in doubt; so is a call. Then what follows is held until it is clear: where a closer
    comes, everything before it was thought; where the reply ends, the doubtful marker did end the thought. Calls that
    end a thought, with nothing but another call or the end behind them, are calls.
-5. Outside of a thought an opener counts at the beginning of a line. Elsewhere it is in doubt, and text if no closer
-   comes.
+5. Outside of a thought an opener counts at the beginning of a line, but not inside a code fence. Elsewhere it is in
+   doubt, and text if no closer comes. Once an answer of a guaranteed shape has begun, no marker in it counts.
 6. Tokens are counted with the text they begin in, those of a marker with what follows it.
 """
 
@@ -30,8 +30,20 @@ MOST_JUNK = 16
 
 
 class Split:
-    def __init__(self, syntax: ModelFormat, tools: Sequence[Tool] = (), *, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        syntax: ModelFormat,
+        tools: Sequence[Tool] = (),
+        *,
+        parallel: bool = True,
+        shaped: bool = False,
+        is_trial: bool = False,
+    ) -> None:
         self.syntax = syntax
+        self._shaped = shaped
+        """Whether the answer has a shape that is guaranteed: once it has begun, no marker in it means anything."""
+        self._is_trial = is_trial
+        """Whether it is only to be seen what a text would be; then no further trials are made."""
         self.tools = {tool.name: tool for tool in tools}
         self.source = Source()
         self.writer = Writer(self.source, self.tools, parallel)
@@ -67,12 +79,13 @@ class Split:
     def _feed(self, event: TextDelta, out: list[Event]) -> None:
         if self._idle and not self._outside.first.search(event.text) and not event.text[-1:].isspace():
             self.source.passed(event.text)
-            self.writer.said = self.writer.said or bool(event.text)
+            self.writer.passed(event.text)
             out.append(event)
             return
         self.writer.arrived(event)
         self.source.feed(event.text)
         if self._advance(out):
+            self.writer.rest(out)
             out.append(Finished("tool_calls", warnings=tuple(self.writer.warnings)))
 
     def _advance(self, out: list[Event]) -> bool:
@@ -112,7 +125,9 @@ class Split:
             found = yield from self._until_marker()
             if not found.marker:
                 return
-            if found.marker in self._openers:
+            if self._shaped and self._shape_begun:
+                self.writer.text(found.text)
+            elif found.marker in self._openers:
                 yield from self._opener(found)
             elif found.marker not in self.openings:
                 yield from self.source.space()
@@ -120,6 +135,11 @@ class Split:
                 self.writer.text(found.text)
             else:
                 yield from self.section(found, self.writer.text)
+
+    @property
+    def _shape_begun(self) -> bool:
+        """Whether what is said is the answer that has a shape, and not words before a call."""
+        return self.writer.said if not self.tools else self.writer.first in ("{", "[")
 
     def _until_marker(self) -> Reading[Found]:
         """Text up to the next marker; between two pieces it may be that nothing is held."""
@@ -161,7 +181,7 @@ class Split:
         return False
 
     def _opener(self, found: Found) -> Reading[None]:
-        if (yield from self._is_quoted(found)):
+        if self.writer.fences % 2 or (yield from self._is_quoted(found)):
             self.writer.text(found.text)
         elif self._begins_line(found):
             yield from self._thought()
@@ -210,7 +230,7 @@ class Split:
                 else:
                     yield from self.source.space()
             elif found.marker in self.openings:
-                if quoted:
+                if quoted or self._is_trial:
                     self.writer.thought(found.text)
                 elif (yield from self._call_in_thought(found)):
                     return
@@ -269,8 +289,8 @@ class Split:
 
     def _trial(self, text: str) -> list[Event]:
         """What the text would be outside of a thought."""
-        events = Split(self.syntax, list(self.tools.values()))([Started(), TextDelta(text, count=0), Finished()])
-        return [*events][1:]
+        trial = Split(self.syntax, list(self.tools.values()), is_trial=True)
+        return [*trial([Started(), TextDelta(text, count=0), Finished()])][1:]
 
     def _only_calls(self, text: str) -> bool:
         events = self._trial(text)
@@ -309,6 +329,7 @@ class Split:
                 if not section.several or not (yield from BEGINS[type(section.call)](source, section.call, section)):
                     break
         except Malformed:
+            writer.started = False
             emit((found.text if len(writer.calls) == before else "") + source.recorded())
             if not strict or (len(writer.calls) > before and not source.cut):
                 writer.warn("what looked like a tool call could not be read and was left as text")

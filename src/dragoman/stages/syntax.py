@@ -17,9 +17,15 @@ from typing import Literal
 
 import msgspec
 
-FIELD = re.compile(r"(\{(?:name|key|id|index|string)\})|\s+")
+_NAMED = r"(\{(?:name|key|id|index|string)\})"
+FIELD = re.compile(_NAMED + r"|\s+")
 """Where a template of text is not literal."""
 MARKER = re.compile(r"(?=(<[^<>\s{}]+>|\[/?[A-Z_]+\]|◁[^▷]+▷|｜[A-Z]+｜))")
+
+
+def cut_at_fields(template: str) -> list[str]:
+    """Literal text and fields in turn: whoever fills them in fills nothing into what was filled in."""
+    return re.split(_NAMED, template)
 
 
 class Tags(msgspec.Struct, frozen=True):

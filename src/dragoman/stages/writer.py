@@ -11,12 +11,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
+
 from dragoman.conversation import Tool
 from dragoman.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta, ToolCallStart
 from dragoman.stages.calls import Malformed
 from dragoman.stages.source import Source
 
 Kind = Literal["text", "thought", "start", "arguments"]
+
+
+FENCE = "```"
 
 
 class EnoughError(Exception):
@@ -27,6 +32,10 @@ class Writer:
     def __init__(self, source: Source, tools: Mapping[str, Tool], parallel: bool) -> None:
         self.said = False
         """Whether there has been text."""
+        self.first = ""
+        """The first character that there was to see."""
+        self.fences = 0
+        self._ticks = ""
         self.thought_of = False
         """Whether the thought at hand has said anything yet."""
         self.calls: list[str] = []
@@ -36,6 +45,7 @@ class Writer:
         self._source = source
         self._tools = tools
         self._parallel = parallel
+        self._told: list[str] = []
         self._found: list[tuple[Kind, list[str], int]] = []
         self._tokens: deque[tuple[int, TextDelta]] = deque()
 
@@ -45,8 +55,17 @@ class Writer:
 
     def text(self, text: str) -> None:
         if text:
-            self.said = True
+            self.passed(text)
             self._add("text", text)
+
+    def passed(self, text: str) -> None:
+        """The text has been said, by whomever."""
+        self.said = self.said or bool(text)
+        self.first = self.first or text.lstrip()[:1]
+        if "`" in text or self._ticks:
+            run = self._ticks + text
+            self.fences += run.count(FENCE)
+            self._ticks = run[len(run.rstrip("`")) :] if len(run) - len(run.rstrip("`")) < len(FENCE) else ""
 
     def thought(self, text: str) -> None:
         if text:
@@ -64,16 +83,27 @@ class Writer:
 
     def arguments(self, text: str) -> None:
         if text:
+            self._told.append(text)
             self._add("arguments", text)
 
     def end(self) -> None:
         self.started = False
+        self._check("".join(self._told))
+        self._told.clear()
         self._source.record()
         if not self._parallel:
             raise EnoughError
 
+    def _check(self, arguments: str) -> None:
+        try:
+            msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            if not self._source.cut:
+                self.warn("the arguments of a tool call are not JSON")
+
     def warn(self, words: str) -> None:
-        self.warnings.append(words)
+        if words not in self.warnings:
+            self.warnings.append(words)
 
     def parameters(self, name: str) -> Mapping[str, Any]:
         tool = self._tools.get(name)

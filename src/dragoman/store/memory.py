@@ -32,14 +32,16 @@ class MemoryResponses:
         size = _weight(response)
         if size > self._size:
             return
+        # Made before anything changes: what cannot be found by its items is not half kept.
+        bodies = {(response.principal, item.id): item.body for item in response.items}
         self._remove(response.id)
         self._forget_old()
         while self._kept and (len(self._kept) >= self._count or self._held + size > self._size):
             self._remove(next(iter(self._kept)))
         self._kept[response.id] = self._clock() + self._seconds, response
         self._held += size
-        for item in response.items:
-            self._holders.setdefault((response.principal, item.id), {})[response.id] = item.body
+        for key, body in bodies.items():
+            self._holders.setdefault(key, {})[response.id] = body
 
     async def find(self, principal: str, response_id: str) -> KeptResponse | None:
         self._forget_old()

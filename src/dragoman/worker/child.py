@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, BinaryIO
 
@@ -30,6 +30,7 @@ from dragoman.worker.messages import (
     Broken,
     Cancel,
     CountTokens,
+    Embed,
     Failure,
     Generate,
     PackedStep,
@@ -59,19 +60,22 @@ class Child:
 
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Generate):
-            self._keep(message.id, self._generate(message.id, message.request))
+            self._keep(message.id, self._generate(message.id, message.request), self._end)
         elif isinstance(message, Question):
-            self._keep(message.id, self._answer(message))
+            self._keep(message.id, self._answer(message), self._forget)
         elif isinstance(message, Cancel) and message.id in self._tasks:
             self._tasks[message.id].cancel()
 
-    def _keep(self, key: int, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, key: int, work: Coroutine[Any, Any, None], done: Callable[[int, asyncio.Task[None]], None]) -> None:
         task = self._loop.create_task(work)
         self._tasks[key] = task
-        task.add_done_callback(lambda done: self._forget(key, done))
+        task.add_done_callback(lambda task: done(key, task))
 
     def _forget(self, key: int, task: asyncio.Task[None]) -> None:
         del self._tasks[key]
+
+    def _end(self, key: int, task: asyncio.Task[None]) -> None:
+        self._forget(key, task)
         if task.cancelled():
             self._post(Progress(key, ended=True))
 
@@ -111,6 +115,9 @@ class Child:
         if isinstance(message, Tokenize):
             tokens = await call(self._engine.tokenize, message.text, message.special)
             return Answer(message.id, tokens=tuple(tokens))
+        if isinstance(message, Embed):
+            made = await call(self._engine.embed, message.inputs)
+            return Answer(message.id, embeddings=tuple(made))
         return Answer(message.id, text=await call(self._engine.detokenize, message.tokens))
 
     def send(self, message: ToParent) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dragoman.conversation import GenerationRequest
+from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import ModelInfo, Rendered
 from dragoman.errors import ContextTooLong, DragomanError, by_name
 from dragoman.events import Event
@@ -54,6 +55,11 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
 class Detokenize(msgspec.Struct, frozen=True, tag=True):
     id: int
     tokens: tuple[int, ...]
+
+
+class Embed(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    inputs: tuple[Input, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -121,10 +127,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     text: str | None = None
     rendered: Rendered | None = None
     count: int | None = None
+    embeddings: tuple[Embedding, ...] | None = None
     failure: Failure | None = None
 
 
-Question = Render | CountTokens | Tokenize | Detokenize
+Question = Render | CountTokens | Tokenize | Detokenize | Embed
 """What gets one `Answer`."""
 ToChild = Start | Generate | Cancel | Question
 ToParent = Ready | Broken | Step | Answer

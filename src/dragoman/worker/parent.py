@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from dragoman.conversation import GenerationRequest
+from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.errors import (
     BadRequest,
@@ -39,6 +40,7 @@ from dragoman.worker.messages import (
     Cancel,
     CountTokens,
     Detokenize,
+    Embed,
     Failure,
     Generate,
     Question,
@@ -56,6 +58,8 @@ log = logging.getLogger("dragoman.worker")
 
 YOUNG_SECONDS = 10.0
 LONGEST_PAUSE = 30.0
+MOST_DOUBLINGS = 7
+"""Beyond them a pause is longer than the longest."""
 STOPPED = "the engine has been stopped"
 UNSENDABLE = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
 
@@ -101,6 +105,9 @@ class _Child:
         self.answers[key] = future
         try:
             answer = await future
+        except asyncio.CancelledError:
+            self._stop(key)
+            raise
         finally:
             del self.answers[key]
         if answer.failure is not None:
@@ -121,11 +128,14 @@ class _Child:
     def cancel(self, key: int) -> None:
         """Nobody wants the rest of a generation. One that has ended may be cancelled too."""
         if key in self.streams:
-            try:
-                self.send(Cancel(key))
-            except DragomanError:
-                # It has died, and works on nothing any more.
-                pass
+            self._stop(key)
+
+    def _stop(self, key: int) -> None:
+        try:
+            self.send(Cancel(key))
+        except DragomanError:
+            # It has died, and works on nothing any more.
+            pass
 
     async def read(self) -> Ready | Broken | Step | Answer | None:
         """The next message; None where nothing more can be understood."""
@@ -247,6 +257,10 @@ class WorkerEngine(Engine):
         child = await self._asked()
         return (await child.ask(lambda key: Detokenize(key, tuple(tokens)))).text or ""
 
+    async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        child = await self._asked()
+        return (await child.ask(lambda key: Embed(key, tuple(inputs)))).embeddings or ()
+
     async def _asked(self) -> _Child:
         """The child, for a request: the operator's mistakes are not the caller's to read."""
         try:
@@ -281,7 +295,7 @@ class WorkerEngine(Engine):
 
     async def _launch(self) -> _Child:
         if self._deaths > 1:
-            await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2**self._deaths))
+            await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2 ** min(self._deaths, MOST_DOUBLINGS)))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

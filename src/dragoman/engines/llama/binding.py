@@ -25,6 +25,11 @@ ROWS_AT_ONCE = 128
 """How many rows of a batch a CPU works on at once. More are not faster, and attention takes memory for each of them."""
 
 Logits = NDArray[np.float32]
+Vectors = NDArray[np.float32]
+
+POOLING = {"1": "mean", "2": "first", "3": "last"}
+"""How a model's file says that its vectors of a text's tokens become one; a chat model's says nothing."""
+NO_POOLING, RANKING = 0, "4"
 
 ATTRIBUTE_UNKNOWN, ATTRIBUTE_CONTROL = 1, 8
 NO_TOKEN = -1
@@ -86,6 +91,25 @@ class Model:
         )
 
     @property
+    def architecture(self) -> str:
+        return self.metadata.get("general.architecture", "")
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether every token sees those after it, so that a text can only be taken in as a whole."""
+        return self.metadata.get(f"{self.architecture}.attention.causal") == "false"
+
+    @property
+    def pooling(self) -> str:
+        """mean, first or last: which of its tokens' vectors stand for a text."""
+        return POOLING.get(self.metadata.get(f"{self.architecture}.pooling_type", ""), "mean")
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it was made to say how well two texts go together, and nothing else."""
+        return self.metadata.get(f"{self.architecture}.pooling_type") == RANKING
+
+    @property
     def forgets(self) -> bool:
         """Whether its memory is a running state, of which the end cannot be taken back."""
         c, handle = self.library, self.handle
@@ -127,17 +151,21 @@ class Model:
                 start = found.start()
         return tokens + self._tokenize(text[start:], special)
 
+    def tokenize_whole(self, text: str) -> list[int]:
+        """A text that is content and nothing else, with the tokens that the vocabulary wants around it."""
+        return self._tokenize(text, special=False, framed=True)
+
     @cached_property
     def _control_texts(self) -> re.Pattern[str]:
         longest_first = sorted(self.control, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def _tokenize(self, text: str, special: bool) -> list[int]:
+    def _tokenize(self, text: str, special: bool, framed: bool = False) -> list[int]:
         data = text.encode("utf-8", "replace")
         room = len(data) + 16
         while True:
             found = np.empty(room, dtype=np.int32)
-            count = self.library.llama_tokenize(self.vocab, data, len(data), found.ctypes.data, room, False, special)
+            count = self.library.llama_tokenize(self.vocab, data, len(data), found.ctypes.data, room, framed, special)
             if count >= 0:
                 return [int(token) for token in found[:count]]
             room = -count
@@ -200,14 +228,29 @@ class Model:
 
 
 class Context:
-    """The memory of `sequences` independent token sequences of up to `length` tokens, and the decoder over it."""
+    """The memory of `sequences` independent token sequences of up to `length` tokens, and the decoder over it.
 
-    def __init__(self, model: Model, *, sequences: int, length: int, rows: int, outputs: int, threads: int) -> None:
+    One that makes `vectors` gives one for every row instead of logits, and its sequences have `length` tokens together.
+    Of some models it has no memory: what is decoded is forgotten at once.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        sequences: int,
+        length: int,
+        rows: int,
+        outputs: int,
+        threads: int,
+        vectors: bool = False,
+    ) -> None:
         """`rows` is the largest batch, `outputs` the most rows of it that may ask for logits."""
         self.library = c = model.library
         self.vocab_size = model.vocab_size
+        self.width: int = c.llama_model_n_embd_out(model.handle)
         params = c.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = length * sequences, sequences
+        params.n_ctx, params.n_seq_max = length if vectors else length * sequences, sequences
         params.n_batch = params.n_ubatch = rows
         if not c.llama_supports_gpu_offload():
             # On a CPU, plain attention decodes long texts up to 1.7 times as fast, and small chunks cost no speed.
@@ -215,7 +258,9 @@ class Context:
             params.n_ubatch = min(rows, max(ROWS_AT_ONCE, sequences))
         params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, rows), 0
         params.n_threads = params.n_threads_batch = threads
-        params.kv_unified = False
+        params.kv_unified = params.embeddings = vectors
+        if vectors:
+            params.pooling_type = NO_POOLING
         params.no_perf = True
         log.errors.clear()
         self.handle = c.llama_init_from_model(model.handle, params)
@@ -225,7 +270,7 @@ class Context:
                 "lower context or slots or cache_sequences"
             )
         self.memory = c.llama_get_memory(self.handle)
-        if not self.memory:
+        if not self.memory and not vectors:
             self.close()
             raise ConfigError("llama: this model keeps nothing of a text in memory: it makes embeddings, not text")
         self.length: int = c.llama_n_ctx_seq(self.handle)
@@ -257,8 +302,16 @@ class Context:
         self.sequences[:rows] = sequences
         self.outputs[:rows] = outputs
         self.batch.n_tokens = rows
-        code: int = self.library.llama_decode(self.handle, self.batch)
+        run = self.library.llama_decode if self.memory else self.library.llama_encode
+        code: int = run(self.handle, self.batch)
         return code
+
+    def vectors(self, rows: int) -> Vectors:
+        """Those of the first rows of the last batch, all of which asked for them: a view, until the next one."""
+        address = self.library.llama_get_embeddings(self.handle)
+        if not address:
+            raise RuntimeError("the rows have no vectors")
+        return np.ctypeslib.as_array((ctypes.c_float * (rows * self.width)).from_address(address)).reshape(rows, -1)
 
     def logits(self, row: int) -> Logits:
         """The logits of a row that asked for them: a view, writable, valid until the next decode."""
@@ -268,10 +321,12 @@ class Context:
         return np.ctypeslib.as_array((ctypes.c_float * self.vocab_size).from_address(address))
 
     def clear(self, sequence: int) -> None:
-        self.library.llama_memory_seq_rm(self.memory, sequence, -1, -1)
+        if self.memory:
+            self.library.llama_memory_seq_rm(self.memory, sequence, -1, -1)
 
     def clear_all(self) -> None:
-        self.library.llama_memory_clear(self.memory, False)
+        if self.memory:
+            self.library.llama_memory_clear(self.memory, False)
 
     def trim(self, sequence: int, length: int) -> bool:
         """Forget what lies behind the first `length` tokens; False where the memory cannot do that."""

@@ -1,7 +1,8 @@
 """How much a model may think: the thought is closed when its tokens are used up.
 
-The text is followed for the texts that begin and end a thought, whatever tokens they are cut into. When the budget is
-used up inside a thought, the tokens that close it are to be decoded instead of what the model would pick.
+The text is followed for the texts that begin and end a thought, whatever tokens they are cut into. A thought may end
+with the text of another pair than it began with, as for whoever reads the reply. When the budget is used up inside a
+thought, the tokens that close it are to be decoded instead of what the model would pick.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +11,14 @@ from dragoman.stages.syntax import Tags
 
 
 class Budget:
-    def __init__(self, tokens: int, tags: Sequence[Tags], close: Callable[[Tags], Sequence[int]], opened: bool) -> None:
-        """`close` gives the tokens that end a thought; `opened`: the prompt has begun one."""
+    def __init__(
+        self, tokens: int, tags: Sequence[Tags], close: Callable[[Tags], Sequence[int]], opened: Tags | None = None
+    ) -> None:
+        """`close` gives the tokens that end a thought; `opened` are the tags of one that the prompt has begun."""
         self.left = tokens
         self.tags = tags
         self.close = close
-        self.inside = tags[0] if opened else None
+        self.inside = opened
         self.tail = ""
         self.longest = max(len(text) for pair in tags for text in (pair.open, pair.close))
 
@@ -29,21 +32,18 @@ class Budget:
         self.tail += text
         if self.inside is not None:
             self.left -= 1
-            end = self.tail.find(self.inside.close)
-            if end >= 0:
-                self.tail = self.tail[end + len(self.inside.close) :]
-                self.inside = None
+            self._look_for([(pair.close, None) for pair in self.tags])
         if self.inside is None:
-            self._look_for_opener()
+            self._look_for([(pair.open, pair) for pair in self.tags])
         self.tail = self.tail[-self.longest :]
 
     def closed(self) -> None:
         """The tokens that close it are on their way."""
         self.inside, self.tail = None, ""
 
-    def _look_for_opener(self) -> None:
-        found = [(self.tail.find(pair.open), pair) for pair in self.tags if pair.open in self.tail]
+    def _look_for(self, marks: Sequence[tuple[str, Tags | None]]) -> None:
+        """The first of the marks says what thought the text is in from there on."""
+        found = [(self.tail.find(text), text, inside) for text, inside in marks if text in self.tail]
         if found:
-            at, pair = min(found, key=lambda hit: hit[0])
-            self.tail = self.tail[at + len(pair.open) :]
-            self.inside = pair
+            at, text, self.inside = min(found, key=lambda hit: hit[0])
+            self.tail = self.tail[at + len(text) :]

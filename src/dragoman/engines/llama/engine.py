@@ -2,6 +2,9 @@
 
 A slot has room for `context` tokens of prompt and reply together, and so has each of the `cache_sequences` in which
 beginnings of texts are kept: the memory that the model's state takes grows with `context` times the two together.
+
+Any model makes vectors of texts too, in a decoder of its own that is made when it is first asked for. A model that
+looks ahead does nothing else.
 """
 
 import asyncio
@@ -19,13 +22,16 @@ import msgspec
 
 from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
+from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
+from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
-from dragoman.engines.llama.intake import Intake
+from dragoman.engines.llama.intake import Intake, detokenize, tokenize
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
-from dragoman.errors import ConfigError, EngineFailed
+from dragoman.engines.llama.turns import Turns
+from dragoman.errors import ConfigError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished
 from dragoman.formats import detect, named
 
@@ -38,12 +44,17 @@ MAX_DEFAULT_THREADS = 16
 DEFAULT_MEMORY_SHARE = 0.25
 """How much of the machine's memory the slots may take where the configuration does not say their size."""
 LEAST_DEFAULT_CONTEXT = 4096
+MOST_DEFAULT_WHOLE = 2048
+"""Tokens of a text that goes in whole: the memory for it grows with their square."""
+EMBEDDED_AT_ONCE = 16
+"""Texts."""
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A container's limit, which is often far below the machine's memory."""
 
-FEATURES = frozenset(
+VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
+FEATURES = VECTOR_FEATURES | frozenset(
     {
-        *("chat", "completion", "token_prompt", "tokenize", "token_ids", "logprobs", "prompt_logprobs"),
+        *("chat", "completion", "token_prompt", "token_ids", "logprobs", "prompt_logprobs"),
         *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("stop_token_ids", "ignore_eos", "max_tokens", "usage"),
@@ -78,6 +89,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Loaded(msgspec.Struct, frozen=True):
+    """What it takes to write text."""
+
     model: Model
     context: Context
     intake: Intake
@@ -92,9 +105,13 @@ class LlamaEngine(Engine):
         self.name = name
         self.options = options
         self.slots = options.slots
+        self.model: Model | None = None
+        self.embedder: Embedder | None = None
         self.loaded: _Loaded | None = None
         # Threads of its own: they must be through with the model before it is freed.
         self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
+        # Nobody's generation waits for answers to questions about prompts and tokens.
+        self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
         # Nobody's prompt waits for somebody else's grammar.
         self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
 
@@ -110,27 +127,38 @@ class LlamaEngine(Engine):
 
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:
-            return [ModelInfo(self.name, context=self.options.context, format=self.options.format or "plain")]
+            length = self.options.context if self.embedder is None else self.embedder.length
+            return [ModelInfo(self.name, context=length, format=self.options.format or "plain")]
         intake = self.loaded.intake
         return [ModelInfo(self.name, context=intake.context, format=intake.format.name)]
 
     def supports(self) -> frozenset[str]:
-        infill = self.loaded is not None and self.loaded.model.infill is not None
-        return FEATURES | {"infill"} if infill else FEATURES
+        if self.model is None:
+            return FEATURES
+        if self.loaded is None:
+            return VECTOR_FEATURES
+        return FEATURES if self.model.infill is None else FEATURES | {"infill"}
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self.loaded = await self._aside(_load, self.options, loop)
-        self.loaded.runner.start()
+        self.model, self.loaded, embedder = await self._aside(_load, self.options, loop)
+        self.embedder = embedder
+        embedder.start()
+        if self.loaded is not None:
+            self.loaded.runner.start()
 
     async def stop(self) -> None:
         loaded, self.loaded = self.loaded, None
+        model, self.model = self.model, None
+        embedder, self.embedder = self.embedder, None
         if loaded is not None:
             loaded.runner.close()
-        await asyncio.to_thread(self._free, loaded)
+        if embedder is not None:
+            embedder.close()
+        await asyncio.to_thread(self._free, model, loaded, embedder)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        loaded = self._running()
+        loaded = self._writing()
         read = await self._aside(loaded.intake.read, request)
         shaping = self.shapers if loaded.intake.is_shaped(request) else self.readers
         generation = await self._aside(loaded.intake.generation, request, read, pool=shaping)
@@ -144,34 +172,50 @@ class LlamaEngine(Engine):
             loaded.runner.cancel(generation)
 
     async def render(self, request: GenerationRequest) -> Rendered:
-        return await self._aside(self._running().intake.render, request)
+        return await self._aside(self._writing().intake.render, request, pool=self.tellers)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        return await self._aside(self._running().model.tokenize, text, special)
+        return await self._aside(tokenize, self._running()[0], text, special, pool=self.tellers)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        loaded = self._running()
-        loaded.intake.check_tokens(tokens, "tokens")
-        return await self._aside(loaded.model.detokenize, tokens)
+        return await self._aside(detokenize, self._running()[0], tokens, pool=self.tellers)
 
-    def _running(self) -> _Loaded:
-        if self.loaded is None:
+    async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        _, embedder = self._running()
+        job = embedder.submit(await self._aside(embedder.read, inputs))
+        try:
+            return await job.future
+        finally:
+            embedder.cancel(job)
+
+    def _running(self) -> tuple[Model, Embedder]:
+        if self.model is None or self.embedder is None:
             raise EngineFailed("the engine is not running")
+        return self.model, self.embedder
+
+    def _writing(self) -> _Loaded:
+        self._running()
+        if self.loaded is None:
+            raise NotSupported("this model makes vectors, not text")
         return self.loaded
 
     async def _aside(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool or self.readers, function, *arguments)
 
-    def _free(self, loaded: _Loaded | None) -> None:
+    def _free(self, model: Model | None, loaded: _Loaded | None, embedder: Embedder | None) -> None:
         self.readers.shutdown(wait=True)
         self.shapers.shutdown(wait=True)
+        self.tellers.shutdown(wait=True)
         if loaded is not None:
             loaded.runner.join()
             loaded.context.close()
-            loaded.model.close()
+        if embedder is not None:
+            embedder.join()
+        if model is not None:
+            model.close()
 
 
-def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
+def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
@@ -180,6 +224,12 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
         undo.callback(model.close)
         if not model.generates:
             raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
+        if model.looks_ahead and model.ranks:
+            raise ConfigError(f"llama: {path} ranks texts ({model.description}); rank with a model that makes vectors")
+        if model.looks_ahead:
+            embedder = _whole_embedder(model, options)
+            undo.pop_all()
+            return model, None, embedder
         length = options.context or _default_context(model, options.slots)
         cached = _cache_sequences(model, options, length)
         _check_memory(model, options.slots, cached, length)
@@ -193,13 +243,65 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> _Loaded:
         )
         undo.callback(context.close)
         _warm_up(context, min(options.batch, LEAST_CHUNK_ALONE, length))
+        turns = Turns()
         schedule = partial(Scheduler, options.slots, cached, sharing=not model.forgets, isolate=options.isolate)
-        runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000)
+        runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns)
         syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
         intake = Intake(model, min(length, context.length), syntax, options.template_options)
-        loaded = _Loaded(model, context, intake, runner)
+        embedder = _embedder(model, options, intake.context, turns, lambda: not runner.scheduler.idle)
         undo.pop_all()
-        return loaded
+        return model, _Loaded(model, context, intake, runner), embedder
+
+
+def _embedder(
+    model: Model, options: LlamaOptions, length: int, turns: Turns, is_writing: Callable[[], bool]
+) -> Embedder:
+    """Its decoder has room for one text as long as a slot, or for several that are shorter."""
+
+    def make() -> Context:
+        return _vector_context(model, options, length, options.batch)
+
+    return Embedder(
+        model,
+        make,
+        length=length,
+        sequences=EMBEDDED_AT_ONCE,
+        rows=options.batch,
+        turns=turns,
+        is_writing=is_writing,
+    )
+
+
+def _whole_embedder(model: Model, options: LlamaOptions) -> Embedder:
+    trained = model.trained_context
+    length = min(options.context or MOST_DEFAULT_WHOLE, trained)
+    rows = max(length, options.batch)
+    embedder = Embedder(
+        model,
+        lambda: _vector_context(model, options, rows, rows),
+        length=length,
+        sequences=EMBEDDED_AT_ONCE,
+        rows=rows,
+        turns=Turns(),
+    )
+    try:
+        embedder.prepare()
+    except EngineFailed as error:
+        embedder.join()
+        raise ConfigError(f"llama: the model loads, but {error}") from error
+    return embedder
+
+
+def _vector_context(model: Model, options: LlamaOptions, length: int, rows: int) -> Context:
+    return Context(
+        model,
+        sequences=EMBEDDED_AT_ONCE,
+        length=length,
+        rows=rows,
+        outputs=rows,
+        threads=options.threads or _default_threads(),
+        vectors=True,
+    )
 
 
 def _checked(generation: Generation, finished: Finished) -> Finished:

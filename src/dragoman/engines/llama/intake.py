@@ -9,6 +9,7 @@ Rules
    megabytes takes seconds, which others would wait.
 5. Reading a prompt and compiling a grammar are two steps, so that they can be done in different threads: a grammar may
    take a second.
+6. A text that is only to become tokens has no context to fit in; its length has a limit of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,12 +29,15 @@ from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.prompt import ChatTemplate, Segment
 from dragoman.stages.syntax import ModelFormat
 
+MOST_TOKENIZED = 1024 * 1024
+"""Characters of a text, or tokens, that are only to become the other: about a second."""
+
 
 class Read(msgspec.Struct, frozen=True):
-    """A prompt as tokens. `thinking`: it ends inside a thought."""
+    """A prompt as tokens. `opener`: the text that begins the thought inside which it ends."""
 
     tokens: tuple[int, ...]
-    thinking: bool = False
+    opener: str | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -63,7 +67,7 @@ class Intake:
         read = self._tokens(request)
         self._check_prompt(request, read.tokens)
         self._check_sampling(request.sampling)
-        self.check_tokens(request.stop_token_ids, "stop_token_ids")
+        check_tokens(self.model, request.stop_token_ids, "stop_token_ids")
         return read
 
     def is_shaped(self, request: GenerationRequest) -> bool:
@@ -77,8 +81,8 @@ class Intake:
             guide=None if kept is None else self.grammars.guide(kept.grammar, kept.param),
             checks=() if kept is None else kept.checks,
             calls=kept is not None and kept.calls,
-            budget=self._budget(request, read.thinking),
-            thinking=read.thinking,
+            budget=self._budget(request, read.opener),
+            thinking=read.opener is not None,
             ignored=(*read.ignored, *(() if kept is None else kept.relaxed)),
         )
         return Generation(request, self.model, recipe, read.tokens, bearings)
@@ -88,27 +92,23 @@ class Intake:
         self._check_length(request, (segment.text for segment in prompt.segments))
         return Rendered(prompt.text, tuple(self._begun(self._segments(prompt.segments))), self.format.name)
 
-    def check_tokens(self, tokens: Iterable[int], param: str) -> None:
-        size = self.model.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise BadRequest(f"token id {wrong} is not in the vocabulary of {size} tokens", param=param)
-
     def _shape(self, request: GenerationRequest, read: Read) -> Shape | None:
         speaker = Speaker(self.format, self.control, self.model.ends, self._may_think(request))
-        return shape(request, speaker, opened=read.thinking)
+        return shape(request, speaker, opened=read.opener is not None)
 
     def _may_think(self, request: GenerationRequest) -> bool:
         asked = request.thinking
-        if asked.enabled is False or asked.effort == "none" or not request.messages:
+        if asked.is_off or not request.messages:
             return False
         return self.thinks or bool(asked.enabled or asked.effort or asked.budget_tokens)
 
-    def _budget(self, request: GenerationRequest, opened: bool) -> Budget | None:
+    def _budget(self, request: GenerationRequest, opener: str | None) -> Budget | None:
         asked, known = request.thinking, thoughts(self.format)
-        tokens = 0 if asked.enabled is False or asked.effort == "none" else asked.budget_tokens
+        tokens = 0 if asked.is_off else asked.budget_tokens
         if tokens is None or not known or not request.messages:
             return None
+        # Whatever a channel is called, it ends as the one that is last among them.
+        opened = None if opener is None else next((tags for tags in known if tags.open == opener), known[-1])
         return Budget(tokens, known, lambda tags: self.model.tokenize(closing(self.format, tags), special=True), opened)
 
     def _inner_tokens(self, text: str) -> list[int]:
@@ -120,7 +120,7 @@ class Intake:
         return tokens[len(before) :] if tokens[: len(before)] == before else tokens
 
     def _check_sampling(self, asked: Sampling) -> None:
-        self.check_tokens(asked.logit_bias, "logit_bias")
+        check_tokens(self.model, asked.logit_bias, "logit_bias")
         if asked.repetition_penalty is not None and asked.repetition_penalty <= 0:
             raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
 
@@ -128,23 +128,26 @@ class Intake:
         if not tokens:
             raise BadRequest("the prompt is empty", param=_param(request))
         if len(tokens) >= self.context:
-            raise self._too_long(request, str(len(tokens)))
+            raise self._too_long(request, len(tokens))
 
-    def _too_long(self, request: GenerationRequest, tokens: str) -> ContextTooLong:
+    def _too_long(self, request: GenerationRequest, tokens: int, about: str = "") -> ContextTooLong:
         return ContextTooLong(
-            f"this model's maximum context length is {self.context} tokens, but the prompt has {tokens}",
+            f"this model's maximum context length is {self.context} tokens, but the prompt has {about}{tokens}",
             param=_param(request),
+            tokens=tokens,
+            limit=self.context - 1,
         )
 
     def _check_length(self, request: GenerationRequest, texts: Iterable[str]) -> None:
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        if size > self.context * self.model.longest_piece:
-            raise self._too_long(request, f"more than {self.context}")
+        least = -(-size // self.model.longest_piece)
+        if least > self.context:
+            raise self._too_long(request, least, "at least ")
 
     def _tokens(self, request: GenerationRequest) -> Read:
         prompt = request.prompt
         if isinstance(prompt, tuple):
-            self.check_tokens(prompt, "prompt")
+            check_tokens(self.model, prompt, "prompt")
         if request.suffix is not None:
             self._check_length(request, [prompt, request.suffix] if isinstance(prompt, str) else [request.suffix])
             return Read(tuple(self._begun(self._infill(prompt or "", request.suffix))))
@@ -158,7 +161,7 @@ class Intake:
     def _chat(self, request: GenerationRequest) -> Read:
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
-        return Read(tuple(self._begun(self._segments(prompt.segments))), prompt.thinking, prompt.ignored)
+        return Read(tuple(self._begun(self._segments(prompt.segments))), prompt.opener, prompt.ignored)
 
     def _segments(self, segments: Iterable[Segment]) -> list[int]:
         return [token for segment in segments for token in self.model.tokenize(segment.text, segment.special)]
@@ -177,6 +180,26 @@ class Intake:
     def _limit(self, request: GenerationRequest, prompt: int) -> int:
         room = self.context - prompt
         return room if request.max_tokens is None else min(request.max_tokens, room)
+
+
+def tokenize(model: Model, text: str, special: bool) -> list[int]:
+    if len(text) > MOST_TOKENIZED:
+        raise BadRequest(f"content: at most {MOST_TOKENIZED} characters are made tokens at once", param="content")
+    return model.tokenize(text, special)
+
+
+def detokenize(model: Model, tokens: Sequence[int]) -> str:
+    if len(tokens) > MOST_TOKENIZED:
+        raise BadRequest(f"tokens: at most {MOST_TOKENIZED} are made text at once", param="tokens")
+    check_tokens(model, tokens, "tokens")
+    return model.detokenize(tokens)
+
+
+def check_tokens(model: Model, tokens: Iterable[int], param: str) -> None:
+    size = model.vocab_size
+    wrong = next((token for token in tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise BadRequest(f"token id {wrong} is not in the vocabulary of {size} tokens", param=param)
 
 
 def _param(request: GenerationRequest) -> str:

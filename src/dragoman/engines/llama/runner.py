@@ -12,7 +12,8 @@ Rules
    prefilled. While nobody does, it is as long as full speed needs and as cancellations and new prompts may wait.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
 3. A grammar that fails, fails its own job.
-4. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
+4. Where another thread computes with the same model, the two take turns, step by step.
+5. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy
+from dragoman.engines.llama.turns import Turns
 from dragoman.errors import DragomanError, EngineFailed
 from dragoman.events import Event, Finished
 
@@ -75,11 +77,13 @@ class Runner:
         *,
         batch: int,
         gap: float,
+        turns: Turns | None = None,
     ) -> None:
         """`batch` is the most prompt tokens of a step, `gap` the seconds that somebody who decodes may wait."""
         self.context = context
         self.schedule = schedule
         self.scheduler = schedule()
+        self.turns = turns or Turns()
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
         self.live: dict[int, Generation] = {}
@@ -121,7 +125,8 @@ class Runner:
             try:
                 self._take_commands()
                 if not self.scheduler.idle:
-                    self._step()
+                    with self.turns:
+                        self._step()
             except Exception:
                 log.exception("a step of the decoder failed")
                 self._start_over(EngineFailed("the engine failed; the server's log says more"))

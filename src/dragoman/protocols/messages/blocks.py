@@ -99,11 +99,13 @@ def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[s
 
 def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) -> Part | None:
     kind = block.get("type")
+    if kind is None:
+        raise wire.missing(f"{path}.type")
     read = READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
         raise BadRequest(f"{path}.type: no block is of the type {kind!r:.100}", param=f"{path}.type")
     if kind not in allowed:
-        raise BadRequest(f"{path}.type: a {kind} block does not belong here", param=f"{path}.type")
+        raise BadRequest(f"{path}.type: no {kind} block belongs here", param=f"{path}.type")
     return read(block, path, asked)
 
 
@@ -133,7 +135,7 @@ def _no_file(source: Source, path: str, asked: list[Asked]) -> Part:
     """Instead of what would have to be read from a file: nothing."""
     needed = {"base64": "data", "url": "url", "text": "data", "content": "content"}.get(source.type)
     if needed is not None and getattr(source, needed) is None:
-        raise BadRequest(f"{path}.source.{needed}: required, but missing", param=f"{path}.source.{needed}")
+        raise wire.missing(f"{path}.source.{needed}")
     asked.append(Asked("files", f"{path}.source"))
     return Text("")
 

@@ -70,7 +70,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 def decode(body: bytes) -> GenerationRequest:
     request = decode_count(body)
     if request.max_tokens is None:
-        raise BadRequest("max_tokens: required, but missing", param="max_tokens")
+        raise wire.missing("max_tokens")
     return request
 
 
@@ -149,8 +149,9 @@ def _shape(fields: MessagesFields, asked: list[Asked]) -> Constraint | None:
     given = config.format or fields.output_format
     if given is None:
         return None
-    asked.append(Asked("constraint", "output_format" if config.format is None else "output_config.format"))
-    return JsonSchema(given.schema)
+    path = "output_format" if config.format is None else "output_config.format"
+    asked.append(Asked("constraint", path))
+    return JsonSchema(given.schema, path=f"{path}.schema")
 
 
 def _thinking(fields: MessagesFields, asked: list[Asked]) -> Thinking:

@@ -29,6 +29,7 @@ from dragoman.events import (
     ToolCallStart,
     Usage,
 )
+from dragoman.protocols import wire
 from dragoman.protocols.messages import errors
 from dragoman.protocols.messages.signature import sign
 from dragoman.reply import Reply
@@ -104,8 +105,7 @@ class MessagesEncoder:
             % (*(self._index, kind.encode(), field.encode()),)
         )
         tail = b'"}}\n\n'
-        # Inside a JSON string a quote is always escaped, so `","` is found between two texts and nowhere else.
-        return head + msgspec.json.encode(texts)[2:-2].replace(b'","', tail + head) + tail
+        return head + wire.between_texts(texts, tail + head) + tail
 
     def _stop(self) -> bytes:
         if self._open is None:

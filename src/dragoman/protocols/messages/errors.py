@@ -2,7 +2,8 @@
 
     {"type": "error", "error": {"type", "message" [, "details"]}, "request_id"}
 
-The status is the error's own, but for what is overloaded, which is 529 here.
+The status is the error's own, but for what is overloaded, which is 529 here. A field's path has no place of its
+own, so the message begins with it.
 """
 
 from typing import Any
@@ -35,9 +36,9 @@ def encode_error(error: DragomanError, request_id: str) -> dict[str, Any]:
 
 
 def _words(error: DragomanError) -> str:
-    """Agents make room in their context when they read these very words."""
     if not isinstance(error, ContextTooLong):
-        return error.message
+        return error.message if error.message.startswith(error.param or "") else f"{error.param}: {error.message}"
+    # Agents make room in their context when they read these very words.
     if error.tokens is None or error.limit is None:
         return f"prompt is too long: {error.message}"
     return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"

@@ -12,9 +12,9 @@ import msgspec
 
 from dragoman.conversation import Asked, Tool, ToolChoice
 from dragoman.errors import BadRequest
+from dragoman.protocols import tools as functions
 from dragoman.protocols import wire
 from dragoman.protocols.messages import typed
-from dragoman.protocols.tools import NAME
 
 
 class ToolField(msgspec.Struct, frozen=True):
@@ -34,6 +34,7 @@ class ChoiceField(msgspec.Struct, frozen=True):
 def decode(
     fields: list[dict[str, Any]], choice: ChoiceField | None, asked: list[Asked]
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
+    functions.check_count(len(fields), "tools")
     tools: dict[str, Tool] = {}
     for at, given in enumerate(fields):
         path = f"tools[{at}]"
@@ -55,15 +56,14 @@ def _tool(given: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
     if kind != "custom" and described is None:
         asked.append(Asked("server_tools", f"{path}.type"))
         return None
-    if field.name is None or not NAME.fullmatch(field.name):
-        where = f"{path}.name"
-        raise BadRequest(f"{where}: a name has 1 to 128 letters, digits and . _ - : / only", param=where)
+    name = functions.checked_name(field.name, f"{path}.name")
     if described is None and field.input_schema is None:
-        raise BadRequest(f"{path}.input_schema: required, but missing", param=f"{path}.input_schema")
+        raise wire.missing(f"{path}.input_schema")
+    functions.check_schema(field.input_schema, f"{path}.input_schema")
     if field.strict:
         asked.append(Asked("strict_tools", f"{path}.strict"))
     description, schema = described or (field.description or "", field.input_schema)
-    return Tool(field.name, description, schema, bool(field.strict))
+    return Tool(name, description, schema, bool(field.strict), f"{path}.input_schema")
 
 
 def _choice(
@@ -74,12 +74,14 @@ def _choice(
     parallel = not field.disable_parallel_tool_use
     if field.type in ("auto", "none"):
         return ToolChoice("none" if field.type == "none" else "auto", None, parallel)
+    if field.type == "tool" and field.name is None:
+        raise wire.missing("tool_choice.name")
     if _is_not_offered(field, tools, given):
         asked.append(Asked("server_tools", "tool_choice"))
         return ToolChoice("auto", None, parallel)
     asked.append(Asked("constraint", "tool_choice"))
     if not tools:
-        raise BadRequest("tool_choice: a call is required, but there are no tools", param="tool_choice")
+        raise functions.nothing_to_call("tool_choice")
     if field.type == "any":
         return ToolChoice("required", None, parallel)
     if field.name not in tools:

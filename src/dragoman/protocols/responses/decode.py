@@ -24,10 +24,17 @@ from dragoman.errors import BadRequest, NotFound, NotSupported
 from dragoman.protocols import openai, thinking, wire
 from dragoman.protocols.responses import items, tools
 from dragoman.protocols.responses.calls import Called
-from dragoman.protocols.responses.fields import FormatField, ReasoningField, ResponseFields, TextField, convert_at
+from dragoman.protocols.responses.fields import FormatField, ReasoningField, ResponseFields, TextField
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
+INCLUDED = frozenset(
+    {
+        *(LOGPROBS, SEALED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("computer_call_output.output.image_url", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    }
+)
+"""Those that are about tools ask for nothing: a server would have to run these."""
 THOUGHT = "rs_"
 ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
@@ -68,6 +75,7 @@ def read(body: bytes) -> Asking:
     fields = wire.convert(parsed, ResponseFields)
     _refuse(fields)
     given = fields.input if isinstance(fields.input, list) else []
+    items.check(given)
     kinds = [items.kind_of(item, f"input[{at}]") for at, item in enumerate(given)]
     references = (item.get("id") for item, kind in zip(given, kinds, strict=True) if kind == "item_reference")
     return Asking(parsed, fields, tuple(found for found in references if isinstance(found, str)))
@@ -84,6 +92,10 @@ def _refuse(fields: ResponseFields) -> None:
         raise NotSupported("prompt: none are kept here; send its text as instructions", param="prompt")
     if fields.n is not None and fields.n > 1:
         raise BadRequest("n: a response has one answer", param="n")
+    for name, value in (fields.metadata or {}).items():
+        if not isinstance(value, str):
+            path = f"metadata.{name:.64}"
+            raise BadRequest(f"{path}: metadata is text only", param=path)
 
 
 def decode(
@@ -93,13 +105,14 @@ def decode(
     asked = [Asked("chat", "input"), *openai.asked_fields(asking.fields, asking.parsed)]
     given = _given(asking.fields, referenced or {}, asked)
     placed = [("previous_response_id", item) for item in earlier] + given
+    items.check_count(len(placed))
     fields = _updated(asking.fields, given)
     offered = tools.decode(fields.tools or (), items.tools_of(placed), asked)
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, offered, asked)
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
     messages = (*system, *items.decode(placed, offered, asked))
     if not messages:
-        raise BadRequest("input: at least one item is needed", param="input")
+        raise _nothing_said(asked)
     _note_options(fields, asking.parsed, asked)
     request = GenerationRequest(
         model=fields.model or "",
@@ -118,6 +131,15 @@ def decode(
         asked=tuple(asked),
     )
     return Question(request, _shown(asking, offered, [item for _, item in placed]))
+
+
+def _nothing_said(asked: Sequence[Asked]) -> BadRequest:
+    """What was left out with a mere note is now all that there was."""
+    left_out = next((entry.param for entry in asked if entry.feature == "items"), None)
+    if left_out is None:
+        return BadRequest("input: at least one item is needed", param="input")
+    path = f"{left_out}.type" if left_out.endswith("]") else left_out
+    return BadRequest(f"{path}: this says nothing to a model, and no other item does", param=path)
 
 
 def _given(fields: ResponseFields, referenced: Mapping[str, dict[str, Any]], asked: list[Asked]) -> list[items.Placed]:
@@ -152,7 +174,7 @@ def _updated(fields: ResponseFields, given: Sequence[items.Placed]) -> ResponseF
     for path, item in given:
         if items.kind_of(item, path) != items.UPDATE:
             continue
-        update = convert_at(item, Update, path)
+        update = wire.convert(item, Update, path)
         if update.reasoning is not None and update.reasoning.effort is not None:
             fields = msgspec.structs.replace(fields, reasoning=update.reasoning)
         if update.text is not None and update.text.format is not None:
@@ -165,6 +187,9 @@ def _note_options(fields: ResponseFields, parsed: dict[str, Any], asked: list[As
     others = {name: value for name, value in (parsed.get("reasoning") or {}).items() if name != "effort"}
     odd = [name for name, value in others.items() if value is not None and value != USUAL.get(name)]
     asked += [Asked("unknown", f"reasoning.{name}") for name in odd]
+    asked += [
+        Asked("unknown", f"include[{at}]") for at, name in enumerate(fields.include or ()) if name not in INCLUDED
+    ]
     if fields.text is not None and fields.text.verbosity not in (None, "medium"):
         asked.append(Asked("verbosity", "text.verbosity"))
     if fields.truncation == "auto":
@@ -183,7 +208,7 @@ def _constraint(field: FormatField | None, asked: list[Asked]) -> Constraint | N
         return JsonObject()
     if field.schema is None:
         raise BadRequest("text.format.schema: required with type json_schema", param="text.format.schema")
-    return JsonSchema(field.schema, field.name or "response", bool(field.strict))
+    return JsonSchema(field.schema, field.name or "response", bool(field.strict), "text.format.schema")
 
 
 def _thinking(fields: ResponseFields, asked: list[Asked]) -> Thinking:

@@ -1,23 +1,10 @@
 """The fields of a request for a response."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.errors import BadRequest
-from dragoman.protocols import openai, wire
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-
-def convert_at(value: dict[str, Any], shape: type[T], path: str) -> T:
-    """A value that is found at a path of the body."""
-    try:
-        return wire.convert(value, shape)
-    except BadRequest as error:
-        words = error.message if error.param is None else error.message.removeprefix(f"{error.param}: ")
-        where = path if error.param is None else f"{path}.{error.param}"
-        raise BadRequest(f"{where}: {words}", param=where) from None
+from dragoman.protocols import openai
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -74,7 +61,7 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
     stream_options: StreamOptions | None = None  # type: ignore[assignment]
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], msgspec.Meta(max_length=16)] | None = None
     client_metadata: Any = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

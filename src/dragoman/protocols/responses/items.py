@@ -11,21 +11,29 @@ Rules
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dragoman.conversation import Asked, Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
 from dragoman.errors import BadRequest
+from dragoman.protocols import wire
 from dragoman.protocols.responses import parts, peel
 from dragoman.protocols.responses.calls import Kind
-from dragoman.protocols.responses.fields import convert_at
 from dragoman.protocols.responses.sealed import unseal
 from dragoman.protocols.responses.tools import Offered
 
 Item = Mapping[str, Any]
 Placed = tuple[str, dict[str, Any]]
 """An item, and the path at which the request has it."""
+MOST = 16_384
+"""Items of one conversation."""
+
+
+class Identified(msgspec.Struct, frozen=True):
+    """What every item has in common. Those of some servers have ids of several hundred characters."""
+
+    id: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
 
 
 class MessageItem(msgspec.Struct, frozen=True):
@@ -84,7 +92,11 @@ CALLS: dict[str, Kind] = {
     "apply_patch_call": "apply_patch",
     "tool_search_call": "tool_search",
 }
-TOOLS = ("additional_tools", "tool_search_output")
+FOUND_TOOLS = "tool_search_output"
+"""What a server finds by itself nobody has called."""
+BY_ID = ("local_shell_call_output", FOUND_TOOLS)
+"""Outputs whose own id may be that of the call."""
+TOOLS = ("additional_tools", FOUND_TOOLS)
 """Items that bring tools along."""
 UPDATE = "configuration_update"
 SILENT = ("additional_tools", UPDATE)
@@ -96,14 +108,26 @@ def kind_of(item: Item, path: str) -> str:
     if kind is None:
         kind = "message" if "role" in item else "item_reference" if "id" in item else None
     if not isinstance(kind, str):
-        raise BadRequest(f"{path}.type: required, but missing", param=f"{path}.type")
+        raise wire.missing(f"{path}.type")
     return kind
+
+
+def check(items: Sequence[dict[str, Any]]) -> None:
+    """What holds for an item of any kind, before anybody looks for it or keeps it."""
+    check_count(len(items))
+    for at, item in enumerate(items):
+        wire.convert(item, Identified, f"input[{at}]")
+
+
+def check_count(count: int) -> None:
+    if count > MOST:
+        raise BadRequest(f"input: a conversation has at most {MOST} items, not {count}", param="input")
 
 
 def tools_of(items: Sequence[Placed]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for path, item in items:
         if kind_of(item, path) in TOOLS:
-            yield f"{path}.tools", convert_at(item, OutputItem, path).tools or []
+            yield f"{path}.tools", wire.convert(item, OutputItem, path).tools or []
 
 
 def decode(items: Sequence[Placed], offered: Offered, asked: list[Asked]) -> tuple[Message, ...]:
@@ -125,15 +149,15 @@ class _History:
 
     def read(self, kind: str, path: str, item: dict[str, Any]) -> None:
         if kind == "message":
-            self._message(path, convert_at(item, MessageItem, path))
+            self._message(path, wire.convert(item, MessageItem, path))
         elif kind == "reasoning":
-            self._reasoning(path, convert_at(item, ReasoningItem, path))
+            self._reasoning(path, wire.convert(item, ReasoningItem, path))
         elif kind in CALLS:
-            self._call(CALLS[kind], path, convert_at(item, CallItem, path))
+            self._call(CALLS[kind], path, wire.convert(item, CallItem, path))
         elif kind == "mcp_call":
-            self._mcp_call(convert_at(item, McpCallItem, path))
+            self._mcp_call(wire.convert(item, McpCallItem, path))
         elif kind in OUTPUTS:
-            self._output(path, convert_at(item, OutputItem, path), OUTPUTS[kind])
+            self._output(kind, path, wire.convert(item, OutputItem, path))
         elif kind not in SILENT:
             self._asked.append(Asked("items", path))
 
@@ -146,6 +170,8 @@ class _History:
     def _message(self, path: str, item: MessageItem) -> None:
         content = parts.decode(item.content, f"{path}.content", self._asked)
         if item.role != "assistant":
+            if item.content is None:
+                raise wire.missing(f"{path}.content")
             self._add(item.role, content)
             return
         if self._said:
@@ -170,7 +196,7 @@ class _History:
     def _call(self, kind: Kind, path: str, item: CallItem) -> None:
         name = item.name if kind in ("function", "custom") else kind
         if not name:
-            raise BadRequest(f"{path}.name: required, but missing", param=f"{path}.name")
+            raise wire.missing(f"{path}.name")
         shown = self._offered.name(kind, name, item.namespace)
         self._calls.append(ToolCall(item.call_id or item.id or "", shown, _arguments(kind, item)))
 
@@ -180,9 +206,12 @@ class _History:
         output = _text(item.error) if failed else item.output or ""
         self._add("tool", (ToolResult(item.id, (Text(output),), failed),))
 
-    def _output(self, path: str, item: OutputItem, read: "Output") -> None:
-        content = read(item, f"{path}.output", self._asked)
-        self._add("tool", (ToolResult(item.call_id or item.id or "", content, item.status == "failed"),))
+    def _output(self, kind: str, path: str, item: OutputItem) -> None:
+        call_id = item.call_id or (item.id if kind in BY_ID else None)
+        if not call_id and kind != FOUND_TOOLS:
+            raise wire.missing(f"{path}.call_id")
+        content = OUTPUTS[kind](item, f"{path}.output", self._asked)
+        self._add("tool", (ToolResult(call_id or "", content, item.status == "failed"),))
 
 
 def _joined(texts: Sequence[parts.ContentPart] | None) -> str:
@@ -212,13 +241,13 @@ def _any_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text |
     if not isinstance(item.output, list):
         return () if item.output is None else (Text(_text(item.output)),)
     inner = path.removesuffix(".output")
-    return parts.decode(convert_at({"output": item.output}, Outputs, inner).output, path, asked)
+    return parts.decode(wire.convert({"output": item.output}, Outputs, inner).output, path, asked)
 
 
 def _shell_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text | Image, ...]:
     if not isinstance(item.output, list):
         return _any_output(item, path, asked)
-    printed = [_printed(convert_at(run, ShellOutput, f"{path}[{at}]")) for at, run in enumerate(item.output)]
+    printed = [_printed(wire.convert(run, ShellOutput, f"{path}[{at}]")) for at, run in enumerate(item.output)]
     return (Text("\n".join(printed)),)
 
 
@@ -239,5 +268,5 @@ OUTPUTS: dict[str, Output] = {
     "local_shell_call_output": _any_output,
     "apply_patch_call_output": _any_output,
     "shell_call_output": _shell_output,
-    "tool_search_output": _found_tools,
+    FOUND_TOOLS: _found_tools,
 }

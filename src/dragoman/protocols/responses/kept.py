@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman.errors import BadRequest, NotFound
+from dragoman.protocols.pages import decode_limit
 from dragoman.protocols.responses.calls import PREFIXES
 from dragoman.protocols.responses.encode import PREFIX
 from dragoman.protocols.responses.items import CALLS, kind_of
@@ -56,12 +57,10 @@ class PageFields(msgspec.Struct, frozen=True):
 
 
 def decode_page(query: Mapping[str, str]) -> PageFields:
-    limit, order = query.get("limit", str(USUAL)), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MOST and len(limit) < 4):
-        raise BadRequest(f"limit: a number from 1 to {MOST}", param="limit")
+    limit, order = decode_limit(query, USUAL, MOST), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequest("order: asc or desc", param="order")
-    return PageFields(int(limit), "asc" if order == "asc" else "desc", query.get("after"))
+    return PageFields(limit, "asc" if order == "asc" else "desc", query.get("after"))
 
 
 def encode_page(items: Sequence[tuple[str, bytes]], page: PageFields) -> dict[str, Any]:

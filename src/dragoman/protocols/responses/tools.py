@@ -15,7 +15,7 @@ Rules
 3. Tools also come in the input (`additional_tools`, `tool_search_output`). They are added, or replace one of that name.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,8 +23,9 @@ import msgspec
 from dragoman.conversation import Asked, Tool, ToolChoice
 from dragoman.errors import BadRequest
 from dragoman.protocols import tools as functions
+from dragoman.protocols import wire
 from dragoman.protocols.responses.calls import DESCRIPTIONS, SCHEMAS, Called, Kind
-from dragoman.protocols.responses.fields import ChoiceField, ToolChoiceField, convert_at
+from dragoman.protocols.responses.fields import ChoiceField, ToolChoiceField
 
 CLIENT_RUN: dict[str, Kind] = {
     "local_shell": "local_shell",
@@ -32,6 +33,8 @@ CLIENT_RUN: dict[str, Kind] = {
     "apply_patch": "apply_patch",
     "tool_search": "tool_search",
 }
+Meant = dict[tuple[str, str | None, str | None], list[str]]
+"""By kind, name and namespace of a choice."""
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
@@ -75,11 +78,12 @@ class Offered(msgspec.Struct, frozen=True):
 
     tools: tuple[Tool, ...] = ()
     called: Mapping[str, Called] = {}
+    shown: Mapping[Called, str] = {}
+    """The same the other way round."""
 
     def name(self, kind: Kind, name: str, namespace: str | None) -> str:
         """What the model calls a tool, also one that was there in an earlier turn only."""
-        wanted = Called(kind, name, namespace)
-        return next((shown for shown, called in self.called.items() if called == wanted), _flat(namespace, name))
+        return self.shown.get(Called(kind, name, namespace)) or _flat(namespace, name)
 
 
 def _flat(namespace: str | None, name: str) -> str:
@@ -97,7 +101,8 @@ def decode(
         reading.read(path, more)
     if reading.tools:
         asked.append(Asked("tools", "tools" if tools else "input"))
-    return Offered(tuple(reading.tools.values()), reading.called)
+    shown = {called: name for name, called in reading.called.items()}
+    return Offered(tuple(reading.tools.values()), reading.called, shown)
 
 
 class _Reading:
@@ -108,28 +113,30 @@ class _Reading:
         self._asked = asked
 
     def read(self, path: str, tools: Sequence[dict[str, Any]], space: Namespace | None = None) -> None:
+        functions.check_count(len(tools), path)
         about = space.description if space is not None else None
         for at, tool in enumerate(tools):
             inner = f"{path}[{at}]"
             kind = tool.get("type")
+            if not isinstance(kind, str):
+                raise wire.missing(f"{inner}.type")
             if kind == "function":
-                self._function(inner, convert_at(tool, FunctionTool, inner), space, about)
+                self._function(inner, wire.convert(tool, FunctionTool, inner), space, about)
             elif kind == "custom":
-                self._custom(inner, convert_at(tool, CustomTool, inner), space, about)
+                self._custom(inner, wire.convert(tool, CustomTool, inner), space, about)
             elif kind == "namespace" and space is None:
-                nested = convert_at(tool, Namespace, inner)
+                nested = wire.convert(tool, Namespace, inner)
+                functions.checked_name(nested.name, f"{inner}.name")
                 self.read(f"{inner}.tools", nested.tools, nested)
             elif kind in CLIENT_RUN and self._is_ours(tool, inner):
-                self._own(inner, CLIENT_RUN[kind], convert_at(tool, OwnTool, inner))
-            elif isinstance(kind, str):
-                self._asked.append(Asked("server_tools", inner))
+                self._own(inner, CLIENT_RUN[kind], wire.convert(tool, OwnTool, inner))
             else:
-                raise BadRequest(f"{inner}.type: required, but missing", param=f"{inner}.type")
+                self._asked.append(Asked("server_tools", inner))
             # What a namespace is for is told once, with the first of its tools.
             about = None
 
     def _is_ours(self, tool: dict[str, Any], path: str) -> bool:
-        own = convert_at(tool, OwnTool, path)
+        own = wire.convert(tool, OwnTool, path)
         if tool["type"] == "tool_search":
             return own.execution == "client"
         return own.environment is None or own.environment.type == "local"
@@ -156,12 +163,12 @@ class _Reading:
     def _add(
         self, path: str, called: Called, words: str, parameters: Mapping[str, Any] | None, strict: bool = False
     ) -> None:
-        if not functions.NAME.fullmatch(called.name):
-            name = f"{path}.name"
-            raise BadRequest(f"{name}: a name has 1 to 128 letters, digits and . _ - : / only", param=name)
+        functions.checked_name(called.name, f"{path}.name")
+        functions.check_schema(parameters, f"{path}.parameters")
         shown = self._shown(called, path)
         self.called[shown] = called
-        self.tools[shown] = Tool(shown, words, parameters, strict)
+        self.tools[shown] = Tool(shown, words, parameters, strict, f"{path}.parameters")
+        functions.check_count(len(self.tools), path.partition("[")[0])
 
     def _shown(self, called: Called, path: str) -> str:
         shown = _flat(called.namespace, called.name)
@@ -198,49 +205,56 @@ def _required(parallel: bool, tools: Sequence[Tool], asked: list[Asked]) -> Tool
         asked.append(Asked("constraint", "tool_choice"))
         return ToolChoice("required", None, parallel)
     if not any(entry.feature == "server_tools" for entry in asked):
-        raise BadRequest("tool_choice: a call is required, but there are no tools", param="tool_choice")
+        raise functions.nothing_to_call("tool_choice")
     asked.append(Asked("server_tools", "tool_choice"))
     return ToolChoice("auto", None, parallel)
 
 
 def _named(field: ChoiceField, parallel: bool, offered: Offered, asked: list[Asked]) -> ToolChoice:
-    found = next(_matching(field, offered), None)
-    if found is not None:
+    found = _matching(field, _meant(offered))
+    if found:
         asked.append(Asked("constraint", "tool_choice"))
-        return ToolChoice("named", found, parallel)
+        return ToolChoice("named", found[0], parallel)
     if field.type in ("function", "custom"):
+        if field.name is None:
+            raise wire.missing("tool_choice.name")
         raise BadRequest(f"tool_choice: no tool is called {field.name!r:.150}", param="tool_choice")
     asked.append(Asked("server_tools", "tool_choice"))
     return ToolChoice("auto", None, parallel)
 
 
-def _matching(field: ChoiceField, offered: Offered) -> Iterator[str]:
-    """The names, to the model, of what a choice means. A namespace means all that is in it."""
+def _meant(offered: Offered) -> Meant:
+    """What may be chosen, with the names, to the model, of what that means. A namespace means all that is in it."""
+    meant: Meant = {}
     for shown, called in offered.called.items():
-        if field.type == "namespace":
-            fits = called.namespace == field.name
-        elif field.type in ("function", "custom"):
-            fits = (called.kind, called.name) == (field.type, field.name)
-            fits = fits and field.namespace in (None, called.namespace)
-        else:
-            fits = called.kind == field.type
-        if fits:
-            yield shown
+        named = {(called.kind, called.name, None), (called.kind, called.name, called.namespace)}
+        for choice in (*named, ("namespace", called.namespace, None)):
+            meant.setdefault(choice, []).append(shown)
+    return meant
+
+
+def _matching(field: ChoiceField, meant: Meant) -> Sequence[str]:
+    if field.type in ("function", "custom"):
+        return meant.get((field.type, field.name, field.namespace), ())
+    # A tool of another kind is called as its kind is.
+    return meant.get((field.type, field.name if field.type == "namespace" else field.type, None), ())
 
 
 def _allowed(
     field: ChoiceField, parallel: bool, offered: Offered, asked: list[Asked]
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    functions.check_count(len(field.tools or ()), "tool_choice.tools")
+    meant = _meant(offered)
     names: set[str] = set()
     for at, entry in enumerate(field.tools or ()):
         path = f"tool_choice.tools[{at}]"
-        allowed = convert_at(entry, ChoiceField, path)
-        found = set(_matching(allowed, offered))
+        allowed = wire.convert(entry, ChoiceField, path)
+        found = _matching(allowed, meant)
         if not found and allowed.type in ("function", "custom", "namespace"):
             raise BadRequest(f"{path}: names no tool of this request", param=path)
         if not found:
             asked.append(Asked("server_tools", path))
-        names |= found
+        names.update(found)
     left = tuple(tool for tool in offered.tools if tool.name in names)
     if field.mode == "required":
         return _required(parallel, left, asked), left

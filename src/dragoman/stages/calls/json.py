@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from dragoman.stages.calls.sink import Malformed, Sink
+from dragoman.stages.calls.sink import NAME, Bounded, Malformed, Sink
 from dragoman.stages.source import Markers, Reading, Source
 from dragoman.stages.syntax import Calls, JsonCall
 
@@ -24,6 +24,7 @@ Emit = Callable[[str], None]
 
 OTHER_KEYS = frozenset({"id", "type", "index", "function", "tool_call_id", "call_id"})
 """What a bare object may have beside name and arguments and still be a call."""
+MOST_NAME = 512
 
 _HARMLESS = re.compile(r"[\s0-9A-Za-z+\-.,:]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -86,16 +87,19 @@ def _members(source: Source, syntax: JsonCall, section: Calls, sink: Sink, draft
     yield from _expect(source, "{")
     yield from source.space()
     while not (yield from source.literal("}")):
-        key = yield from string(source)
+        key = yield from string(source, MOST_NAME)
         yield from source.space()
         yield from _expect(source, ":")
         yield from source.space()
         char = yield from source.next()
-        if key in syntax.arguments:
+        if sink.started:
+            # It has been told, so nothing that follows can change it.
+            yield from value(source, _ignore)
+        elif key in syntax.arguments:
             yield from _arguments(source, section, sink, draft)
         elif char == '"' and (key in syntax.name or key == "function"):
-            draft.name = yield from string(source)
-            if not draft.name:
+            draft.name = yield from string(source, MOST_NAME)
+            if not NAME.fullmatch(draft.name):
                 raise Malformed
             if draft.arguments is not None:
                 sink.start(draft.name)
@@ -113,7 +117,7 @@ def _members(source: Source, syntax: JsonCall, section: Calls, sink: Sink, draft
 
 
 def _arguments(source: Source, section: Calls, sink: Sink, draft: _Draft) -> Reading[None]:
-    if sink.started or draft.arguments is not None:
+    if draft.arguments is not None:
         raise Broken
     if source.window[:1] != "{":
         draft.arguments = yield from _unusual_arguments(source)
@@ -235,12 +239,12 @@ def _escape(char: str) -> str:
     return char if char == "'" else "\\\\" + quoted(char)[1:-1]
 
 
-def string(source: Source) -> Reading[str]:
-    """A string, short enough to be a name, or long where it is one in which arguments are given."""
+def string(source: Source, most: int | None = None) -> Reading[str]:
+    """What a string says; one of more than `most` characters is not what is looked for."""
     if (yield from source.next()) != '"':
         raise Broken
     kept: list[str] = []
-    yield from _string(source, kept.append)
+    yield from _string(source, kept.append if most is None else Bounded(source, kept, most))
     try:
         text: str = msgspec.json.decode("".join(kept), type=str)
     except msgspec.DecodeError as error:

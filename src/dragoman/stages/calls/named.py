@@ -9,7 +9,7 @@ import re
 from functools import cache
 
 from dragoman.stages.calls import json
-from dragoman.stages.calls.sink import Malformed, Sink
+from dragoman.stages.calls.sink import Bounded, Malformed, Sink
 from dragoman.stages.source import Markers, Reading, Source
 from dragoman.stages.syntax import FIELD, Calls, NamedJson
 
@@ -32,7 +32,7 @@ def begins(source: Source, syntax: NamedJson, section: Calls) -> Reading[bool]:
 
 def read(source: Source, syntax: NamedJson, section: Calls, sink: Sink) -> Reading[None]:
     header: list[str] = []
-    found = yield from source.until(_stops(syntax, section), header.append)
+    found = yield from source.until(_stops(syntax, section), Bounded(source, header, MOST_HEADER))
     if source.cut and not found.marker:
         raise Malformed
     sink.start(_name("".join(header) + found.gap, syntax))
@@ -49,11 +49,10 @@ def read(source: Source, syntax: NamedJson, section: Calls, sink: Sink) -> Readi
 
 
 def _name(header: str, syntax: NamedJson) -> str:
-    if len(header) <= MOST_HEADER:
-        for template in syntax.begins:
-            found = _pattern(template).fullmatch(header)
-            if found is not None:
-                return found["name"]
+    for template in syntax.begins:
+        found = _pattern(template).fullmatch(header)
+        if found is not None:
+            return found["name"]
     raise Malformed
 
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
+from dragoman.stages.source import Source
+
 Kind = Literal["text", "optional", "json", "either"]
 """How a parameter is written: a string as it is, such a string or null, JSON, or whatever it turns out to be."""
 
@@ -32,6 +34,25 @@ class Sink(Protocol):
 
     def parameters(self, name: str) -> Mapping[str, Any]:
         """The schemas of a tool's parameters, as far as they are known."""
+
+
+class Bounded:
+    """Keeps text up to so many characters. With more of it, it is not what it was taken for: the rest is put back, so
+    that it does not matter how much came at once."""
+
+    def __init__(self, source: Source, kept: list[str], most: int) -> None:
+        self._source = source
+        self._kept = kept
+        self._room = most
+
+    def __call__(self, text: str) -> None:
+        self._kept.append(text)
+        self._room -= len(text)
+        if self._room < 0:
+            # What begins with a backslash was put for something else, and came alone.
+            if not text.startswith("\\"):
+                self._source.put_back(text[self._room :])
+            raise Malformed
 
 
 def kind_of(schema: object) -> Kind:

@@ -21,6 +21,8 @@ from dragoman.stages.calls.sink import NAME, Kind, Malformed, Sink, kind_of
 from dragoman.stages.source import Markers, Reading, Source
 from dragoman.stages.syntax import FIELD, Calls, Tagged
 
+MISSING = "missing"
+"""Stands among the fields for a literal of the template that was not there."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -47,6 +49,11 @@ def read(source: Source, syntax: Tagged, section: Calls, sink: Sink) -> Reading[
         key = fields.get("{key}", "")
         sink.arguments(f"{between}{quoted(key)}: ")
         between = ", "
+        if MISSING in fields:
+            sink.arguments("null")
+            sink.warn("a parameter of a tool call has no value")
+            yield from source.space()
+            continue
         yield from _value(source, syntax, section, sink, _kind(fields, schemas.get(key)))
         yield from source.space()
     if source.window or not source.cut:
@@ -74,7 +81,8 @@ def _fields(source: Source, template: str, after: tuple[str, ...]) -> Reading[di
     yield from source.literal(pieces[0])
     for field, literal in zip(pieces[1::2], pieces[2::2], strict=True):
         if not field:
-            yield from _blank(source, literal)
+            if not (yield from _blank(source, literal)):
+                fields[MISSING] = literal
             continue
         kept: list[str] = []
         found = yield from source.until(Markers([literal] if literal else after, gap="none"), kept.append)
@@ -84,13 +92,14 @@ def _fields(source: Source, template: str, after: tuple[str, ...]) -> Reading[di
     return fields
 
 
-def _blank(source: Source, literal: str) -> Reading[None]:
-    """White space of a template, with the literal after it."""
+def _blank(source: Source, literal: str) -> Reading[bool]:
+    """White space of a template, with the literal after it; False where that is not there."""
     if literal:
         yield from source.space()
-        yield from source.literal(literal)
-    elif (yield from source.next()) == "\n":
+        return (yield from source.literal(literal))
+    if (yield from source.next()) == "\n":
         source.take(1)
+    return True
 
 
 def _value(source: Source, syntax: Tagged, section: Calls, sink: Sink, kind: Kind) -> Reading[None]:

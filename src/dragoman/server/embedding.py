@@ -1,0 +1,101 @@
+"""The routes that make vectors: embeddings, and documents ranked by how alike they are to a query.
+
+A long list of texts goes to the engine in parts: one after the other, so that others have their turns in between, and
+a client that leaves stops the work.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dragoman.admission import Slots
+from dragoman.catalog import Model
+from dragoman.embedding import Embedding, EmbeddingRequest, Input, RerankRequest
+from dragoman.engines.interface import Engine
+from dragoman.engines.run import call
+from dragoman.errors import BadRequest, EngineFailed, NotSupported
+from dragoman.events import Usage
+from dragoman.generate import check
+from dragoman.protocols import embeddings as wire_embeddings
+from dragoman.protocols import rerank as wire_rerank
+from dragoman.server.exchange import Exchange
+from dragoman.server.respond import silent_engine
+
+if TYPE_CHECKING:
+    from dragoman.server.app import App
+
+PART_INPUTS = 64
+PART_SIZE = 8 * 1024
+"""Characters or token ids."""
+
+
+async def embeddings(app: "App", exchange: Exchange) -> None:
+    decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
+    model = app.catalog.resolve(decoded.model)
+    request = msgspec.structs.replace(decoded, model=model.name)
+    made = await _embed(app, exchange, model, request)
+    await exchange.reply_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, made))
+
+
+async def rerank(app: "App", exchange: Exchange) -> None:
+    decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
+    model = app.catalog.resolve(decoded.model)
+    request = msgspec.structs.replace(decoded, model=model.name)
+    made = await _embed(app, exchange, model, request)
+    request_id = exchange.record.id
+    await exchange.reply_json(await asyncio.to_thread(wire_rerank.encode_reply, request, request_id, made))
+
+
+async def _embed(
+    app: "App", exchange: Exchange, model: Model, request: EmbeddingRequest | RerankRequest
+) -> list[Embedding]:
+    """The vectors of all inputs; the request holds a slot of its model meanwhile, as a generation does."""
+    exchange.record.model = model.name
+    engine = await model.host.ready()
+    if "embeddings" not in model.host.supports:
+        raise NotSupported(f"model '{model.name}' makes no embeddings", param="model")
+    ignored = check(request, model.host.supports, app.is_strict(exchange))
+    if ignored:
+        exchange.ignore(ignored)
+    slots = Slots(model.host.admission, exchange.record.principal)
+    made: list[Embedding] = []
+    try:
+        await slots.first()
+        exchange.expect(app.settings.limits.stall_seconds, silent_engine)
+        for part in parts(request.inputs):
+            made += await _made(engine, part)
+            if isinstance(request, EmbeddingRequest):
+                _check_dimensions(request, made[0])
+            exchange.note_progress()
+    finally:
+        slots.close()
+    exchange.record.count(Usage(prompt=sum(entry.tokens for entry in made)))
+    return made
+
+
+async def _made(engine: Engine, inputs: Sequence[Input]) -> Sequence[Embedding]:
+    made = await call(engine.embed, inputs)
+    if len(made) != len(inputs) or len({entry.dimensions for entry in made}) != 1 or not made[0].vector:
+        raise EngineFailed("the engine made something else than one vector for each input")
+    return made
+
+
+def _check_dimensions(request: EmbeddingRequest, made: Embedding) -> None:
+    if request.dimensions is not None and request.dimensions > made.dimensions:
+        words = f"dimensions: the vectors of model '{request.model}' have {made.dimensions}, not {request.dimensions}"
+        raise BadRequest(words, param="dimensions")
+
+
+def parts(inputs: Sequence[Input]) -> Iterator[Sequence[Input]]:
+    """The inputs in their order, a few at a time; one that is large by itself is a part of its own."""
+    part: list[Input] = []
+    size = 0
+    for entry in inputs:
+        if part and (len(part) == PART_INPUTS or size + len(entry) > PART_SIZE):
+            yield part
+            part, size = [], 0
+        part.append(entry)
+        size += len(entry)
+    yield part

@@ -1,0 +1,56 @@
+"""What a conversation would begin with, without answering it: its prompt, or how many tokens that has."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine
+from dragoman.engines.run import call
+from dragoman.errors import NotSupported
+from dragoman.generate import check
+from dragoman.protocols import PROTOCOLS, messages
+from dragoman.protocols.render import encode_prompt
+from dragoman.server.exchange import Exchange
+from dragoman.server.respond import silent_engine
+
+if TYPE_CHECKING:
+    from dragoman.server.app import App
+
+
+async def render(app: "App", exchange: Exchange) -> None:
+    decoded = await exchange.decoded(app.settings.limits, PROTOCOLS["chat"].decode)
+    engine, supports, request = await _prepared(app, exchange, decoded)
+    if "render" not in supports:
+        raise NotSupported(f"model '{request.model}' does not tell its prompts")
+    shown = await call(engine.render, request)
+    await exchange.reply_json(encode_prompt(request.model, shown.text, shown.tokens, shown.format))
+
+
+async def messages_count(app: "App", exchange: Exchange) -> None:
+    decoded = await exchange.decoded(app.settings.limits, messages.decode_count)
+    await exchange.reply_json(messages.encode_count(await count_prompt(app, exchange, decoded)))
+
+
+async def count_prompt(app: "App", exchange: Exchange, decoded: GenerationRequest) -> int:
+    engine, supports, request = await _prepared(app, exchange, decoded)
+    if "count_tokens" in supports:
+        return await call(engine.count_tokens, request)
+    if "render" in supports:
+        return len((await call(engine.render, request)).tokens)
+    raise NotSupported(f"model '{request.model}' does not count its tokens")
+
+
+async def _prepared(
+    app: "App", exchange: Exchange, decoded: GenerationRequest
+) -> tuple[Engine, frozenset[str], GenerationRequest]:
+    """The engine, what it supports and what it is asked, checked as it would be to be answered."""
+    model = app.catalog.resolve(decoded.model)
+    exchange.record.model = model.name
+    request = msgspec.structs.replace(decoded, id=exchange.record.id, model=model.name)
+    engine = await model.host.ready()
+    ignored = check(request, model.host.supports, app.is_strict(exchange))
+    if ignored:
+        exchange.ignore(ignored)
+    exchange.expect(app.settings.limits.stall_seconds, silent_engine)
+    return engine, model.host.supports, request

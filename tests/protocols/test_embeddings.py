@@ -1,0 +1,166 @@
+"""Embeddings and rerank on the wire."""
+
+import base64
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dragoman.embedding import Embedding, EmbeddingRequest, RerankRequest
+from dragoman.errors import BadRequest
+from dragoman.protocols import embeddings, rerank
+
+RECORDED = Path(__file__).parents[1] / "data" / "clients"
+
+
+def decode(**fields: Any) -> EmbeddingRequest:
+    return embeddings.decode(json.dumps(fields).encode())
+
+
+def ranked(**fields: Any) -> RerankRequest:
+    return rerank.decode(json.dumps({"query": "q", "documents": ["a", "b"], **fields}).encode())
+
+
+def written(request: EmbeddingRequest, made: list[Embedding]) -> Any:
+    return json.loads(msgspec.json.encode(embeddings.encode_reply(request, made)))
+
+
+@pytest.mark.parametrize(
+    ("given_input", "inputs"),
+    [
+        ("one text", ("one text",)),
+        (["one", "two"], ("one", "two")),
+        ([1, 2, 3], ((1, 2, 3),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["text", [1, 2]], ("text", (1, 2))),
+        ([1.0, 2], ((1, 2),)),
+        (["x"] * 2048, ("x",) * 2048),
+    ],
+)
+def test_inputs(given_input: object, inputs: object) -> None:
+    assert decode(input=given_input).inputs == inputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": None}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input[1]"),
+        ({"input": [[]]}, "input[0]"),
+        ({"input": [[1], []]}, "input[1]"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [1, -1]}, "input"),
+        ({"input": [[1.5]]}, "input[0]"),
+        ({"input": [True]}, "input"),
+        ({"input": [{"text": "a"}]}, "input[0]"),
+        ({"input": 7}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 1.5}, "dimensions"),
+        ({"input": "a", "model": 7}, "model"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        decode(**fields)
+    assert refusal.value.param == param
+
+
+def test_the_rest_of_a_request() -> None:
+    plain = decode(input="a", encoding_format=None, dimensions=None, user="me")
+    assert plain == EmbeddingRequest(("a",))
+    full = decode(input="a", model="m", encoding_format="base64", dimensions=8, flavour="sweet", nothing=None)
+    assert (full.model, full.base64, full.dimensions) == ("m", True, 8)
+    assert [(asked.feature, asked.param) for asked in full.asked] == [("unknown", "flavour")]
+
+
+RECORDINGS = {
+    "aisdk__compat-embed": EmbeddingRequest(("hi",), "e"),
+    "lc__embeddings-tokenids": EmbeddingRequest(((104, 101, 108, 108, 111), (121, 111)), "e", base64=True),
+    "py-openai__embeddings": EmbeddingRequest(("hi",), "e", base64=True),
+    "py-openai__embeddings-batch-dims": EmbeddingRequest(("hi", "yo"), "e", dimensions=8),
+}
+
+
+def test_all_recordings_are_looked_at() -> None:
+    paths = {file.stem: json.loads(file.read_text()).get("path") for file in RECORDED.glob("*.json")}
+    assert {name for name, path in paths.items() if path == "/v1/embeddings"} == set(RECORDINGS)
+
+
+@pytest.mark.parametrize(("name", "request_"), RECORDINGS.items())
+def test_what_real_clients_send(name: str, request_: EmbeddingRequest) -> None:
+    body = json.loads((RECORDED / f"{name}.json").read_text())["body"]
+    assert decode(**body) == request_
+
+
+@given(
+    st.lists(st.lists(st.floats(-1, 1, width=32), min_size=6, max_size=6), min_size=1, max_size=5), st.integers(1, 6)
+)
+def test_both_ways_of_writing_say_the_same(vectors: list[list[float]], dimensions: int) -> None:
+    made = [Embedding.of(vector, tokens=2) for vector in vectors]
+    request = EmbeddingRequest(("x",) * len(made), "m", dimensions)
+    plain = written(request, made)
+    packed = written(msgspec.structs.replace(request, base64=True), made)
+    assert plain["usage"] == packed["usage"] == {"prompt_tokens": 2 * len(made), "total_tokens": 2 * len(made)}
+    assert [entry["index"] for entry in plain["data"]] == list(range(len(made)))
+    for entry, other, whole in zip(plain["data"], packed["data"], made, strict=True):
+        data = base64.b64decode(other["embedding"], validate=True)
+        numbers = list(struct.unpack(f"<{dimensions}f", data))
+        assert entry["embedding"] == numbers == whole.cut(dimensions).values
+
+
+def test_the_shape_of_a_reply() -> None:
+    reply = written(EmbeddingRequest(("x",), "m"), [Embedding.of([0, 2], tokens=1)])
+    assert reply == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.0, 1.0]}],
+        "model": "m",
+        "usage": {"prompt_tokens": 1, "total_tokens": 1},
+    }
+
+
+def test_documents() -> None:
+    request = ranked(documents=["a", {"text": "b", "title": "t"}], top_n=1, return_documents=True, max_chunks=3)
+    assert (request.documents, request.top, request.return_documents) == (("a", "b"), 1, True)
+    assert request.inputs == ("q", "a", "b")
+    assert [asked.param for asked in request.asked] == ["max_chunks"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"query": ""}, "query"),
+        ({"query": None}, "query"),
+        ({"documents": []}, "documents"),
+        ({"documents": ["a", ""]}, "documents[1]"),
+        ({"documents": [{"title": "a"}]}, "documents[0].text"),
+        ({"documents": ["a"] * 2049}, "documents"),
+        ({"top_n": 0}, "top_n"),
+    ],
+)
+def test_what_cannot_be_ranked(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        ranked(**fields)
+    assert refusal.value.param == param
+
+
+def test_the_most_alike_comes_first_and_equals_stay_in_order() -> None:
+    made = [Embedding.of(values, tokens=1) for values in ([1, 0], [0, 1], [1, 1], [1, 0], [1, 1])]
+    documents = ["none", "half", "same", "half again"]
+    reply = rerank.encode_reply(ranked(documents=documents, return_documents=True), "id-1", made)
+    assert [result["index"] for result in reply["results"]] == [2, 1, 3, 0]
+    assert [result["relevance_score"] for result in reply["results"]] == pytest.approx([1, 0.5**0.5, 0.5**0.5, 0])
+    assert [result["document"]["text"] for result in reply["results"]] == ["same", "half", "half again", "none"]
+    assert (reply["id"], reply["usage"]) == ("id-1", {"prompt_tokens": 5, "total_tokens": 5})
+    short = rerank.encode_reply(ranked(documents=documents, top_n=2), "id-1", made)
+    assert [list(result) for result in short["results"]] == [["index", "relevance_score"]] * 2
+    assert len(rerank.encode_reply(ranked(documents=documents, top_n=99), "id-1", made)["results"]) == 4

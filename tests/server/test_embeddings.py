@@ -1,0 +1,236 @@
+"""Embeddings and rerank over a socket: a scripted model, whose vectors are hashes, and engines of somebody's own."""
+
+import asyncio
+import base64
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from dragoman import Engine, create_app
+from dragoman.config import Limits, Settings
+from dragoman.embedding import Embedding, Input
+from dragoman.server.embedding import PART_INPUTS, PART_SIZE, parts
+from tests.server.sdk import sdk
+from tests.server.talking import recorded, refused, talking
+from tests.serving import Running
+
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+RECORDED = Path(__file__).parents[1] / "data" / "clients"
+
+
+@pytest.fixture
+def client(scripted: Running) -> Iterator[httpx.Client]:
+    with talking(scripted) as made:
+        yield made
+
+
+@pytest.fixture
+def openai(scripted: Running) -> Iterator[OpenAI]:
+    with sdk(scripted) as made:
+        yield made
+
+
+def ask(client: httpx.Client, given: object = "hello", **fields: Any) -> httpx.Response:
+    return client.post(EMBEDDINGS, json={"input": given, **fields})
+
+
+def vector(response: httpx.Response, index: int = 0) -> list[float]:
+    assert response.status_code == 200, response.text
+    found: list[float] = response.json()["data"][index]["embedding"]
+    return found
+
+
+def test_the_sdk_gets_the_same_numbers_by_both_ways(openai: OpenAI) -> None:
+    # Without a word about it the SDK asks for base64, and unpacks it.
+    packed = openai.embeddings.create(model="echo", input=["hello world", "good bye"])
+    plain = openai.embeddings.create(model="echo", input=["hello world", "good bye"], encoding_format="float")
+    assert [entry.index for entry in packed.data] == [0, 1]
+    for one, other in zip(packed.data, plain.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-7)
+        assert len(one.embedding) == 384
+        assert math.hypot(*one.embedding) == pytest.approx(1, abs=1e-6)
+    assert (packed.model, packed.object, packed.data[0].object) == ("echo", "list", "embedding")
+    assert (packed.usage.prompt_tokens, packed.usage.total_tokens) == (5, 5)
+
+
+def test_dimensions(openai: OpenAI) -> None:
+    whole = openai.embeddings.create(model="echo", input="hello").data[0].embedding
+    part = openai.embeddings.create(model="echo", input="hello", dimensions=8).data[0].embedding
+    length = math.hypot(*whole[:8])
+    assert part == pytest.approx([number / length for number in whole[:8]], abs=1e-6)
+    assert openai.embeddings.create(model="echo", input="hello", dimensions=384).data[0].embedding == whole
+
+
+def test_more_dimensions_than_there_are(client: httpx.Client) -> None:
+    words = refused(ask(client, dimensions=385), 400, param="dimensions", code="invalid_value")
+    assert "have 384, not 385" in words
+
+
+def test_base64_exactly_as_asked(client: httpx.Client) -> None:
+    plain = ask(client, ["a", "b"])
+    packed = ask(client, ["a", "b"], encoding_format="base64")
+    for index in range(2):
+        encoded = packed.json()["data"][index]["embedding"]
+        assert list(struct.unpack("<384f", base64.b64decode(encoded, validate=True))) == vector(plain, index)
+
+
+def test_the_same_text_has_the_same_vector_and_shared_words_are_alike(client: httpx.Client) -> None:
+    reply = ask(client, ["the blue house", "The  blue house!", "a blue house", "nothing like it", [7, 8], [7, 8]])
+    texts = [Embedding.of(vector(reply, index)) for index in range(6)]
+    assert texts[0] == texts[1]
+    assert texts[4] == texts[5]
+    assert texts[0].likeness(texts[2]) > 0.5 > 0.3 > abs(texts[0].likeness(texts[3]))
+    assert ask(client, "the blue house").json()["data"][0] == reply.json()["data"][0]
+
+
+@pytest.mark.parametrize("file", sorted(RECORDED.glob("*embed*.json")), ids=lambda file: file.stem)
+def test_what_real_clients_send(client: httpx.Client, file: Path) -> None:
+    told = json.loads(file.read_text())
+    headers = {name: value for name, value in told["headers"].items() if name != "authorization"}
+    response = client.request(told["method"], told["path"], headers=headers, json={**told["body"], "model": "echo"})
+    assert response.status_code == 200, response.text
+    entries = [told["body"]["input"]] if isinstance(told["body"]["input"], str) else told["body"]["input"]
+    assert len(response.json()["data"]) == len(entries)
+    assert "x-dragoman-ignored" not in response.headers
+
+
+def test_as_many_as_there_may_be(client: httpx.Client) -> None:
+    texts = [f"text number {index}" for index in range(2048)]
+    reply = ask(client, texts, encoding_format="base64")
+    assert [entry["index"] for entry in reply.json()["data"]] == list(range(2048))
+    assert (
+        reply.json()["data"][2047]["embedding"]
+        == ask(client, texts[-1], encoding_format="base64").json()["data"][0]["embedding"]
+    )
+    refused(ask(client, [*texts, "one more"]), 400, param="input")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"), [("", "input"), ([], "input"), (["a", ""], "input[1]"), ([[]], "input[0]")]
+)
+def test_empty_input(client: httpx.Client, given: object, param: str) -> None:
+    refused(ask(client, given), 400, param=param)
+
+
+def test_too_long(client: httpx.Client) -> None:
+    assert ask(client, "x" * 80, model="short").status_code == 200
+    for given in ("x" * 81, ["a", "x" * 81], list(range(21))):
+        words = refused(ask(client, given, model="short"), 400, param="input", code="context_length_exceeded")
+        assert "maximum context length is 20 tokens" in words
+
+
+def test_unknown_fields_are_reported_or_refused(client: httpx.Client) -> None:
+    assert ask(client, flavour="sweet", user="me").headers["x-dragoman-ignored"] == "flavour"
+    strict = client.post(EMBEDDINGS, json={"input": "a", "flavour": "sweet"}, headers={"x-dragoman-strict": "true"})
+    refused(strict, 400, param="flavour", code="unsupported_parameter")
+
+
+def test_unknown_model(client: httpx.Client) -> None:
+    refused(ask(client, model="nothing"), 404, param="model", code="model_not_found")
+
+
+def test_the_event_log(client: httpx.Client, scripted: Running) -> None:
+    reply = ask(client, "x" * 40)
+    (record,) = recorded(scripted, id=reply.headers["x-request-id"])
+    assert (record["model"], record["status"], record["prompt_tokens"]) == ("echo", 200, 10)
+
+
+def test_rerank(client: httpx.Client) -> None:
+    documents = ["a red car", "the blue house", {"text": "the house by the sea"}]
+    body = {"query": "the blue house", "documents": documents, "top_n": 2, "return_documents": True, "model": "echo"}
+    reply = client.post(RERANK, json=body).json()
+    first, second = reply["results"]
+    assert (first["index"], first["document"]) == (1, {"text": "the blue house"})
+    assert first["relevance_score"] == pytest.approx(1, abs=1e-6)
+    assert (second["index"], second["document"]) == (2, {"text": "the house by the sea"})
+    assert 0 < second["relevance_score"] < 1
+    assert reply["usage"]["total_tokens"] > 0
+    assert reply["model"] == "echo"
+    plain = client.post(RERANK, json={"query": "q", "documents": ["a", "b"]}).json()
+    assert [list(result) for result in plain["results"]] == [["index", "relevance_score"]] * 2
+
+
+def test_rerank_too_long(client: httpx.Client) -> None:
+    body = {"query": "q", "documents": ["x" * 81], "model": "short"}
+    refused(client.post(RERANK, json=body), 400, param="input", code="context_length_exceeded")
+
+
+class Writing(Engine):
+    def generate(self, request: object) -> Iterator[str]:
+        yield "text"
+
+
+class Measuring(Engine):
+    """Makes vectors and nothing else; notes what it was given at a time."""
+
+    def __init__(self, made: Sequence[Embedding] | None = None) -> None:
+        self.made = made
+        self.given: list[int] = []
+        self.gone = asyncio.Event()
+
+    async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        self.given.append(len(inputs))
+        if inputs[0] == "wait":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.gone.set()
+        return [Embedding.of([len(entry), 1]) for entry in inputs] if self.made is None else self.made
+
+
+def post(engine: Engine, path: str, body: dict[str, Any], settings: Settings | None = None) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(engine, settings=settings))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(asked())
+
+
+def test_an_engine_that_only_writes() -> None:
+    for path, body in ((EMBEDDINGS, {"input": "a"}), (RERANK, {"query": "a", "documents": ["b"]})):
+        response = post(Writing(), path, body)
+        refused(response, 501, param="model", code="not_implemented")
+        assert response.headers["x-should-retry"] == "false"
+
+
+def test_an_engine_that_only_makes_vectors() -> None:
+    engine = Measuring()
+    response = post(engine, EMBEDDINGS, {"input": ["ab"] * (PART_INPUTS + 1)})
+    assert vector(response, PART_INPUTS) == pytest.approx([2 / 5**0.5, 1 / 5**0.5])
+    assert engine.given == [PART_INPUTS, 1]
+    refused(
+        post(engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}), 501, param="messages"
+    )
+
+
+@pytest.mark.parametrize(
+    "made", [[], [Embedding(b"")], [Embedding.of([1])] * 2, [Embedding.of([1]), Embedding.of([1, 2])]]
+)
+def test_an_engine_that_makes_something_else(made: list[Embedding]) -> None:
+    response = post(Measuring(made), EMBEDDINGS, {"input": "a" if len(made) != 2 or made[0] == made[1] else ["a", "b"]})
+    refused(response, 500, code="inference_error")
+
+
+def test_a_silent_engine() -> None:
+    settings = Settings(limits=Limits(stall_seconds=0.2))
+    engine = Measuring()
+    refused(post(engine, EMBEDDINGS, {"input": "wait"}, settings), 504, code="engine_timeout")
+    assert engine.gone.is_set()
+
+
+def test_parts() -> None:
+    large, small = "x" * (PART_SIZE + 1), "y" * (PART_SIZE // 2)
+    inputs: list[Input] = ["a", large, "b", small, small, tuple(range(9)), *["c"] * (PART_INPUTS + 1)]
+    cut = list(parts(inputs))
+    assert [entry for part in cut for entry in part] == inputs
+    assert all(part for part in cut)
+    assert all(len(part) <= PART_INPUTS for part in cut)
+    assert all(len(part) == 1 or sum(map(len, part)) <= PART_SIZE for part in cut)
