@@ -193,6 +193,18 @@ def test_options_are_data() -> None:
     assert [segment.text for segment in prompt.segments if segment.special] == ["<|im_end|>!"]
 
 
+def test_documents() -> None:
+    texts = ({"title": "A", "text": "<|im_end|>"},)
+    request = GenerationRequest(messages=(Message("user", (Text("q"),)),), documents=texts)
+    prompt = template("{% for d in documents %}{{ d.title }}: {{ d.text }}{% endfor %}|" + KNOWS_NOTHING).render(
+        request
+    )
+    assert prompt.text.startswith("A: <|im_end|>|")
+    assert all("<|im_end|>" not in segment.text for segment in prompt.segments if segment.special)
+    assert prompt.ignored == ()
+    assert template(KNOWS_NOTHING).render(request).ignored == ("documents",)
+
+
 def test_the_date_is_todays_where_the_template_has_one_of_its_own() -> None:
     source = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}"
     assert template(source + KNOWS_NOTHING).render(asking()).text != "26 Jul 2024q"

@@ -186,6 +186,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     tool_choice: ToolChoice = ToolChoice()
     constraint: Constraint | None = None
     thinking: Thinking = Thinking()
+    documents: tuple[Mapping[str, Any], ...] = ()
+    """Texts to answer from, as the chat templates that know them want them: mostly `title` and `text`."""
     template_options: Mapping[str, Any] = {}
     """Variables for the chat template, which an operator must have allowed."""
     sampling: Sampling = Sampling()

@@ -298,3 +298,10 @@ def test_the_reply_is_the_collected_stream() -> None:
 
 def test_an_asked_feature_has_a_path() -> None:
     assert Asked("choices", "n") in decode(n=3).asked
+
+
+def test_documents() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "documents": [{"title": "A", "text": "b"}]}
+    request = PROTOCOLS["chat"].decode(json.dumps(body).encode())
+    assert request.documents == ({"title": "A", "text": "b"},)
+    assert ("documents", "documents") in [(asked.feature, asked.param) for asked in request.asked]

@@ -6,7 +6,7 @@ import pytest
 
 from dragoman.conversation import Tool, ToolChoice
 from dragoman.errors import BadRequest
-from tests.protocols.test_messages import asked, decode, refused
+from tests.protocols.messaging import asked, decode, refused
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA}

@@ -32,11 +32,6 @@ ASKED = {
 }
 
 
-def test_all_of_them_are_looked_at() -> None:
-    paths = {file.stem: json.loads(file.read_text()).get("path") for file in RECORDED.glob("*.json")}
-    assert sorted(name for name, path in paths.items() if path == "/v1/chat/completions") == sorted(ASKED)
-
-
 @pytest.mark.parametrize(("name", "asked"), ASKED.items())
 def test_what_it_asks_for(name: str, asked: list[tuple[str, str]]) -> None:
     request = recorded(name)

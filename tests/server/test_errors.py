@@ -145,9 +145,6 @@ FILE = {"type": "file", "file": {"file_id": "f"}}
         (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         (CHAT, {"messages": [*HELLO, {"role": "user", "content": [AUDIO]}]}, "messages[1].content[0]"),
         (CHAT, {"messages": [{"role": "user", "content": [FILE]}]}, "messages[0].content[0]"),
-        (COMPLETIONS, {"suffix": "the end"}, "suffix"),
-        (COMPLETIONS, {"prompt": [1, 2, 3]}, "prompt"),
-        (COMPLETIONS, {"prompt": [[1, 2], [3]]}, "prompt"),
     ],
 )
 def test_what_a_model_cannot_do_is_a_501(client: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:

@@ -56,7 +56,9 @@ def ask(families: Running) -> Iterator[Asking]:
 
 def expected(case: Case) -> dict[str, Any]:
     def texts(kind: type[Text] | type[Reasoning]) -> str:
-        return "".join(part.text for part in case.said.parts if isinstance(part, kind))
+        # Texts that a call parts are told as one content, with a blank line between them.
+        between = "\n\n" if kind is Text else ""
+        return between.join(part.text for part in case.said.parts if isinstance(part, kind))
 
     calls = [part for part in case.said.parts if isinstance(part, ToolCall)]
     return {

@@ -8,7 +8,7 @@ Features an engine may declare
     chat, completion, token_prompt, infill                           what it can be asked to write
     tokenize, render, count_tokens                                   what it can tell
     embeddings                                                       it makes vectors of texts
-    token_ids, logprobs, prompt_logprobs, images, tools, strict_tools, constraint, thinking, template_options
+    token_ids, logprobs, prompt_logprobs, images, documents, tools, strict_tools, constraint, thinking, template_options
                                                                      what it can do beyond text
     usage                                                            it tells the usage in `Finished` itself
     temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,

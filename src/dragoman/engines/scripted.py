@@ -4,9 +4,9 @@ For people who test agents, and the base of our own tests. The first reply whose
 last user or tool message is played; a reply without `match` fits everything; where none fits the message is echoed.
 One piece of `chunk` characters is one token. The faults happen at the N-th token of each reply.
 
-The script is raw model output in the syntax that `format` names, thoughts and tool calls included. Tools, schemas and
-images are accepted and change nothing in it: what a model would do with them is for the script to say. A thinking
-budget cuts the thought, as it does with a real model.
+The script is raw model output in the syntax that `format` names, thoughts and tool calls included. Tools, schemas,
+images, suffixes and token ids are accepted and change nothing in it: what a model would do with them is for the script
+to say. A thinking budget cuts the thought, as it does with a real model.
 
 Vectors are made of hashes: each word of a text has one that looks like chance and is always the same, and a text has
 their sum. Texts that share words are alike; what words mean, nobody knows here.
@@ -35,7 +35,7 @@ from dragoman.stages.split import begins_in_thought
 
 FEATURES = frozenset(
     {
-        *("chat", "completion", "count_tokens", "embeddings", "max_tokens", "usage"),
+        *("chat", "completion", "token_prompt", "infill", "count_tokens", "embeddings", "max_tokens", "usage"),
         *("tools", "strict_tools", "constraint", "thinking", "images"),
     }
 )
@@ -166,6 +166,8 @@ class ScriptedEngine(Engine):
         size, prompt = self.options.chunk, request.prompt
         if isinstance(prompt, str):
             return -(-len(prompt) // size)
+        if prompt is not None:
+            return len(prompt)
         return sum([-(-len(message.text) // size) for message in request.messages])
 
     def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:

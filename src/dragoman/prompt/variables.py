@@ -3,6 +3,7 @@
 switch  enable_thinking, thinking      from a switch, or from an effort
 level   reasoning_effort               none, minimal, low, medium, high, where the template takes it
 date    date_string                    today, for templates that would otherwise print the day they were made
+texts   documents                      what the answer is to be taken from
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +31,11 @@ def variables(
     """`thinks`: the template knows of thoughts."""
     options = _options(request, allowed)
     given = {"date_string": strftime_now("%d %b %Y")} | _thinking(request.thinking, compiled, habits) | options
+    if request.documents:
+        given["documents"] = list(request.documents)
     known = {name: value for name, value in given.items() if name in compiled.variables}
     lost = [f"chat_template_kwargs.{name}" for name in options if name not in known]
+    lost += ["documents"] if request.documents and "documents" not in known else []
     return Variables(known, (*_unheard(request, known, thinks), *lost))
 
 

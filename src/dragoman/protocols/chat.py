@@ -44,6 +44,7 @@ class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     chat_template: Any = None
+    documents: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -70,6 +71,7 @@ def decode(body: bytes) -> GenerationRequest:
         tool_choice=choice,
         constraint=shape.decode(parsed, asked),
         thinking=thinking.decode(parsed, asked),
+        documents=tuple(fields.documents or ()),
         template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
         sampling=openai.sampling(fields),
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
@@ -96,6 +98,8 @@ def _check(fields: ChatFields) -> None:
 def _note_options(fields: ChatFields, asked: list[Asked]) -> None:
     if fields.logprobs:
         asked.append(Asked("logprobs", "logprobs"))
+    if fields.documents:
+        asked.append(Asked("documents", "documents"))
     if fields.store:
         asked.append(Asked("store", "store"))
     if fields.service_tier not in (None, "auto", "default"):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dragoman.stages.calls import json
-from dragoman.stages.source import Found, Markers, Reading
+from dragoman.stages.source import Found, Reading, markers
 from dragoman.stages.syntax import Calls, Channels, JsonCall
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ IMPLIED = ("to=functions.", "assistant<|", "assistant to=")
 
 def read_channels(split: "Split", channels: Channels, thinking: bool) -> Reading[None]:
     source, writer = split.source, split.writer
-    markers = Markers(
-        [channels.open, channels.start, channels.message, *channels.ends, *split.syntax.silent, *split.openings]
+    known = markers(
+        *(channels.open, channels.start, channels.message, *channels.ends), *split.syntax.silent, *split.openings
     )
     emit: Emit = writer.thought if thinking else writer.text
     if thinking:
@@ -40,7 +40,7 @@ def read_channels(split: "Split", channels: Channels, thinking: bool) -> Reading
     elif channels.message:
         emit = yield from _implied_header(split, channels)
     while True:
-        found = yield from source.until(markers, emit)
+        found = yield from source.until(known, emit)
         if not found.marker:
             return
         if found.marker in split.openings:
@@ -85,7 +85,7 @@ def _named(split: "Split", channels: Channels, found: Found, emit: Emit) -> Read
 def _header(split: "Split", channels: Channels, found: Found, emit: Emit) -> Reading[Emit]:
     """What a header announces; the text of a call is read at once."""
     words: list[str] = []
-    end = yield from split.source.until(Markers([channels.message, *channels.ends]), words.append)
+    end = yield from split.source.until(markers(channels.message, *channels.ends), words.append)
     header = found.marker + "".join(words)
     if end.marker != channels.message:
         # There is no message, so whatever is not the role or the name of a channel is somebody's text.

@@ -10,6 +10,7 @@ Rules
 
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 import msgspec
@@ -69,6 +70,12 @@ class Markers:
         """How many characters certainly come before the next marker and its gap."""
         partial = self._prefix.search(text, max(0, len(text) - self.longest + 1))
         return self.gap_before(text, len(text) if partial is None else partial.start())
+
+
+@lru_cache(maxsize=1024)
+def markers(*texts: str, gap: Gap = "space") -> Markers:
+    """Those of a format are the same for every reply, and take longer to make than a short reply takes to read."""
+    return Markers(texts, gap)
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from dragoman.conversation import Tool
 from dragoman.events import Event, Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.stages.calls import BEGINS, READERS, Malformed
 from dragoman.stages.channels import read_channels
-from dragoman.stages.source import REMEMBERED, Found, Markers, Reading, Source
+from dragoman.stages.source import REMEMBERED, Found, Reading, Source, markers
 from dragoman.stages.syntax import Calls, ModelFormat
 from dragoman.stages.writer import EnoughError, Writer
 
@@ -51,14 +51,14 @@ class Split:
         """Whether the reader waits in plain text with nothing held: text without the beginning of a marker passes."""
         self._reader: Reading[None] | None = None
         opens = [section.open for section in syntax.calls if section.open] if tools else []
-        self._closers = Markers([tags.close for tags in syntax.thoughts])
+        self._closers = markers(*(tags.close for tags in syntax.thoughts))
         self._openers = frozenset(tags.open for tags in syntax.thoughts)
         self.openings = frozenset(opens)
-        self._tags = Markers([*self._closers.all, *self._openers])
+        self._tags = markers(*self._closers.all, *self._openers)
         self._depth = 0
         """Thoughts that were opened inside the thought at hand."""
-        self._inside = Markers([*self._closers.all, *self._openers, *opens])
-        self._outside = Markers([*self._openers, *opens, *syntax.silent])
+        self._inside = markers(*self._closers.all, *self._openers, *opens)
+        self._outside = markers(*self._openers, *opens, *syntax.silent)
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         out: list[Event] = []
@@ -168,7 +168,7 @@ class Split:
         if answer is not None and (yield from self.source.literal(answer.open)):
             yield from self.source.space()
             # From here on, and only then, the tag that closes the answer is a marker.
-            self._outside = Markers([*self._outside.all, answer.close])
+            self._outside = markers(*self._outside.all, answer.close)
         elif not bare or not (yield from self._bare(bare, space)):
             self.source.put_back(space)
 
@@ -374,9 +374,9 @@ def is_quoted(before: str, after: str) -> bool:
 def begins_in_thought(syntax: ModelFormat, text: str) -> bool:
     """Whether a whole reply closes a thought that it never opened, so that the prompt must have."""
     closers = {tags.close for tags in syntax.thoughts}
-    markers = Markers([*closers, *(tags.open for tags in syntax.thoughts)])
+    known = markers(*closers, *(tags.open for tags in syntax.thoughts))
     at = 0
-    while (found := markers.search(text, at)) is not None:
+    while (found := known.search(text, at)) is not None:
         at = found.end()
         if not is_quoted(text[: found.start()][-REMEMBERED:], text[at : at + 1]):
             return found[0] in closers

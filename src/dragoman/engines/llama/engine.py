@@ -58,7 +58,7 @@ FEATURES = VECTOR_FEATURES | frozenset(
         *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("stop_token_ids", "ignore_eos", "max_tokens", "usage"),
-        *("tools", "strict_tools", "constraint", "thinking", "render", "template_options"),
+        *("tools", "strict_tools", "constraint", "thinking", "documents", "render", "template_options"),
     }
 )
 

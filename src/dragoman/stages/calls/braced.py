@@ -8,13 +8,12 @@ What cannot be read stays where it is; from there on the arguments are what the 
 """
 
 import re
-from functools import cache
 
 import msgspec
 
 from dragoman.stages.calls.json import quoted, raw
 from dragoman.stages.calls.sink import NAME, Malformed, Sink
-from dragoman.stages.source import Markers, Reading, Source
+from dragoman.stages.source import Reading, Source, markers
 from dragoman.stages.syntax import Braced, Calls
 
 MOST_DEPTH = 64
@@ -29,7 +28,7 @@ def read(source: Source, syntax: Braced, section: Calls, sink: Sink) -> Reading[
     if not (yield from source.literal(syntax.prefix)):
         raise Malformed
     name: list[str] = []
-    found = yield from source.until(_markers("{", section.close), name.append)
+    found = yield from source.until(markers("{", section.close, gap="none"), name.append)
     tool = "".join(name).strip()
     if not NAME.fullmatch(tool):
         raise Malformed
@@ -42,11 +41,6 @@ def read(source: Source, syntax: Braced, section: Calls, sink: Sink) -> Reading[
             sink.warn("the arguments of a tool call could not be read to their end")
         yield from raw(source, section, sink)
     sink.end()
-
-
-@cache
-def _markers(*texts: str) -> Markers:
-    return Markers(texts, gap="none")
 
 
 def _value(source: Source, syntax: Braced, section: Calls, sink: Sink, depth: int) -> Reading[bool]:
@@ -66,7 +60,7 @@ def _value(source: Source, syntax: Braced, section: Calls, sink: Sink, depth: in
 
 def _string(source: Source, syntax: Braced, sink: Sink) -> Reading[bool]:
     sink.arguments('"')
-    found = yield from source.until(_markers(syntax.quote), lambda text: sink.arguments(quoted(text)[1:-1]))
+    found = yield from source.until(markers(syntax.quote, gap="none"), lambda text: sink.arguments(quoted(text)[1:-1]))
     if found.marker:
         sink.arguments('"')
     return bool(found.marker)
@@ -78,7 +72,7 @@ def _object(source: Source, syntax: Braced, section: Calls, sink: Sink, depth: i
     yield from source.space()
     while not (yield from source.literal("}")):
         key: list[str] = []
-        found = yield from source.until(_markers(*":,{}[]", section.close), key.append)
+        found = yield from source.until(markers(*":,{}[]", section.close, gap="none"), key.append)
         if found.marker != ":":
             sink.arguments(between)
             source.put_back("".join(key) + found.marker)

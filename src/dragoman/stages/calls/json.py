@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from dragoman.stages.calls.sink import NAME, Bounded, Malformed, Sink
-from dragoman.stages.source import Markers, Reading, Source
+from dragoman.stages.source import Reading, Source, markers
 from dragoman.stages.syntax import Calls, JsonCall
 
 Emit = Callable[[str], None]
@@ -167,7 +167,7 @@ def told(source: Source, section: Calls, sink: Sink) -> Reading[None]:
 
 def raw(source: Source, section: Calls, sink: Sink) -> Reading[None]:
     """The rest of a call as the model wrote it."""
-    found = yield from source.until(Markers([section.close], gap="none"), sink.arguments)
+    found = yield from source.until(markers(section.close, gap="none"), sink.arguments)
     source.put_back(found.marker)
 
 

@@ -10,7 +10,7 @@ from functools import cache
 
 from dragoman.stages.calls import json
 from dragoman.stages.calls.sink import Bounded, Malformed, Sink
-from dragoman.stages.source import Markers, Reading, Source
+from dragoman.stages.source import Markers, Reading, Source, markers
 from dragoman.stages.syntax import FIELD, Calls, NamedJson
 
 MOST_HEADER = 1024
@@ -61,10 +61,9 @@ def parts(template: str) -> list[str]:
     return FIELD.split(template)[::2] if template else []
 
 
-@cache
 def _stops(syntax: NamedJson, section: Calls) -> Markers:
     """What ends the header: the arguments, or whatever shows that there are none."""
-    return Markers(["{", section.open, section.close, _end(syntax)], gap="none")
+    return markers("{", section.open, section.close, _end(syntax), gap="none")
 
 
 def _end(syntax: NamedJson) -> str:

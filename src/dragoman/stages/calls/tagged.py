@@ -11,14 +11,12 @@ Rules
 3. White space in the templates next to a value belongs to the tags: one line break at the most.
 """
 
-from functools import cache
-
 import msgspec
 
 from dragoman.stages.calls.json import quoted
 from dragoman.stages.calls.named import parts
 from dragoman.stages.calls.sink import NAME, Kind, Malformed, Sink, kind_of
-from dragoman.stages.source import Markers, Reading, Source
+from dragoman.stages.source import Markers, Reading, Source, markers
 from dragoman.stages.syntax import FIELD, Calls, Tagged
 
 MISSING = "missing"
@@ -85,7 +83,7 @@ def _fields(source: Source, template: str, after: tuple[str, ...]) -> Reading[di
                 fields[MISSING] = literal
             continue
         kept: list[str] = []
-        found = yield from source.until(Markers([literal] if literal else after, gap="none"), kept.append)
+        found = yield from source.until(markers(*([literal] if literal else after), gap="none"), kept.append)
         fields[field] = ("".join(kept)).strip()
         if not literal:
             source.put_back(found.marker)
@@ -125,9 +123,8 @@ def _value(source: Source, syntax: Tagged, section: Calls, sink: Sink, kind: Kin
     sink.arguments('"' if streams else _as_json("".join(kept), kind))
 
 
-@cache
 def _ends(value_end: str) -> Markers:
-    return Markers([value_end.strip()], gap="line" if value_end[:1].isspace() else "none")
+    return markers(value_end.strip(), gap="line" if value_end[:1].isspace() else "none")
 
 
 def _follows(source: Source, syntax: Tagged, section: Calls) -> Reading[bool]:

@@ -1,0 +1,107 @@
+"""Anthropic's content blocks: images, documents, what a server did, thoughts with their signatures."""
+
+from typing import Any
+
+import pytest
+
+from dragoman.conversation import (
+    Image,
+    Message,
+    Reasoning,
+    Text,
+    ToolResult,
+)
+from dragoman.protocols.messages.signature import sign
+from tests.protocols.messaging import HI, asked, decode, refused, said
+
+
+def test_images() -> None:
+    inline = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    linked = {"type": "image", "source": {"type": "url", "url": "https://example.com/cat.png"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [inline]}
+    request = decode(messages=[{"role": "user", "content": [result, inline, linked]}])
+    seen = Image(b"hi", "image/png")
+    assert request.messages == (
+        Message("tool", (ToolResult("t", (seen,)),)),
+        Message("user", (seen, Image(url="https://example.com/cat.png"))),
+    )
+    content = "messages[0].content"
+    assert asked(request) == [
+        ("images", f"{content}[0].content[0]"),
+        ("images", f"{content}[1]"),
+        ("images", f"{content}[2]"),
+    ]
+
+
+def test_documents_are_text() -> None:
+    (message,) = said(
+        "user",
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Once."}, "title": "Tale"},
+        {"type": "document", "source": {"type": "content", "content": "Twice."}, "context": "told again"},
+        {
+            "type": "document",
+            "source": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        },
+        {"type": "search_result", "source": "https://x", "title": "X", "content": [{"type": "text", "text": "found"}]},
+    )
+    assert [part.text for part in message.parts if isinstance(part, Text)] == [
+        "<document>\n<title>Tale</title>\nOnce.\n</document>",
+        "<document>\n<context>told again</context>\nTwice.\n</document>",
+        "<document>\na\nb\n</document>",
+        "<search_result>\n<source>https://x</source>\n<title>X</title>\nfound\n</search_result>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("block", "param"),
+    [
+        (
+            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}},
+            ".source",
+        ),
+        ({"type": "document", "source": {"type": "url", "url": "https://x/y.pdf"}}, ".source"),
+        ({"type": "document", "source": {"type": "file", "file_id": "f"}}, ".source"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, ".source"),
+        ({"type": "container_upload", "file_id": "f"}, ""),
+    ],
+)
+def test_files_are_asked_for(block: dict[str, Any], param: str) -> None:
+    assert asked(decode(messages=[{"role": "user", "content": [block]}])) == [
+        ("files", f"messages[0].content[0]{param}")
+    ]
+
+
+def test_citations_are_asked_for() -> None:
+    document = {"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}
+    request = decode(messages=[{"role": "user", "content": [document, document | {"citations": {"enabled": False}}]}])
+    assert asked(request) == [("citations", "messages[0].content[0].citations")]
+
+
+def test_what_a_server_did_is_text() -> None:
+    found = {"type": "web_search_result", "title": "X", "url": "https://x", "encrypted_content": "…"}
+    (message,) = said(
+        "assistant",
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [found]},
+        {"type": "compaction", "content": "They met."},
+        {"type": "compaction", "content": None},
+        {"type": "fallback"},
+    )
+    assert [part.text for part in message.parts if isinstance(part, Text)] == [
+        '<server_tool_use>\n<name>web_search</name>\n{"query":"x"}\n</server_tool_use>',
+        '<web_search_tool_result>\n[{"type":"web_search_result","title":"X","url":"https://x"}]\n</web_search_tool_result>',
+        "<summary>\nThey met.\n</summary>",
+    ]
+
+
+@pytest.mark.parametrize("signature", [None, "", "c2ln", "EqQBCkYIARgC", sign("hm")])
+def test_signatures_that_are_taken(signature: str | None) -> None:
+    (message,) = said("assistant", {"type": "thinking", "thinking": "hm", "signature": signature})
+    assert message.parts == (Reasoning("hm", signature or None),)
+
+
+@pytest.mark.parametrize("signature", [sign("other"), "dgm1.", "dgm1.AAAA"])
+def test_a_signature_of_ours_fits_its_thought(signature: str) -> None:
+    block = {"type": "thinking", "thinking": "hm", "signature": signature}
+    content = [{"type": "text", "text": "x"}, block]
+    assert refused(messages=[HI, {"role": "assistant", "content": content}]) == "messages[1].content[1].signature"
