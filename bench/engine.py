@@ -212,7 +212,8 @@ def server(name: str) -> Iterator[int]:
 
 
 async def measure(port: int, workload: str, seed: int, size: Size) -> Figures:
-    client = Client(port, random.Random(seed))
+    # No workload may find what another one has left in memory.
+    client = Client(port, random.Random(f"{workload} {seed}"))
     try:
         await client.ask(client.tokens(8), 4)
         return await WORKLOADS[workload](client, size)

@@ -237,16 +237,16 @@ def test_nobody_gets_more_by_asking_more_often() -> None:
     assert share_between(["ann", "ann", "ann", "bob"], [1000] * 4, 120) == [30, 15, 15, 60]
 
 
-def test_equal_prompts_wait_for_the_first_and_decode_the_last_token() -> None:
+def test_equal_prompts_wait_for_the_first_and_decode_the_last_two_tokens() -> None:
     world = World(3)
     for _ in range(3):
         world.add(tuple(range(100)), 9)
     assert chunks_of(world.step(64)) == [(0, 0, 64, 0)]
     assert chunks_of(world.step(64)) == [(0, 64, 36, 1)]
     third = world.step(64)
-    assert third.effects == (Copy(0, 1), Trim(1, 99), Copy(1, 2), Trim(2, 99))
-    assert chunks_of(third) == [(0, 100, 1, 1), (1, 99, 1, 1), (2, 99, 1, 1)]
-    assert [world.scheduler.shared(job) for job in range(3)] == [0, 99, 99]
+    assert third.effects == (Copy(0, 1), Trim(1, 98), Copy(1, 2), Trim(2, 98))
+    assert chunks_of(third) == [(0, 100, 1, 1), (1, 98, 2, 1), (2, 98, 2, 1)]
+    assert [world.scheduler.shared(job) for job in range(3)] == [0, 98, 98]
 
 
 def test_a_common_beginning_is_computed_once_and_waited_for_no_longer_than_that() -> None:
@@ -309,7 +309,7 @@ def test_a_text_that_must_leave_its_seat_is_shelved_and_found_again() -> None:
     world.finish()
     world.add(first, 0)
     plan = world.step(200)
-    assert chunks_of(plan) == [(2, 99, 1, 1)]
+    assert chunks_of(plan) == [(2, 98, 2, 1)]
     world.finish()
     assert Copy(1, 0) in plan.effects
 
@@ -325,7 +325,7 @@ def test_the_shelf_gives_up_what_has_not_been_used_for_longest() -> None:
     world.add(texts[3], 0)
     world.finish()
     world.add(texts[0], 0)
-    assert len(world.step(200).chunks[0].tokens) == 1
+    assert len(world.step(200).chunks[0].tokens) == 2
     world.finish()
     world.add(texts[1], 0)
     assert len(world.step(200).chunks[0].tokens) == 90
@@ -360,7 +360,7 @@ def test_principals_that_are_kept_apart_share_nothing() -> None:
         world.add(tuple(range(100)), 0, principal=principal)
     assert chunks_of(world.step(200)) == [(0, 0, 100, 1), (1, 0, 100, 1)]
     world.add(tuple(range(100)), 0, principal="bob")
-    assert chunks_of(world.step(200)) == [(2, 99, 1, 1)]
+    assert chunks_of(world.step(200)) == [(2, 98, 2, 1)]
 
 
 def test_without_sharing_everybody_prefills() -> None:

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dragoman.engines.llama.radix import Prefixes
-from dragoman.engines.llama.sequences import WORTH, Effect, Sequences
+from dragoman.engines.llama.sequences import LEFT, WORTH, Effect, Sequences
 
 MAX_PROMPT_OUTPUTS = 64
 """Each takes one float per token of the vocabulary until the next decode."""
@@ -171,7 +171,7 @@ class Scheduler:
             return False
         if leader is not None and leader.done < slot.common:
             return True
-        coming, leaders = self.promised.longest(job.prompt[:-1], self._salt(job))
+        coming, leaders = self.promised.longest(job.prompt[:-LEFT], self._salt(job))
         if coming < self.sequences.prefix(job.prompt, self._salt(job))[0] + WORTH:
             return False
         slot.leader = max(leaders, key=lambda leader: self.slots[leader].done)

@@ -14,7 +14,8 @@ Rules
 3. A beginning of fewer than WORTH tokens is neither taken nor kept: computing it is as fast as copying a sequence.
 4. A job that gets a seat shelves what only this seat holds. The shelf gives up what others hold too, then what has not
    been used for the longest time; what was used before everything on the shelf is not shelved.
-5. At least the last token of a prompt is left to be decoded, because its logits are wanted.
+5. At least the last two tokens of a prompt are left to be decoded: the last one's logits are wanted, and llama.cpp
+   computes a row that is alone in another way than several, so that the same request would not get the same answer.
 6. Beginnings are shared within one salt only.
 """
 
@@ -25,6 +26,7 @@ import msgspec
 from dragoman.engines.llama.radix import Prefixes
 
 WORTH = 32
+LEFT = 2
 
 
 class Clear(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class Sequences:
 
     def prefix(self, prompt: Sequence[int], salt: str) -> tuple[int, frozenset[int]]:
         """How much of a prompt can be taken, and where it is."""
-        length, holders = self.held.longest(prompt[:-1], salt)
+        length, holders = self.held.longest(prompt[:-LEFT], salt)
         return (length, holders) if length >= WORTH else (0, frozenset())
 
     def take(self, prompt: Sequence[int], salt: str, *, reuse: bool = True) -> tuple[int, int]:
