@@ -252,7 +252,7 @@ class Context:
         params = c.llama_context_default_params()
         params.n_ctx, params.n_seq_max = length if vectors else length * sequences, sequences
         params.n_batch = params.n_ubatch = rows
-        if not c.llama_supports_gpu_offload():
+        if not vectors and not c.llama_supports_gpu_offload():
             # On a CPU, plain attention decodes long texts up to 1.7 times as fast, and small chunks cost no speed.
             params.flash_attn_type = FLASH_ATTENTION_OFF
             params.n_ubatch = min(rows, max(ROWS_AT_ONCE, sequences))
