@@ -250,23 +250,26 @@ def test_a_stream_goes_on_while_many_texts_are_embedded(with_engine: Run) -> Non
     with_engine(test)
 
 
-def test_turns_are_fair() -> None:
-    turns, order, ready = Turns(), [], threading.Event()
+def test_turns_are_fair_and_in_one_thread() -> None:
+    turns, ready = Turns(), threading.Event()
+    order: list[tuple[str, int]] = []
+
+    def compute(who: str) -> None:
+        order.append((who, threading.get_ident()))
+        ready.set()
+        time.sleep(0.001)
 
     def other() -> None:
         for _ in range(20):
-            with turns:
-                order.append("other")
-                ready.set()
-                time.sleep(0.001)
+            turns.run(compute, "other")
 
     thread = threading.Thread(target=other)
     thread.start()
     ready.wait()
     for _ in range(10):
-        with turns:
-            order.append("this")
-            time.sleep(0.001)
+        turns.run(compute, "this")
     thread.join()
-    mine = [at for at, who in enumerate(order) if who == "this"]
+    turns.close()
+    mine = [at for at, (who, _) in enumerate(order) if who == "this"]
     assert max(after - before for before, after in pairwise(mine)) <= 3
+    assert len({ident for _, ident in order}) == 1

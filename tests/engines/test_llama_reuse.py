@@ -1,11 +1,11 @@
 """Greedy replies with and without reuse of what others computed, on the real model.
 
 Equal texts are too strong a demand: a row that is computed alone takes another way through llama.cpp's kernels than one
-among others, and sums in half precision come out a little different; on this model, up to 0.2 in the logarithm of a
-probability, 0.01 on average. So a reply must be the same up to the first token whose two likeliest candidates are
-closer than TIE. Equal texts are also too weak, since a wrong prefix can lead to the same words: log probabilities up to
-there may differ by TOLERANCE, on average by MEAN_TOLERANCE. The last test shows that one wrong token in a prefix is
-seen.
+among others. Its sums come out a little different, and rounding to eight bits before each matrix makes large of small;
+on this model, up to 0.2 in the logarithm of a probability, 0.01 to 0.04 on average. So a reply must be the same up to
+the first token whose two likeliest candidates are closer than TIE. Equal texts are also too weak, since a wrong prefix
+can lead to the same words: log probabilities up to there may differ by TOLERANCE, on average by MEAN_TOLERANCE. The
+last test shows that one wrong token in a prefix is seen.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.engines.running import Collected, Run, collect, completion, idle
 
 TIE = 0.25
 TOLERANCE = 0.25
-MEAN_TOLERANCE = 0.03
+MEAN_TOLERANCE = 0.06
 
 SEA = (
     "The sea was calm that morning, and the old man went down to his boat with bread, water and a long line. His "

@@ -21,8 +21,6 @@ MAX_SEQUENCES = 256
 """llama.cpp's own limit on the sequences of a context."""
 TOKENIZED_AT_ONCE = 4096
 """Characters."""
-ROWS_AT_ONCE = 128
-"""How many rows of a batch a CPU works on at once. More are not faster, and attention takes memory for each of them."""
 
 Logits = NDArray[np.float32]
 Vectors = NDArray[np.float32]
@@ -243,6 +241,7 @@ class Context:
         rows: int,
         outputs: int,
         threads: int,
+        flash_attention: bool = True,
         vectors: bool = False,
     ) -> None:
         """`rows` is the largest batch, `outputs` the most rows of it that may ask for logits."""
@@ -252,10 +251,8 @@ class Context:
         params = c.llama_context_default_params()
         params.n_ctx, params.n_seq_max = length if vectors else length * sequences, sequences
         params.n_batch = params.n_ubatch = rows
-        if not vectors and not c.llama_supports_gpu_offload():
-            # On a CPU, plain attention decodes long texts up to 1.7 times as fast, and small chunks cost no speed.
+        if not flash_attention:
             params.flash_attn_type = FLASH_ATTENTION_OFF
-            params.n_ubatch = min(rows, max(ROWS_AT_ONCE, sequences))
         params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, rows), 0
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = params.embeddings = vectors

@@ -225,8 +225,7 @@ class Embedder:
 
     def _take_turn(self) -> None:
         polite = self.is_writing()
-        with self.turns:
-            seconds = self._step(self.polite if polite else self.calm)
+        seconds = self.turns.run(self._step, self.polite if polite else self.calm)
         if polite:
             time.sleep(min(seconds, STEP_SECONDS))
 

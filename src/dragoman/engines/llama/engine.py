@@ -84,6 +84,9 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     isolate: bool = False
     """Beginnings are shared only between requests of one principal: nobody can tell from the time that an answer takes
     what others have asked."""
+    flash_attention: bool = True
+    """Where it helps; without it long texts are written faster, short ones slower, and the log probabilities of a text
+    are the same whoever else is being answered, nearly to the bit."""
     gap_ms: Count = 150
     """How long somebody who is being answered may wait for the next token while prompts are taken in."""
 
@@ -112,6 +115,7 @@ class LlamaEngine(Engine):
         self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
         # Nobody's generation waits for answers to questions about prompts and tokens.
         self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
+        self.turns = Turns()
         # Nobody's prompt waits for somebody else's grammar.
         self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
 
@@ -141,7 +145,7 @@ class LlamaEngine(Engine):
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self.model, self.loaded, embedder = await self._aside(_load, self.options, loop)
+        self.model, self.loaded, embedder = await self._aside(_load, self.options, loop, self.turns)
         self.embedder = embedder
         embedder.start()
         if self.loaded is not None:
@@ -211,11 +215,14 @@ class LlamaEngine(Engine):
             loaded.context.close()
         if embedder is not None:
             embedder.join()
+        self.turns.close()
         if model is not None:
             model.close()
 
 
-def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> tuple[Model, _Loaded | None, Embedder]:
+def _load(
+    options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns
+) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
@@ -227,7 +234,7 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> tuple[Model
         if model.looks_ahead and model.ranks:
             raise ConfigError(f"llama: {path} ranks texts ({model.description}); rank with a model that makes vectors")
         if model.looks_ahead:
-            embedder = _whole_embedder(model, options)
+            embedder = _whole_embedder(model, options, turns)
             undo.pop_all()
             return model, None, embedder
         length = options.context or _default_context(model, options.slots)
@@ -240,10 +247,10 @@ def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> tuple[Model
             rows=options.batch + options.slots,
             outputs=MAX_PROMPT_OUTPUTS + options.slots,
             threads=options.threads or _default_threads(),
+            flash_attention=options.flash_attention,
         )
         undo.callback(context.close)
-        _warm_up(context, min(options.batch, LEAST_CHUNK_ALONE, length))
-        turns = Turns()
+        turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, length))
         schedule = partial(Scheduler, options.slots, cached, sharing=not model.forgets, isolate=options.isolate)
         runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns)
         syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
@@ -272,7 +279,7 @@ def _embedder(
     )
 
 
-def _whole_embedder(model: Model, options: LlamaOptions) -> Embedder:
+def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedder:
     trained = model.trained_context
     length = min(options.context or MOST_DEFAULT_WHOLE, trained)
     rows = max(length, options.batch)
@@ -282,10 +289,10 @@ def _whole_embedder(model: Model, options: LlamaOptions) -> Embedder:
         length=length,
         sequences=EMBEDDED_AT_ONCE,
         rows=rows,
-        turns=Turns(),
+        turns=turns,
     )
     try:
-        embedder.prepare()
+        turns.run(embedder.prepare)
     except EngineFailed as error:
         embedder.join()
         raise ConfigError(f"llama: the model loads, but {error}") from error

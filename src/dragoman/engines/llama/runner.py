@@ -12,7 +12,7 @@ Rules
    prefilled. While nobody does, it is as long as full speed needs and as cancellations and new prompts may wait.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
 3. A grammar that fails, fails its own job.
-4. Where another thread computes with the same model, the two take turns, step by step.
+4. A step is computed when it is its turn: others may compute with the same model.
 5. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
 """
 
@@ -77,13 +77,13 @@ class Runner:
         *,
         batch: int,
         gap: float,
-        turns: Turns | None = None,
+        turns: Turns,
     ) -> None:
         """`batch` is the most prompt tokens of a step, `gap` the seconds that somebody who decodes may wait."""
         self.context = context
         self.schedule = schedule
         self.scheduler = schedule()
-        self.turns = turns or Turns()
+        self.turns = turns
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
         self.live: dict[int, Generation] = {}
@@ -125,8 +125,7 @@ class Runner:
             try:
                 self._take_commands()
                 if not self.scheduler.idle:
-                    with self.turns:
-                        self._step()
+                    self.turns.run(self._step)
             except Exception:
                 log.exception("a step of the decoder failed")
                 self._start_over(EngineFailed("the engine failed; the server's log says more"))
