@@ -1,7 +1,6 @@
 """The soak test in little: it runs, it holds, and it would see what does not."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ def test_twenty_seconds_hold(smollm2_path: Path) -> None:
         text=True,
         timeout=110,
         check=False,
-        env=os.environ,
+        cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("it holds\n")

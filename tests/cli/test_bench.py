@@ -108,6 +108,8 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None
     ("arguments", "words"),
     [
         (["--url", "127.0.0.1:8000"], "expected an address such as http://127.0.0.1:8000"),
+        (["--url", "http://127.0.0.1:99999"], "expected an address"),
+        (["--url", "http://a b"], "--url http://a b: no answer: "),
         (["--url", "http://127.0.0.1:{port}"], "--url http://127.0.0.1:{port}: no answer: "),
         (["--url", "http://127.0.0.1:{port}", "--model", "m"], "--url http://127.0.0.1:{port}: no answer: "),
         (["--concurrency", "1,x"], "--concurrency 1,x: expected numbers such as 1,4,16"),

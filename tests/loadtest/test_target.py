@@ -44,6 +44,7 @@ def test_a_stream_is_read_the_same_however_it_is_cut(cuts: list[int]) -> None:
         (b"", "no stream came back"),
         (b'{"choices": []}', "no stream came back"),
         (ROLE + HI, "the stream broke off"),
+        (HI.replace(b"null}]", b'""}]') + COUNTS, "the stream broke off"),
         (ROLE + HI + END, "the stream told no usage"),
         (ROLE + HI + FAILURE, "the engine died"),
         (b"data: {oops\n\n", "a frame that is none of chat completions"),

@@ -119,7 +119,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _check_url(url: str) -> None:
     try:
         parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable:

@@ -98,7 +98,8 @@ class Reading:
         if frame.usage is not None:
             self.usage = _usage(frame.usage)
         for choice in frame.choices or ():
-            self.finished |= choice.finish_reason is not None
+            # Some servers have an empty reason until there is one.
+            self.finished |= bool(choice.finish_reason)
             delta = choice.delta
             if delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls):
                 self.arrivals.append(at)
