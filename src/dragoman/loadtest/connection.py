@@ -2,7 +2,7 @@
 handed on in the moment they come.
 
 A general client takes a tenth of a millisecond for every piece of a stream, and would soon be what is measured. This
-one takes a few microseconds. It follows no redirects and asks no proxy.
+one takes some twenty microseconds, the kernel's work included. It follows no redirects and asks no proxy.
 """
 
 import asyncio
