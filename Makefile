@@ -9,7 +9,7 @@ LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-v
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench clients lock clean
+.PHONY: help serve test lint bench soak clients lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -33,6 +33,10 @@ bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, an
 	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m bench.constraints $(ARGS)
 	@$(BIN)/python -m bench.engine $(ARGS)
+
+soak: $(VENV)/.installed-dev ## an hour of mixed load: nothing lost, memory flat; ARGS="--minutes 5"
+	@$(BIN)/dragoman pull smollm2
+	@$(BIN)/python -m bench.soak $(ARGS)
 
 clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one
 	@$(BIN)/python -m clients.run $(ARGS)

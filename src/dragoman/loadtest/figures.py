@@ -1,0 +1,145 @@
+"""From what was asked and seen of each request to the figures of a level. Times are seconds."""
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+REQUESTS_PER_CLIENT = 4
+
+
+class Plan(msgspec.Struct, frozen=True):
+    concurrency: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    shared: float
+    requests: int | None
+    """Of each level; None is a few per client."""
+    seed: int
+
+    def requests_at(self, concurrency: int) -> int:
+        return self.requests or concurrency * REQUESTS_PER_CLIENT
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens as the server counts them; `cached` only where it tells."""
+
+    prompt: int
+    output: int
+    cached: int | None = None
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One request. `arrivals` has the time of every piece of the reply, from when the request was sent; those that come
+    in one read come at the same time."""
+
+    seconds: float
+    arrivals: tuple[float, ...] = ()
+    usage: Usage | None = None
+    status: int | None = None
+    error: str | None = None
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.arrivals)]
+
+
+class Level(msgspec.Struct, frozen=True):
+    """What so many requests at once gave. A figure that nothing was seen of is None."""
+
+    concurrency: int
+    requests: int
+    errors: Mapping[str, int]
+    seconds: float
+    ttft_p50: float | None
+    ttft_p95: float | None
+    gap_p50: float | None
+    gap_p99: float | None
+    token_p50: float | None
+    """Seconds per token of one reply after its first, from the usage: not the gaps where a piece has several tokens."""
+    tokens_per_piece: float | None
+    output_tokens_per_second: float
+    requests_per_second: float
+    prompt_tokens: float | None
+    """Of one request; so are the next two."""
+    output_tokens: float | None
+    cached_tokens: float | None
+    late_p95: float | None
+    """By how much this program itself was late: figures of this size say nothing of the server."""
+
+    @property
+    def failed(self) -> int:
+        return sum(self.errors.values())
+
+
+class Measured(msgspec.Struct, frozen=True):
+    figures: Level
+    samples: tuple[Sample, ...]
+
+
+class Result(msgspec.Struct, frozen=True):
+    url: str
+    model: str
+    plan: Plan
+    levels: tuple[Measured, ...]
+    refused: tuple[str, ...] = ()
+    """Fields that the server does not take."""
+    uncounted: bool = False
+    """The server does not count what it is sent: prompts have that many words."""
+
+    @property
+    def figures(self) -> list[Level]:
+        return [measured.figures for measured in self.levels]
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Between the two values next to it, in proportion."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def summary(concurrency: int, samples: Sequence[Sample], seconds: float, late: Sequence[float]) -> Level:
+    answered = [sample for sample in samples if sample.error is None]
+    usages = [sample.usage for sample in answered if sample.usage is not None]
+    cached = [usage.cached for usage in usages if usage.cached is not None]
+    firsts = [sample.arrivals[0] for sample in answered if sample.arrivals]
+    gaps = [gap for sample in answered for gap in sample.gaps]
+    pieces = sum(len(sample.arrivals) for sample in answered)
+    output = sum(usage.output for usage in usages)
+    return Level(
+        concurrency=concurrency,
+        requests=len(samples),
+        errors=dict(Counter(sample.error for sample in samples if sample.error is not None).most_common()),
+        seconds=seconds,
+        ttft_p50=percentile(firsts, 50),
+        ttft_p95=percentile(firsts, 95),
+        gap_p50=percentile(gaps, 50),
+        gap_p99=percentile(gaps, 99),
+        token_p50=percentile(_seconds_per_token(answered), 50),
+        tokens_per_piece=output / pieces if pieces else None,
+        output_tokens_per_second=output / seconds,
+        requests_per_second=len(answered) / seconds,
+        prompt_tokens=_mean([usage.prompt for usage in usages]),
+        output_tokens=_mean([usage.output for usage in usages]),
+        cached_tokens=_mean(cached),
+        late_p95=percentile(late, 95),
+    )
+
+
+def _seconds_per_token(answered: Sequence[Sample]) -> list[float]:
+    return [
+        (sample.arrivals[-1] - sample.arrivals[0]) / (sample.usage.output - 1)
+        for sample in answered
+        if sample.arrivals and sample.usage is not None and sample.usage.output > 1
+    ]
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return statistics.fmean(values) if values else None

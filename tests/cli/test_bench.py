@@ -1,0 +1,151 @@
+"""`dragoman bench`, as a user types it, against a real server."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.test_cli import environment, refused, run
+from tests.serving import Running, free_port, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    long = [{"output": "word" * 400}]
+    config = {
+        "models": {
+            "long": {"engine": "scripted", "replies": long},
+            "slow": {"engine": "scripted", "replies": long, "tokens_per_second": 20},
+            "curt": {"engine": "scripted", "replies": [{"output": "Certainly."}]},
+            "one": {"engine": "scripted", "replies": long, "tokens_per_second": 100, "slots": 1},
+            "failing": {"engine": "scripted", "replies": long, "fail_after": 3},
+            "small": {"engine": "scripted", "context": 60},
+        },
+        "api_keys": ["secret"],
+        "limits": {"queue": 1},
+    }
+    with serving(tmp_path_factory.mktemp("bench"), config) as running:
+        yield running
+
+
+def bench(folder: Path, server: Running, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return run(folder, "bench", "--url", server.url, *arguments, environ={"OPENAI_API_KEY": "secret"})
+
+
+def test_a_sweep_with_everything(tmp_path: Path, server: Running) -> None:
+    done = bench(
+        tmp_path,
+        server,
+        *("--concurrency", "1,3", "--requests", "6", "--prompt", "200", "--output", "20", "--shared", "0.5"),
+        *("--seed", "7", "--plot", "out.svg", "--json", "out.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    heading, head, *rows = done.stdout.splitlines()
+    assert heading.startswith(f"long at {server.url}: prompt of ")
+    assert heading.endswith("50% of it in common, reply of 20, seed 7")
+    assert head.split()[:3] == ["CONCURRENCY", "REQUESTS", "ERRORS"]
+    assert [row.split()[:3] for row in rows[:2]] == [["1", "6", "0"], ["3", "6", "0"]]
+    raw = json.loads((tmp_path / "out.json").read_text())
+    assert raw["plan"]["concurrency"] == [1, 3]
+    for level in raw["levels"]:
+        assert level["figures"]["prompt_tokens"] == pytest.approx(200, rel=0.03)
+        assert level["figures"]["output_tokens"] == 20
+        assert len(level["samples"]) == 6
+        seconds = level["figures"]["seconds"]
+        assert level["figures"]["output_tokens_per_second"] == pytest.approx(120 / seconds)
+    picture = ElementTree.fromstring((tmp_path / "out.svg").read_text())
+    assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) == 6
+
+
+def test_replies_that_are_too_short_are_told(tmp_path: Path, server: Running) -> None:
+    done = bench(tmp_path, server, "--model", "curt", "--concurrency", "1", "--output", "50")
+    assert done.returncode == 0
+    assert "note: replies were shorter than asked for: 3 tokens on average" in done.stdout
+
+
+def test_a_server_that_refuses_fields(tmp_path: Path) -> None:
+    config = {"models": {"m": {"engine": "scripted"}}, "strict": True}
+    with serving(tmp_path, config) as running:
+        done = run(tmp_path, "bench", "--url", f"{running.url}/v1", "--concurrency", "1", "--requests", "1")
+    assert done.returncode == 0, done.stderr
+    assert "note: the server does not take ignore_eos and min_tokens; sent without" in done.stdout
+
+
+def test_errors_are_counted_with_their_words(tmp_path: Path, server: Running) -> None:
+    done = bench(tmp_path, server, "--model", "one", "--concurrency", "1,6", "--requests", "6", "--output", "20")
+    assert done.returncode == 1
+    alone, crowded = (row.split() for row in done.stdout.splitlines()[2:4])
+    assert alone[:3] == ["1", "6", "0"]
+    assert crowded[:3] == ["6", "6", "4"]
+    assert "\nerror at 6, 4 times: 503 " in done.stdout
+
+
+def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None:
+    command = [sys.executable, "-m", "dragoman", "bench", "--url", server.url, "--api-key", "secret", "--model", "slow"]
+    process = subprocess.Popen(
+        [*command, "--concurrency", "2,1", "--requests", "2", "--prompt", "100", "--output", "20"],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "1 at once" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    output, rest = process.communicate(timeout=30)
+    assert (process.returncode, rest) == (130, "")
+    assert output.splitlines()[2].split()[:3] == ["2", "2", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--url", "127.0.0.1:8000"], "expected an address such as http://127.0.0.1:8000"),
+        (["--url", "http://127.0.0.1:99999"], "expected an address"),
+        (["--url", "http://a b"], "--url http://a b: no answer: "),
+        (["--url", "http://127.0.0.1:{port}"], "--url http://127.0.0.1:{port}: no answer: "),
+        (["--url", "http://127.0.0.1:{port}", "--model", "m"], "--url http://127.0.0.1:{port}: no answer: "),
+        (["--concurrency", "1,x"], "--concurrency 1,x: expected numbers such as 1,4,16"),
+        (["--concurrency", "0"], "--concurrency 0: expected numbers"),
+        (["--concurrency", "8", "--requests", "4"], "--requests 4: too few for 8 at once"),
+        (["--shared", "2"], "--shared 2.0: expected a share from 0 to 1"),
+        (["--prompt", "0"], "--prompt 0: expected at least 1"),
+        (["--output", "-1"], "--output -1: expected at least 1"),
+        (["--timeout", "0"], "--timeout 0.0: expected more than 0 seconds"),
+        (["--plot", "none/out.svg"], "none/out.svg: there is no folder none"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    port = free_port()
+    given = [argument.format(port=port) for argument in arguments]
+    done = run(tmp_path, "bench", *given)
+    assert words.format(port=port) in refused(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nope"], "the server answered 404 "),
+        (["--model", "failing"], "the script fails after 3 tokens"),
+        (["--prompt", "5"], "--prompt 5: the shortest prompt has "),
+        (["--model", "small", "--prompt", "100"], "the server answered 400 "),
+    ],
+)
+def test_what_the_server_refuses_before_anything_is_measured(
+    tmp_path: Path, server: Running, arguments: list[str], words: str
+) -> None:
+    done = bench(tmp_path, server, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr.splitlines()[-1]
+
+
+def test_a_server_wants_a_key(tmp_path: Path, server: Running) -> None:
+    words = refused(run(tmp_path, "bench", "--url", server.url))
+    assert words.endswith("; give --api-key")

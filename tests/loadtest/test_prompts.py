@@ -1,0 +1,47 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dragoman.loadtest.prompts import HEAD, WORDS, Prompts, measure
+
+
+@pytest.mark.parametrize(("fixed", "per_word"), [(0, 1.0), (31, 1.0), (12, 1.3), (5, 3.7)])
+@pytest.mark.parametrize("tokens", [64, 256, 4000])
+def test_a_server_that_only_counts_is_measured(fixed: int, per_word: float, tokens: int) -> None:
+    async def count(text: str) -> int:
+        return fixed + round(per_word * len(text.removeprefix(HEAD).split()))
+
+    found = asyncio.run(measure(count, tokens, seed=1))
+    assert found is not None
+    got = fixed + round(per_word * found.words(tokens))
+    assert got == pytest.approx(tokens, rel=0.05, abs=2)
+
+
+def test_a_server_that_does_not_count() -> None:
+    async def count(text: str) -> int:
+        return 0
+
+    assert asyncio.run(measure(count, 100, seed=1)) is None
+
+
+@given(st.integers(0, 999), st.integers(1, 300), st.floats(0, 1))
+def test_texts_have_in_common_exactly_what_was_asked_for(seed: int, words: int, shared: float) -> None:
+    prompts = Prompts(seed, words, shared)
+    texts = [prompts.text(number).removeprefix(HEAD).split() for number in range(1, 5)]
+    common = round(words * shared)
+    for at, one in enumerate(texts):
+        assert len(one) == words
+        for other in texts[:at]:
+            assert one[:common] == other[:common]
+            assert common == words or one[common] != other[common]
+
+
+def test_the_seed_decides() -> None:
+    assert Prompts(1, 50, 0.5).text(3) == Prompts(1, 50, 0.5).text(3)
+    assert Prompts(1, 50, 0.5).text(3) != Prompts(2, 50, 0.5).text(3)
+
+
+def test_no_word_is_there_twice() -> None:
+    assert len(set(WORDS)) == len(WORDS)
