@@ -1,3 +1,3 @@
-from tests.engines.running import with_engine
+from tests.engines.running import halves_path, with_engine, with_halves
 
-__all__ = ["with_engine"]
+__all__ = ["halves_path", "with_engine", "with_halves"]

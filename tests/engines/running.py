@@ -11,6 +11,7 @@ import pytest
 from dragoman.conversation import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
 from dragoman.events import Finished, Started, TextDelta, TokenLogprob
+from tests.engines.halves import write_halves
 
 GREEDY = Sampling(temperature=0)
 FRANCE = "The capital of France is"
@@ -39,10 +40,26 @@ Test = Callable[[LlamaEngine], Awaitable[None]]
 
 
 @pytest.fixture
-def with_engine(smollm2_path: Path) -> Callable[..., None]:
+def with_engine(smollm2_path: Path) -> "Run":
+    return _with_engine(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def halves_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("halves") / "smollm2.gguf"
+    write_halves(smollm2_path, path)
+    return path
+
+
+@pytest.fixture
+def with_halves(halves_path: Path) -> "Run":
+    return _with_engine(halves_path)
+
+
+def _with_engine(path: Path) -> "Run":
     def run(test: Test, **options_given: Any) -> None:
         async def main() -> None:
-            options = LlamaOptions(**{"path": str(smollm2_path), "slots": 2, "context": 512, **options_given})
+            options = LlamaOptions(**{"path": str(path), "slots": 2, "context": 512, **options_given})
             engine = LlamaEngine("smollm2", options)
             await engine.start()
             try:
