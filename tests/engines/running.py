@@ -42,7 +42,7 @@ Test = Callable[[LlamaEngine], Awaitable[None]]
 def with_engine(smollm2_path: Path) -> Callable[..., None]:
     def run(test: Test, slots: int = 2, context: int | None = 512, batch: int = 512) -> None:
         async def main() -> None:
-            options = LlamaOptions(path=str(smollm2_path), slots=slots, context=context, batch=batch)
+            options = LlamaOptions(str(smollm2_path), slots=slots, context=context, batch=batch, layout="as-is")
             engine = LlamaEngine("smollm2", options)
             await engine.start()
             try:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dragoman.conversation import Sampling
-from dragoman.engines.llama import engine as engine_module
+from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Model
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
 from dragoman.errors import ConfigError, EngineFailed
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(tmp_path: Path, content:
 
 @pytest.mark.parametrize("context", [2**28, 2**40])
 def test_a_context_that_does_not_fit_is_refused(smollm2_path: Path, context: int) -> None:
-    engine = LlamaEngine("large", LlamaOptions(path=str(smollm2_path), context=context))
+    engine = LlamaEngine("large", LlamaOptions(path=str(smollm2_path), context=context, layout="as-is"))
     with pytest.raises(ConfigError, match="lower context or slots"):
         asyncio.run(engine.start())
 
@@ -150,8 +150,8 @@ def test_a_containers_limit_is_the_memory_there_is(
     path = tmp_path / "memory.max"
     if limit is not None:
         path.write_text(limit)
-    monkeypatch.setattr(engine_module, "MEMORY_LIMIT", path)
-    engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1))
+    monkeypatch.setattr(machine, "MEMORY_LIMIT", path)
+    engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1, layout="as-is"))
 
     async def start() -> None:
         await engine.start()
