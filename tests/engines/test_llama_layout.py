@@ -4,11 +4,12 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,25 @@ def small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
     return cut(smollm2_path, tmp_path_factory.mktemp("small") / "small.gguf")
 
 
+@pytest.fixture(scope="module")
+def tried(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which the small model was tried and is used as Q8_0."""
+    home = tmp_path_factory.mktemp("tried")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAGOMAN_HOME", str(home))
+        always(patch)
+        assert prepared(small).name == "Q8_0.gguf"
+    return home
+
+
+def always(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is tried is found to be better."""
+    patch.setattr(layout, "LEAST_GAIN", 0)
+    patch.setattr(layout, "LEAST_SPEED", 0)
+    patch.setattr(layout, "MOST_DIVERGENCE", 1e9)
+    patch.setattr(layout, "LEAST_AGREEMENT", 0)
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
@@ -37,11 +57,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is tried is found to be better."""
-    monkeypatch.setattr(layout, "LEAST_GAIN", 0)
-    monkeypatch.setattr(layout, "LEAST_SPEED", 0)
-    monkeypatch.setattr(layout, "MOST_DIVERGENCE", 1e9)
-    monkeypatch.setattr(layout, "LEAST_AGREEMENT", 0)
+    always(monkeypatch)
+
+
+@pytest.fixture
+def made(tried: Path, home: Path) -> Path:
+    """The copy of the small model in a home of the test's own."""
+    shutil.copytree(tried, home)
+    (path,) = home.glob("layouts/*/Q8_0.gguf")
+    return path
 
 
 class Told:
@@ -95,20 +119,30 @@ def test_the_real_model(smollm2_path: Path, home: Path) -> None:
     assert list(dict.fromkeys(told.doing)) == ["converting", "measuring", "comparing"]
 
 
-@pytest.mark.usefixtures("taken")
-def test_a_choice_is_remembered(small: Path, home: Path) -> None:
-    assert not is_settled(small)
-    assert in_use(small) is None
-    path = prepared(small)
+def test_a_choice_is_remembered(small: Path, made: Path, home: Path) -> None:
+    told = Told()
     assert is_settled(small)
     assert in_use(small) == "Q8_0 for Q4_1"
-    again = Told()
-    assert prepared(small, again.say, again.bar) == path
-    assert (again.lines, again.parts) == ([], [])
+    assert prepared(small, told.say, told.bar) == made
+    assert (told.lines, told.parts) == ([], [])
     assert kept(home) == ["Q8_0.gguf", "choice.json", "lock"]
 
 
-def test_what_is_not_faster_is_not_used(small: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_tells_what_was_found(small: Path, made: Path) -> None:
+    told = json.loads(made.with_name("choice.json").read_text())
+    assert told["circumstances"]["processor"]["name"] == machine.processor().name
+    assert told["circumstances"]["original"]["path"] == str(small)
+    assert set(told["tried"]) == {"type", "sha256", "before", "after", "quality"}
+
+
+def test_another_machine_tries_again_and_does_not_use_what_is_not_faster(
+    small: Path, made: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "cpuinfo"
+    other.write_text("model name\t: Abacus 9\nflags\t\t: fpu avx2 fma\n")
+    monkeypatch.setattr(machine, "PROCESSORS", other)
+    assert machine.processor() == machine.Processor("Abacus 9", ("avx2", "fma"))
+    assert not is_settled(small)
     monkeypatch.setattr(layout, "LEAST_GAIN", 1000)
     told = Told()
     assert prepared(small, told.say) == small
@@ -120,27 +154,15 @@ def test_what_is_not_faster_is_not_used(small: Path, home: Path, monkeypatch: py
     assert again.lines == []
 
 
-@pytest.mark.usefixtures("taken")
-def test_other_circumstances_are_another_trial(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared(small)
-    other = tmp_path / "cpuinfo"
-    other.write_text("model name\t: Abacus 9\nflags\t\t: fpu avx2 fma\n")
-    monkeypatch.setattr(machine, "PROCESSORS", other)
-    assert machine.processor() == machine.Processor("Abacus 9", ("avx2", "fma"))
-    assert not is_settled(small)
-    told = Told()
-    assert prepared(small, told.say).name == "Q8_0.gguf"
-    assert len(told.lines) == 2
-
-
-@pytest.mark.usefixtures("taken")
-def test_another_file_under_the_same_name_is_another_trial(small: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mine.gguf"
-    path.write_bytes(small.read_bytes())
-    made = prepared(path)
-    path.touch()
-    assert not is_settled(path)
-    assert prepared(path) == made
+@pytest.mark.usefixtures("made")
+def test_another_file_under_the_same_name_is_not_the_one_that_was_tried(small: Path) -> None:
+    told = small.stat()
+    os.utime(small, ns=(told.st_atime_ns, told.st_mtime_ns + 1))
+    try:
+        assert not is_settled(small)
+    finally:
+        os.utime(small, ns=(told.st_atime_ns, told.st_mtime_ns))
+    assert is_settled(small)
 
 
 def flipped(made: Path) -> None:
@@ -165,13 +187,16 @@ def garbled(made: Path) -> None:
     made.with_name("choice.json").write_bytes(b'{"circumstances": \xff')
 
 
-@pytest.mark.parametrize("damage", [flipped, shortened, removed, garbled])
-@pytest.mark.usefixtures("taken")
-def test_a_damaged_copy_is_made_again(small: Path, damage: object) -> None:
-    made = prepared(small)
-    whole = made.read_bytes()
-    assert callable(damage)
+@pytest.mark.parametrize("damage", [shortened, removed, garbled])
+def test_what_is_not_whole_is_not_believed(small: Path, made: Path, damage: Callable[[Path], None]) -> None:
     damage(made)
+    assert not is_settled(small)
+
+
+@pytest.mark.usefixtures("taken")
+def test_a_damaged_copy_is_made_again(small: Path, made: Path) -> None:
+    whole = made.read_bytes()
+    flipped(made)
     told = Told()
     assert prepared(small, told.say) == made
     assert made.read_bytes() == whole
@@ -196,11 +221,14 @@ def loaded_from(small: Path, chosen: Layout) -> list[str]:
     return asyncio.run(main())
 
 
-@pytest.mark.usefixtures("taken")
-def test_the_engine_loads_what_was_chosen(small: Path, home: Path) -> None:
+@pytest.mark.usefixtures("made")
+def test_the_engine_loads_what_was_chosen(small: Path) -> None:
+    assert loaded_from(small, "auto") == ["Q8_0.gguf"]
+
+
+def test_the_engine_loads_the_original(small: Path, home: Path) -> None:
     assert loaded_from(small, "as-is") == ["small.gguf"]
     assert not home.exists()
-    assert loaded_from(small, "auto") == ["Q8_0.gguf"]
 
 
 def test_what_is_fast_already_is_left_alone(minilm_path: Path, tmp_path: Path, home: Path) -> None:
@@ -322,6 +350,25 @@ def test_an_interrupted_trial_leaves_nothing(small: Path, home: Path, sent: sign
     assert kept(home) == ["lock"]
 
 
+def test_a_terminal_has_a_bar_and_ctrl_c_ends_it(small: Path, home: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "dragoman", "pull", str(small)]
+    # Ctrl-C reaches every process of the group.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    folder = trying(home)
+    seen = b""
+    while b"#" not in seen:
+        seen += os.read(ours, 4096)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    os.close(ours)
+    assert b"\r[" in seen
+    assert b"% converting" in seen
+    assert not folder.exists()
+    assert kept(home) == ["lock"]
+
+
 @pytest.mark.parametrize(
     ("after", "quality", "words"),
     [
@@ -337,13 +384,3 @@ def test_what_decides(after: Speed, quality: Quality, words: str | None) -> None
     found = why_not(Tried("", SAME, after, quality))
     assert (found is None) == (words is None)
     assert (words or "") in (found or "")
-
-
-@pytest.mark.usefixtures("taken")
-def test_the_record_tells_what_was_found(small: Path, home: Path) -> None:
-    prepared(small)
-    (record,) = (home / "layouts").glob("*/choice.json")
-    told = json.loads(record.read_text())
-    assert told["circumstances"]["processor"]["name"] == machine.processor().name
-    assert told["circumstances"]["original"]["path"] == str(small)
-    assert set(told["tried"]) == {"type", "sha256", "before", "after", "quality"}
