@@ -43,6 +43,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 class Tried(msgspec.Struct, frozen=True, tag="tried"):
     sha256: str
+    share: float
+    """Of the cores' time that was to be had while it was measured."""
     before: Speed
     after: Speed
     quality: Quality

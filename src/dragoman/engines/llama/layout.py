@@ -6,7 +6,7 @@ Rules
 1. Tried is what llama.cpp has no fast kernels for (`SLOW`), where it is a good part of the model and the new file would
    be at most `MOST_GROWTH` times as large, fit on the disk and into half of the memory. The original stays.
 2. It is taken where it is faster by a clear margin, in nothing much slower, and says nearly the same (`why_not`).
-3. What was found is kept and believed for the same file, processor and llama.cpp.
+3. What was found is kept and believed for the same file, processor and llama.cpp. What a busy machine finds is not.
 4. Only one process tries at a time, others wait for what it finds. The new file appears under its name when it is
    whole, and is used only if every byte is what it was.
 5. Whatever goes wrong, there is the original.
@@ -51,6 +51,8 @@ SPARE_DISK = 256 * 1024 * 1024
 
 LEAST_GAIN, LEAST_SPEED = 1.15, 0.9
 MOST_DIVERGENCE, LEAST_AGREEMENT = 0.02, 0.93
+LEAST_CORES = 0.6
+"""Of their time: on a busier machine nothing can be found out."""
 SILENCE_SECONDS = 300.0
 """After which a trial is given up."""
 VERSION = 1
@@ -169,6 +171,8 @@ class _Shelf:
                 return self._keep(_try(self.place, Path(folder), bar), Path(folder) / MADE, outline, say)
 
     def _keep(self, outcome: Tried | Failed, new: Path, outline: Outline, say: Say) -> Path:
+        if isinstance(outcome, Tried) and outcome.share < LEAST_CORES:
+            outcome = Failed("the machine is too busy to measure anything; the next load tries again", lasting=False)
         if isinstance(outcome, Failed) and not outcome.lasting:
             say(f"{self.original.name} stays {_kinds(outline)}: {outcome.reason}")
             return self.original

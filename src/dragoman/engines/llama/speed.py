@@ -3,6 +3,8 @@
 Rules
 1. The files take turns, so that what else the machine does hits all of them.
 2. The best of several rounds counts: other work only ever makes a round slower.
+3. llama.cpp's threads never rest while it computes. So the part of its cores' time that the process has had tells how
+   much of them others took.
 """
 
 import time
@@ -23,12 +25,15 @@ SECONDS = 3.0
 Progress = Callable[[float], object]
 
 
-def measure(models: Sequence[Model], threads: int, progress: Progress) -> list[Speed]:
+def measure(models: Sequence[Model], threads: int, progress: Progress) -> tuple[list[Speed], float]:
+    """How fast each is, and which part of its cores' time the process has had."""
     contexts = [_context(model, threads) for model in models]
     try:
         for context in contexts:
             _round(context)
-        return _best(contexts, progress)
+        begin, used = time.perf_counter(), time.process_time()
+        best = _best(contexts, progress)
+        return best, (time.process_time() - used) / (time.perf_counter() - begin) / threads
     finally:
         for context in contexts:
             context.close()

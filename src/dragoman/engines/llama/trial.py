@@ -56,9 +56,9 @@ def attempt(original: Path, folder: Path, reporter: _Reporter) -> Tried:
         old, new = Model(original), Model(made)
         undo.callback(old.close)
         undo.callback(new.close)
-        before, after = measure([old, new], threads, reporter.step("measuring", 0.4, 0.8))
+        (before, after), share = measure([old, new], threads, reporter.step("measuring", 0.4, 0.8))
         quality = compare(old, new, threads, reporter.step("comparing", 0.8, 1.0))
-    return Tried(sha256, before, after, quality)
+    return Tried(sha256, share, before, after, quality)
 
 
 def _follow(source: BinaryIO, folder: Path) -> None:
