@@ -18,7 +18,7 @@ serve: $(VENV)/.installed ## serve the built-in model; ARGS="--port 9000" hands 
 	@exec $(BIN)/dragoman serve $(ARGS)
 
 test: lint ## lint, types and all tests
-	@$(BIN)/dragoman pull smollm2
+	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/dragoman pull minilm
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -30,7 +30,7 @@ lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 
 bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, and of replies that are kept to a schema
 	@$(BIN)/python -m bench.frontend $(ARGS)
-	@$(BIN)/dragoman pull smollm2
+	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/python -m bench.constraints $(ARGS)
 	@$(BIN)/python -m bench.engine $(ARGS)
 

@@ -86,7 +86,7 @@ def show(streams: int, pairs: Sequence[tuple[float, float]]) -> None:
 
 
 async def run(rounds: int, tokens: int) -> None:
-    options = LlamaOptions(path=str(sources.fetch("smollm2")), slots=max(STREAMS), context=512)
+    options = LlamaOptions(path=str(sources.fetch("smollm2")), slots=max(STREAMS), context=512, layout="as-is")
     engine = LlamaEngine("smollm2", options)
     await engine.start()
     try:

@@ -202,7 +202,7 @@ def server(name: str) -> Iterator[int]:
         with running([sys.executable, "-m", "bench.llamacpp", *arguments], port, "/health"):
             yield port
         return
-    options = {"source": model, "slots": SLOTS, "context": CONTEXT, "threads": THREADS}
+    options = {"source": model, "slots": SLOTS, "context": CONTEXT, "threads": THREADS, "layout": "as-is"}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "dragoman.json"
         config.write_text(json.dumps({"models": {"smollm2": options}}))

@@ -157,6 +157,14 @@ def test_models_of_flags_replace_the_built_in_one() -> None:
     assert load_settings(None, Flags(models=("smollm2",)), {}).models == (SMOLLM2,)
 
 
+def test_the_layout_of_a_flag_is_that_of_all_models_of_llama_cpp() -> None:
+    as_is = {"layout": "as-is"}
+    assert [model.options for model in load_settings(None, Flags(layout="as-is"), {}).models] == [as_is]
+    text = "models: {a: a.gguf, b: {path: b.gguf, layout: auto, slots: 2}, c: {engine: scripted}}\n"
+    models = load(text, Flags(models=("d=d.gguf",), layout="as-is")).models
+    assert [model.options for model in models] == [as_is, {"layout": "as-is", "slots": 2}, {}, as_is]
+
+
 def test_an_engine_that_is_brought_along() -> None:
     settings = load_settings(None, Flags(aliases=("*=shout",), default="shout"), {}, offered=["shout"])
     assert (settings.models, settings.default) == ((), "shout")
@@ -182,6 +190,7 @@ MISTAKES = {
     "models:\n  smollm2:\n    source: smollm2\n    slots: many": "4: models.smollm2.slots: expected int, got str",
     "models:\n  a:\n    engine: llama\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, "
     "...",
+    "models:\n  a:\n    path: x\n    layout: fast": "4: models.a.layout: invalid enum value 'fast'",
     "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source are the same thing; give one of them",
     "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, or "
     "module:Class for your own",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.errors import ConfigError
-from dragoman.gguf import read_metadata
+from dragoman.gguf import Tensor, read_metadata, read_outline
 
 
 def text(value: str) -> bytes:
@@ -90,3 +90,46 @@ def test_a_real_one(smollm2_path: Path) -> None:
     found = read_metadata(smollm2_path)
     assert (found["general.architecture"], found["llama.context_length"]) == ("llama", 8192)
     assert "<|im_start|>" in str(found["tokenizer.chat_template"])
+
+
+def tensor(name: str, *sizes: int, kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+
+
+def with_tensors(*tensors: bytes, alignment: int = 64, data: int = 256) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 2)
+    head += pair("general.alignment", 4, struct.pack("<I", alignment)) + pair("name", 8, text("x"))
+    head += b"".join(tensors)
+    return head + bytes(-len(head) % 64) + bytes(data)
+
+
+def test_where_everything_is(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    content = with_tensors(tensor("a", 32, 2, kind=3), tensor("b", 4, offset=64))
+    file.write_bytes(content)
+    outline = read_outline(file)
+    assert outline.tensors == (Tensor("a", (32, 2), 3, 0), Tensor("b", (4,), 0, 64))
+    assert [(tensor.elements, tensor.bytes) for tensor in outline.tensors] == [(64, 40), (4, 16)]
+    assert (outline.alignment, outline.data_start) == (64, len(content) - 256)
+    assert content[outline.places["general.alignment"] :][:4] == struct.pack("<I", 64)
+    assert content[outline.pairs_end :].startswith(text("a"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (with_tensors(tensor("a", 32, offset=192)), "cut off"),
+        (with_tensors(tensor("a", 2**62, 2**62)), "cut off"),
+        (with_tensors(tensor("a", 4), data=0), "cut off"),
+        (with_tensors(tensor("a", *[1] * 5)), "the tensor a has 5 dimensions"),
+        (with_tensors(tensor("a")), "the tensor a has 0 dimensions"),
+        (with_tensors(tensor("a", 4), alignment=48), "its alignment is 48"),
+        (with_tensors(tensor("a", 4), alignment=0), "its alignment is 0"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), "cut off"),
+    ],
+)
+def test_tensors_that_cannot_be(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{words}"):
+        read_outline(file)

@@ -90,6 +90,8 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    layout: str | None = None
+    """Of the models that llama.cpp runs."""
 
 
 def load_settings(
@@ -100,6 +102,8 @@ def load_settings(
     models = file.models() | dict(map(_model_flag, flags.models))
     if not models and not offered:
         models = {"smollm2": ModelSpec("smollm2", "llama", "smollm2")}
+    if flags.layout is not None:
+        models = {name: _laid_out(model, flags.layout) for name, model in models.items()}
     aliases = dict(map(_alias_flag, flags.aliases))
     settings = file.settings()
     if flags.port is not None and not 0 <= flags.port <= 65535:
@@ -147,6 +151,12 @@ def _model_flag(flag: str) -> tuple[str, ModelSpec]:
     if not source or not MODEL_NAME.fullmatch(name):
         raise ConfigError(f"--model {flag}: expected NAME=SOURCE, or a built-in name ({', '.join(BUILT_IN)})")
     return name, ModelSpec(name, "llama", source)
+
+
+def _laid_out(model: ModelSpec, layout: str) -> ModelSpec:
+    if model.engine != "llama":
+        return model
+    return msgspec.structs.replace(model, options={**model.options, "layout": layout})
 
 
 def _alias_flag(flag: str) -> tuple[str, str]:

@@ -92,6 +92,11 @@ def test_the_format_is_the_template_s_unless_it_is_configured(folder: Path) -> N
     assert rows["set"]["format"] == "plain"
 
 
+def test_no_layout_is_shown_where_none_was_chosen(folder: Path) -> None:
+    (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, layout: as-is}}\n")
+    assert [row["layout"] for row in listed(folder).values()] == [None, None]
+
+
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_of_a_running_server(tmp_path: Path, scripted: Running, suffix: str) -> None:
     rows = listed(tmp_path, "--url", scripted.url + suffix)

@@ -59,7 +59,8 @@ def with_halves(halves_path: Path) -> "Run":
 def _with_engine(path: Path) -> "Run":
     def run(test: Test, **options_given: Any) -> None:
         async def main() -> None:
-            options = LlamaOptions(**{"path": str(path), "slots": 2, "context": 512, **options_given})
+            given = {"path": str(path), "slots": 2, "context": 512, "layout": "as-is", **options_given}
+            options = LlamaOptions(**given)
             engine = LlamaEngine("smollm2", options)
             await engine.start()
             try:

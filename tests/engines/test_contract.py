@@ -104,7 +104,8 @@ def scripted_in_a_worker(path: Path) -> Engine:
 
 
 def llama_in_a_worker(path: Path) -> Engine:
-    return WorkerEngine("llama", "smollm2", {"path": str(path), "context": CONTEXT, "slots": SLOTS})
+    options = {"path": str(path), "context": CONTEXT, "slots": SLOTS, "layout": "as-is"}
+    return WorkerEngine("llama", "smollm2", options)
 
 
 SUBJECTS: dict[str, tuple[Callable[[Path], Engine], type[DragomanError]]] = {

@@ -423,7 +423,8 @@ def test_markers_that_are_control_tokens_are_shown(with_engine: Run) -> None:
 
 
 def test_a_format_that_nobody_knows_is_the_operators_mistake(smollm2_path: Path) -> None:
-    engine = LlamaEngine("smollm2", LlamaOptions(path=str(smollm2_path), format="klingon", context=64, slots=1))
+    options = LlamaOptions(path=str(smollm2_path), format="klingon", context=64, slots=1, layout="as-is")
+    engine = LlamaEngine("smollm2", options)
     with pytest.raises(ConfigError, match=r"klingon.*hermes"):
         asyncio.run(engine.start())
 
@@ -431,7 +432,8 @@ def test_a_format_that_nobody_knows_is_the_operators_mistake(smollm2_path: Path)
 @pytest.mark.parametrize("kind", ["llama3", "pythonic", "qwen_xml", "mistral_array", "glm"])
 def test_calls_in_the_syntax_of_any_format(smollm2_path: Path, kind: str) -> None:
     async def main() -> None:
-        engine = LlamaEngine("smollm2", LlamaOptions(path=str(smollm2_path), format=kind, context=512, slots=1))
+        options = LlamaOptions(path=str(smollm2_path), format=kind, context=512, slots=1, layout="as-is")
+        engine = LlamaEngine("smollm2", options)
         await engine.start()
         try:
             choice = ToolChoice("required", parallel=False)

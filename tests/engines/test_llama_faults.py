@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from dragoman.conversation import Sampling
-from dragoman.engines.llama import engine as engine_module
+from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Model
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions, _cache_sequences
 from dragoman.errors import ConfigError, EngineFailed
 from tests.engines.running import (
     GREEDY,
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(tmp_path: Path, content:
 
 @pytest.mark.parametrize("context", [2**28, 2**40])
 def test_a_context_that_does_not_fit_is_refused(smollm2_path: Path, context: int) -> None:
-    engine = LlamaEngine("large", LlamaOptions(path=str(smollm2_path), context=context))
+    engine = LlamaEngine("large", LlamaOptions(path=str(smollm2_path), context=context, layout="as-is"))
     with pytest.raises(ConfigError, match="lower context or slots"):
         asyncio.run(engine.start())
 
@@ -150,8 +150,8 @@ def test_a_containers_limit_is_the_memory_there_is(
     path = tmp_path / "memory.max"
     if limit is not None:
         path.write_text(limit)
-    monkeypatch.setattr(engine_module, "MEMORY_LIMIT", path)
-    engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1))
+    monkeypatch.setattr(machine, "MEMORY_LIMIT", path)
+    engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1, layout="as-is"))
 
     async def start() -> None:
         await engine.start()
@@ -193,11 +193,11 @@ def test_the_cache_is_as_large_as_the_memory_allows(
 ) -> None:
     model = Model(smollm2_path)
     assert model.state_bytes == 23040
-    monkeypatch.setattr(engine_module, "_memory", lambda: memory)
+    monkeypatch.setattr(machine, "memory", lambda: memory)
     options = LlamaOptions(path=str(smollm2_path), slots=4)
-    assert engine_module._cache_sequences(model, options, 64) == kept
+    assert _cache_sequences(model, options, 64) == kept
     asked = msgspec.structs.replace(options, cache_sequences=3)
-    assert engine_module._cache_sequences(model, asked, 64) == 3
+    assert _cache_sequences(model, asked, 64) == 3
     model.close()
 
 

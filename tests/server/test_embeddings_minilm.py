@@ -26,7 +26,7 @@ TEXTS = ["How do I reset my password?", "I forgot my login and need a new one.",
 def server(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, smollm2_path: Path) -> Iterator[Running]:
     config = {
         "models": {
-            "smollm2": {"source": str(smollm2_path), "context": 1024, "slots": 2},
+            "smollm2": {"source": str(smollm2_path), "context": 1024, "slots": 2, "layout": "as-is"},
             "minilm": {"source": str(minilm_path)},
         },
         "aliases": {"text-embedding-*": "minilm"},

@@ -31,7 +31,7 @@ def asking(folder: Path, config: dict[str, Any]) -> Iterator[Asking]:
 
 
 def offering(path: Path, **options: Any) -> dict[str, Any]:
-    return {"models": {"smollm2": {"source": str(path), **options}}}
+    return {"models": {"smollm2": {"source": str(path), "layout": "as-is", **options}}}
 
 
 @pytest.fixture(scope="module")

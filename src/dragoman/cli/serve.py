@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dragoman import sources
+from dragoman.cli import layout
 from dragoman.config import Flags, Settings, load_settings
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
@@ -63,6 +64,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--strict", action="store_true", help="refuse parameters that a model cannot honour")
     parser.add_argument("--event-log", metavar="FILE", help="append one JSON line per request to this file")
+    layout.add(parser, "GGUF models")
     parser.set_defaults(run=run)
 
 
@@ -100,6 +102,7 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         api_keys=arguments.api_key,
         strict=arguments.strict,
         event_log=arguments.event_log,
+        layout=arguments.layout,
     )
     offered = [model.name for engine in engines for model in engine.models()]
     if engines and not offered:
@@ -117,6 +120,8 @@ def _fetch_models(settings: Settings) -> None:
     for model in settings.models:
         if model.source is not None:
             try:
-                sources.fetch(model.source, lambda words: print(words, file=sys.stderr, flush=True))
+                path = sources.fetch(model.source, lambda words: print(words, file=sys.stderr, flush=True))
             except ConfigError as error:
                 raise ConfigError(f"model {model.name}: {error}") from error
+            if model.engine == "llama" and model.options.get("layout", "auto") == "auto":
+                layout.prepare(path)

@@ -11,4 +11,12 @@ radix       who holds which beginning of a text: pure
 sampling    from logits to a token, and log probabilities
 binding     a model, its decoder, its samplers
 library     the C functions
+machine     cores, memory, processor
+
+layout      which file is loaded: the original, or one with weights that are faster here
+trial       the process that makes the other file and tries it
+requantise  the other file
+speed       how fast both are
+quality     how close it stays
+findings    what a trial tells
 """

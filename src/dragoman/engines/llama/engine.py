@@ -10,8 +10,6 @@ looks ahead does nothing else.
 import asyncio
 import contextlib
 import logging
-import math
-import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -24,10 +22,12 @@ from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
+from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake, detokenize, tokenize
+from dragoman.engines.llama.layout import Layout, prepared
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
 from dragoman.engines.llama.turns import Turns
@@ -38,9 +38,6 @@ from dragoman.formats import detect, named
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
 
-MAX_DEFAULT_THREADS = 16
-"""Decoding is bound by memory: more threads rarely help, and on machines with many cores they hurt."""
-
 DEFAULT_MEMORY_SHARE = 0.25
 """How much of the machine's memory the slots may take where the configuration does not say their size."""
 LEAST_DEFAULT_CONTEXT = 4096
@@ -48,8 +45,6 @@ MOST_DEFAULT_WHOLE = 2048
 """Tokens of a text that goes in whole: the memory for it grows with their square."""
 EMBEDDED_AT_ONCE = 16
 """Texts."""
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""A container's limit, which is often far below the machine's memory."""
 
 VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
 FEATURES = VECTOR_FEATURES | frozenset(
@@ -89,6 +84,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     are the same whoever else is being answered, nearly to the bit."""
     gap_ms: Count = 150
     """How long somebody who is being answered may wait for the next token while prompts are taken in."""
+    layout: Layout = "auto"
+    """Whether another layout of the weights may be used where it is faster here."""
 
 
 class _Loaded(msgspec.Struct, frozen=True):
@@ -227,7 +224,7 @@ def _load(
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     with contextlib.ExitStack() as undo:
-        model = Model(path)
+        model = Model(prepared(path) if options.layout == "auto" else path)
         undo.callback(model.close)
         if not model.generates:
             raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
@@ -246,7 +243,7 @@ def _load(
             length=length,
             rows=options.batch + options.slots,
             outputs=MAX_PROMPT_OUTPUTS + options.slots,
-            threads=options.threads or _default_threads(),
+            threads=options.threads or machine.threads(),
             flash_attention=options.flash_attention,
         )
         undo.callback(context.close)
@@ -306,7 +303,7 @@ def _vector_context(model: Model, options: LlamaOptions, length: int, rows: int)
         length=length,
         rows=rows,
         outputs=rows,
-        threads=options.threads or _default_threads(),
+        threads=options.threads or machine.threads(),
         vectors=True,
     )
 
@@ -329,24 +326,24 @@ def _cache_sequences(model: Model, options: LlamaOptions, length: int) -> int:
         if options.cache_sequences > room:
             raise ConfigError(f"llama: slots and cache_sequences together must be at most {MAX_SEQUENCES}")
         return options.cache_sequences
-    fitting = _memory() * DEFAULT_MEMORY_SHARE / (length * model.state_bytes) - options.slots
+    fitting = machine.memory() * DEFAULT_MEMORY_SHARE / (length * model.state_bytes) - options.slots
     return int(max(min(options.slots, fitting, room), 0))
 
 
 def _check_memory(model: Model, slots: int, cached: int, length: int) -> None:
     """llama.cpp would try, and the system would kill the process."""
     needed = (slots + cached) * length * model.state_bytes
-    if needed > _memory() and not model.forgets:
+    if needed > machine.memory() and not model.forgets:
         kept = f" and {cached} cache_sequences" if cached else ""
         raise ConfigError(
             f"llama: {slots} slots{kept} of {length} tokens need {needed / 1e9:.0f} GB of memory, "
-            f"there are {_memory() / 1e9:.0f}: lower context or slots{' or cache_sequences' if cached else ''}"
+            f"there are {machine.memory() / 1e9:.0f}: lower context or slots{' or cache_sequences' if cached else ''}"
         )
 
 
 def _default_context(model: Model, slots: int) -> int:
     length = model.trained_context
-    room = _memory() * DEFAULT_MEMORY_SHARE / (slots * model.state_bytes)
+    room = machine.memory() * DEFAULT_MEMORY_SHARE / (slots * model.state_bytes)
     while length > max(room, LEAST_DEFAULT_CONTEXT):
         length //= 2
     if length < model.trained_context:
@@ -355,28 +352,6 @@ def _default_context(model: Model, slots: int) -> int:
             *(slots, model.trained_context, length),
         )
     return length
-
-
-def _memory() -> float:
-    """Bytes of memory that the process may have; infinite where the system does not say."""
-    try:
-        machine: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        machine = math.inf
-    return min(machine, _container_limit())
-
-
-def _container_limit() -> float:
-    try:
-        return int(MEMORY_LIMIT.read_text())
-    except (OSError, ValueError):
-        # No control groups of version 2 here, or "max".
-        return math.inf
-
-
-def _default_threads() -> int:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, MAX_DEFAULT_THREADS)
 
 
 def _warm_up(context: Context, rows: int) -> None:
