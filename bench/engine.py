@@ -6,10 +6,14 @@ The same model file, slots, context and threads for both, the same requests by t
 `xllamacpp.Server` (bench/llamacpp.py), once as it is and once with n_batch 256; the better one of the two counts, for
 each figure. Servers take turns; medians of the rounds are shown.
 
-    shared         16 at once: 1,200 tokens in common, 20 of their own, 32 new
-    conversations  8 of 6 turns each, interleaved; each turn's prompt is all that was said before and something new
-    one, eight     streams of a short prompt each, 64 new tokens
-    arrival        a prompt of 1,200 tokens arrives while another stream decodes
+    shared            16 at once: 1,200 tokens in common, 20 of their own, 32 new
+    conversations     8 of 6 turns each, interleaved; each turn's prompt is all that was said before and something new
+    one, eight, many  1, 8 and 32 streams of a short prompt each, 64 new tokens; also with `layout: auto`, and the
+                      tokens after the first ones also against the bare loop (bench/bare.py)
+    arrival           a prompt of 1,200 tokens arrives while another stream decodes
+    cancel            how long until a slot is free whose request, being decoded or taken in, is not wanted any more
+
+What a schema costs is in bench/constraints.py.
 """
 
 import argparse
@@ -32,9 +36,10 @@ import httpx
 from bench.frontend import free_port
 from dragoman import sources
 
-SLOTS, CONTEXT = 16, 2048
+SLOTS, CONTEXT = 32, 2048
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-OURS, PEER, PEER_256 = "dragoman", "llama.cpp", "llama.cpp, n_batch 256"
+OURS, AUTO, ONE_SLOT, BARE = "dragoman", "dragoman, layout auto", "dragoman, one slot", "bare loop"
+PEER, PEER_256 = "llama.cpp", "llama.cpp, n_batch 256"
 TOKENS = range(1000, 20000)
 """Ordinary words of SmolLM2's vocabulary."""
 
@@ -126,8 +131,11 @@ async def conversations(client: Client, size: Size) -> Figures:
 
 async def streams(client: Client, size: Size, count: int) -> Figures:
     begun = time.perf_counter()
-    await asyncio.gather(*(client.ask(client.tokens(12), size.stream) for _ in range(count)))
-    return {"tokens/s": count * size.stream / (time.perf_counter() - begun)}
+    answers = await asyncio.gather(*(client.ask(client.tokens(12), size.stream) for _ in range(count)))
+    done = time.perf_counter()
+    first = max(answer.arrivals[0] for answer in answers)
+    later = sum(arrival > first for answer in answers for arrival in answer.arrivals)
+    return {TOKENS_A_SECOND: count * size.stream / (done - begun), DECODED: later / (done - first)}
 
 
 async def one(client: Client, size: Size) -> Figures:
@@ -136,6 +144,27 @@ async def one(client: Client, size: Size) -> Figures:
 
 async def eight(client: Client, size: Size) -> Figures:
     return await streams(client, size, 8)
+
+
+async def many(client: Client, size: Size) -> Figures:
+    return await streams(client, size, 32)
+
+
+async def cancel(client: Client, size: Size) -> Figures:
+    """There is one slot: as soon as it is free, the next in line has its first token."""
+    alone = (await client.ask(client.tokens(12), 1)).first
+    found = {}
+    for what, prompt, wait in (("decoding", 12, 0.5), ("taken in", size.shared, 0.3)):
+        leaving = asyncio.create_task(client.ask(client.tokens(prompt), 1000))
+        await asyncio.sleep(wait)
+        queued = asyncio.create_task(client.ask(client.tokens(12), 1000))
+        following = asyncio.create_task(client.ask(client.tokens(12), 1))
+        await asyncio.sleep(0.1)
+        queued.cancel()
+        leaving.cancel()
+        left = time.perf_counter()
+        found[f"{what}: free after, s"] = (await following).arrivals[0] - left - alone
+    return found
 
 
 async def arrival(client: Client, size: Size) -> Figures:
@@ -155,16 +184,23 @@ WORKLOADS: dict[str, Callable[[Client, Size], Awaitable[Figures]]] = {
     "conversations": conversations,
     "one": one,
     "eight": eight,
+    "many": many,
     "arrival": arrival,
+    "cancel": cancel,
 }
+TOKENS_A_SECOND, DECODED = "tokens/s", "decoded tokens/s"
+STREAMS = {"one": 1, "eight": 8, "many": 32}
 TARGETS = {
     ("shared", "all done, s"): "at most 0.17",
     ("shared", "first token p50, s"): "at most 0.14",
     ("conversations", "all done, s"): "at most 0.7",
-    ("one", "tokens/s"): "at least 1.0",
-    ("eight", "tokens/s"): "at least 1.1",
+    ("one", TOKENS_A_SECOND): "at least 1.0",
+    ("eight", TOKENS_A_SECOND): "at least 1.1",
+    ("many", TOKENS_A_SECOND): "at least 1.1",
     ("arrival", "worst gap, s"): "at most 0.3 s",
     ("arrival", "prefill beside / alone"): "ours at most 1.2",
+    ("cancel", "decoding: free after, s"): "ours at most 0.2 s",
+    ("cancel", "taken in: free after, s"): "ours at most 0.2 s",
 }
 
 
@@ -197,12 +233,13 @@ def _healthy(port: int, path: str) -> bool:
 @contextmanager
 def server(name: str) -> Iterator[int]:
     port, model = free_port(), str(sources.fetch("smollm2"))
-    if name != OURS:
+    if name in (PEER, PEER_256):
         arguments = [str(port), model, str(SLOTS), str(CONTEXT), str(THREADS), *(["256"] if name == PEER_256 else [])]
         with running([sys.executable, "-m", "bench.llamacpp", *arguments], port, "/health"):
             yield port
         return
-    options = {"source": model, "slots": SLOTS, "context": CONTEXT, "threads": THREADS, "layout": "as-is"}
+    options = {"source": model, "slots": 1 if name == ONE_SLOT else SLOTS, "context": CONTEXT, "threads": THREADS}
+    options["layout"] = "auto" if name == AUTO else "as-is"
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "dragoman.json"
         config.write_text(json.dumps({"models": {"smollm2": options}}))
@@ -226,25 +263,58 @@ Results = dict[tuple[str, str], dict[str, list[float]]]
 
 def run(workloads: Sequence[str], rounds: int, size: Size) -> Results:
     results: Results = {}
+
+    def note(workload: str, name: str, figures: Figures) -> None:
+        for figure, value in figures.items():
+            results.setdefault((workload, figure), {}).setdefault(name, []).append(value)
+
     for at in range(rounds):
-        for name in (OURS, PEER, PEER_256):
+        for name in (OURS, AUTO, PEER, PEER_256, ONE_SLOT):
+            if not (chosen := [workload for workload in workloads if name in measured_by(workload)]):
+                continue
             with server(name) as port:
-                for workload in workloads:
-                    for figure, value in asyncio.run(measure(port, workload, at, size)).items():
-                        results.setdefault((workload, figure), {}).setdefault(name, []).append(value)
+                for workload in chosen:
+                    note(workload, name, asyncio.run(measure(port, workload, at, size)))
+        for workload, speed in bare([workload for workload in workloads if workload in STREAMS], size).items():
+            note(workload, BARE, {DECODED: speed})
     return results
 
 
+def measured_by(workload: str) -> Sequence[str]:
+    if workload == "cancel":
+        return (ONE_SLOT,)
+    return (OURS, AUTO, PEER, PEER_256) if workload in STREAMS else (OURS, PEER, PEER_256)
+
+
+def bare(workloads: Sequence[str], size: Size) -> Mapping[str, float]:
+    if not workloads:
+        return {}
+    counts = [str(STREAMS[workload]) for workload in workloads]
+    command = [sys.executable, "-m", "bench.bare", str(sources.fetch("smollm2")), str(THREADS), str(size.stream)]
+    told = subprocess.run([*command, *counts], check=True, capture_output=True, text=True).stdout
+    return dict(zip(workloads, map(float, told.split()), strict=True))
+
+
 def show(results: Results) -> None:
-    print(f"{'':42}{'ours':>9}{'peer':>9}{'ratio':>8}   target of the ratio where nothing else is said")
+    print(f"{'':46}{'ours':>9}{'other':>9}{'ratio':>8}   target of the ratio where nothing else is said")
     for (workload, figure), values in results.items():
         medians = {name: statistics.median(found) for name, found in values.items()}
-        better = max if figure == "tokens/s" else min
-        best = better((PEER, PEER_256), key=lambda name: medians[name])
-        ours, peer = medians[OURS], medians[best]
-        which = "" if best == PEER else ", the peer with n_batch 256"
-        target = TARGETS[workload, figure]
-        print(f"{workload:16}{figure:26}{ours:9.2f}{peer:9.2f}{ours / peer:8.2f}   {target}{which}")
+        for ours, others, target in comparisons(workload, figure):
+            better = max if figure in (TOKENS_A_SECOND, DECODED) else min
+            best = better(others, key=medians.__getitem__) if others else None
+            against = f"{medians[best]:9.2f}{medians[ours] / medians[best]:8.2f}" if best else " " * 17
+            names = " / ".join(name for name in (ours, best) if name)
+            print(f"{workload:16}{figure:30}{medians[ours]:9.2f}{against}   {target} ({names})")
+
+
+def comparisons(workload: str, figure: str) -> Sequence[tuple[str, Sequence[str], str]]:
+    """Whose figure is held against whose, and what the ratio ought to be."""
+    if workload == "cancel":
+        return [(ONE_SLOT, (), TARGETS[workload, figure])]
+    if figure == DECODED:
+        return [(OURS, (BARE,), "at least 0.93")]
+    found = [(OURS, (PEER, PEER_256), TARGETS[workload, figure])]
+    return [*found, (AUTO, (PEER, PEER_256), "at least 1.4")] if workload in STREAMS else found
 
 
 def main() -> None:
