@@ -11,7 +11,7 @@ import pytest
 
 from dragoman.conversation import Sampling
 from dragoman.engines.llama import machine
-from dragoman.engines.llama.binding import Model
+from dragoman.engines.llama.binding import ABORTED, Model
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions, _cache_sequences
 from dragoman.errors import ConfigError, EngineFailed
 from tests.engines.running import (
@@ -45,6 +45,49 @@ def test_a_decode_that_fails_fails_only_the_jobs_concerned(with_engine: Run) -> 
         assert isinstance(bad, EngineFailed)
         assert "code 1" in bad.message
         await idle(engine)
+
+    with_engine(test)
+
+
+def test_a_decode_for_nobody_is_broken_off(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.loaded is not None
+        context = engine.loaded.context
+        decode, codes = context.decode, []
+
+        def noting(tokens: Sequence[int], *rest: Any) -> int:
+            codes.append(decode(tokens, *rest))
+            return codes[-1]
+
+        expected = await collect(engine, completion())
+        context.decode = noting  # type: ignore[method-assign,assignment]
+        engine.loaded.runner.alone.least = engine.loaded.runner.alone.chunk = 512
+        prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 600)))))
+        async with asyncio.timeout(5):
+            while engine.loaded.runner.sole is None:  # noqa: ASYNC110  (it becomes so in another thread)
+                await asyncio.sleep(0.001)
+        prefilling.cancel()
+        await idle(engine)
+        assert codes == [ABORTED]
+        assert (await collect(engine, completion())).tokens == expected.tokens
+
+    with_engine(test, context=1024)
+
+
+def test_a_decode_that_was_broken_off_by_mistake_is_done_again(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.loaded is not None
+        context = engine.loaded.context
+        decode, seen = context.decode, 0
+
+        def aborting(tokens: Sequence[int], *rest: Any) -> int:
+            nonlocal seen
+            seen += 1
+            return ABORTED if seen % 2 else decode(tokens, *rest)
+
+        expected = await collect(engine, completion())
+        context.decode = aborting  # type: ignore[method-assign,assignment]
+        assert (await collect(engine, completion())).tokens == expected.tokens
 
     with_engine(test)
 

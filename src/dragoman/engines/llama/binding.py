@@ -22,6 +22,9 @@ MAX_SEQUENCES = 256
 TOKENIZED_AT_ONCE = 4096
 """Characters."""
 
+ABORTED = 2
+"""What `decode` says when it was told to stop."""
+
 Logits = NDArray[np.float32]
 Vectors = NDArray[np.float32]
 
@@ -272,6 +275,11 @@ class Context:
             raise ConfigError("llama: this model keeps nothing of a text in memory: it makes embeddings, not text")
         self.length: int = c.llama_n_ctx_seq(self.handle)
         self._allocate(rows)
+        # llama.cpp asks now and then whether to go on. A function of the C library that reads a digit can be asked in
+        # the midst of computing, when nothing of Python can.
+        self._abort = ctypes.create_string_buffer(b"0")
+        asked = ctypes.cast(ctypes.CDLL(None).atoi, ctypes.c_void_p)
+        c.llama_set_abort_callback(self.handle, asked, ctypes.addressof(self._abort))
 
     def _allocate(self, rows: int) -> None:
         self.tokens = np.zeros(rows, dtype=np.int32)
@@ -292,7 +300,8 @@ class Context:
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[bool]
     ) -> int:
-        """Work off one batch; 0 is success, 1 no room in the memory, anything else a failure."""
+        """Work off one batch; 0 is success, 1 no room in the memory, ABORTED what it says, anything else a failure."""
+        self._abort.value = b"0"
         rows = len(tokens)
         self.tokens[:rows] = tokens
         self.positions[:rows] = positions
@@ -302,6 +311,10 @@ class Context:
         run = self.library.llama_decode if self.memory else self.library.llama_encode
         code: int = run(self.handle, self.batch)
         return code
+
+    def abort(self) -> None:
+        """End the decode that another thread is in; what of it is in memory then, nobody knows."""
+        self._abort.value = b"1"
 
     def vectors(self, rows: int) -> Vectors:
         """Those of the first rows of the last batch, all of which asked for them: a view, until the next one."""

@@ -108,6 +108,7 @@ _LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
 # name: (result, *arguments)
 _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "llama_backend_init": (None,),
+    "llama_set_abort_callback": (None, c_void_p, c_void_p, c_void_p),
     "llama_log_set": (None, _LogCallback, c_void_p),
     "llama_model_default_params": (_ModelParams,),
     "llama_context_default_params": (_ContextParams,),

@@ -10,7 +10,8 @@
 Rules
 1. While somebody decodes, a step lasts about as long as the gap that is wanted between two tokens, whatever is being
    prefilled. While nobody does, it is as long as full speed needs and as cancellations and new prompts may wait.
-2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
+2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. One that is for a single job is
+   broken off when the job is not wanted any more.
 3. A grammar that fails, fails its own job.
 4. A step is computed when it is its turn: others may compute with the same model.
 5. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dragoman.constrain.compiled import Guide
-from dragoman.engines.llama.binding import Context
+from dragoman.engines.llama.binding import ABORTED, Context
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy
@@ -87,6 +88,8 @@ class Runner:
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
         self.live: dict[int, Generation] = {}
+        self.sole: Generation | None = None
+        """The only one for whom the decode at hand is done."""
         self.commands: queue.SimpleQueue[Generation | _Cancel | None] = queue.SimpleQueue()
         self.closed = False
         self.stopping = False
@@ -108,6 +111,8 @@ class Runner:
 
     def cancel(self, generation: Generation) -> None:
         self.commands.put(_Cancel(generation))
+        if self.sole is generation:
+            self.context.abort()
 
     def close(self) -> None:
         """Take no more jobs, and fail those at hand."""
@@ -159,7 +164,9 @@ class Runner:
             return
         begun = time.monotonic()
         code = self._decode(plan.chunks)
-        if code:
+        if code == ABORTED:
+            self._take_back(plan.chunks)
+        elif code:
             self._decode_alone(plan.chunks, code)
         else:
             pace.took(plan.prefill_rows, time.monotonic() - begun)
@@ -175,12 +182,14 @@ class Runner:
 
     def _decode(self, chunks: Sequence[Chunk]) -> int:
         masks = self._begin_masks(chunks)
+        self.sole = self.live[chunks[0].job] if len(chunks) == 1 else None
         code = self.context.decode(
             [token for chunk in chunks for token in chunk.tokens],
             [chunk.start + at for chunk in chunks for at in range(len(chunk.tokens))],
             [chunk.sequence for chunk in chunks for _ in chunk.tokens],
             [at >= len(chunk.tokens) - chunk.outputs for chunk in chunks for at in range(len(chunk.tokens))],
         )
+        self.sole = None
         if masks is not None:
             masks.result()
         if code:
@@ -195,6 +204,14 @@ class Runner:
         """Decoding takes long and needs nothing of Python: masks are found in its shadow."""
         guides = [guide for chunk in chunks if (guide := self.live[chunk.job].guide) is not None and guide.stale]
         return self.masks.submit(_compute, guides) if guides else None
+
+    def _take_back(self, chunks: Sequence[Chunk]) -> None:
+        """As if they had not been planned; whoever broke the decode off may have meant the one before."""
+        for chunk in chunks:
+            if self.context.trim(chunk.sequence, chunk.start):
+                self.scheduler.undone(chunk)
+            else:
+                self._fail(self.live[chunk.job], EngineFailed("the model could not be run any further"))
 
     def _decode_alone(self, chunks: Sequence[Chunk], code: int) -> None:
         log.warning("a decode of %d jobs failed with code %d; trying one by one", len(chunks), code)

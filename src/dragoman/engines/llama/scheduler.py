@@ -19,7 +19,7 @@ Rules
    prompt passes a long one.
 6. A job that wants the logits of every prompt row takes nothing from others; a plan has at most MAX_PROMPT_OUTPUTS such
    rows.
-7. Each chunk of a plan is answered by `decoded` or by `end` of its job before the next plan.
+7. Each chunk of a plan is answered by `decoded`, `undone` or `end` of its job before the next plan.
 8. `end` works in every state. What the job computed stays for others, unless a decode of it failed: then nobody knows
    what is in memory.
 9. Only a job that has a seat is followed, and only for WORTH tokens or more that are in memory nowhere. One that has a
@@ -122,6 +122,10 @@ class Scheduler:
         slot.sampled = None
         if slot.missing <= 0:
             self.promised.drop(chunk.job)
+
+    def undone(self, chunk: Chunk) -> None:
+        """The chunk's rows are not in memory, and have to be planned again."""
+        self.in_flight.pop(chunk.job, None)
 
     def sampled(self, job: int, token: int) -> None:
         """The job goes on with `token`."""
