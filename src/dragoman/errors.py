@@ -58,6 +58,8 @@ class DragomanError(Exception):
         self.param = param
         self.retry_after = retry_after
         self.answered: Answered | None = None
+        self.arrived: tuple[Part, ...] = ()
+        """What a client had read of a reply before this happened."""
 
 
 class BadRequest(DragomanError):
@@ -206,12 +208,11 @@ class ServerFailed(DragomanError):
 
 
 class BadAnswer(DragomanError):
-    """What a server sent is not what its API says. `arrived` is what could be read before."""
+    """What a server sent is not what its API says."""
 
     status = 502
     type = "server_error"
     code = "bad_answer"
-    arrived: "tuple[Part, ...]" = ()
 
 
 class StreamCutOff(BadAnswer):

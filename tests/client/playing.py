@@ -31,7 +31,9 @@ def play(
     exchange = Exchange(PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=numbered())
     exchange.head(status, headers or {})
     events = [event for piece in pieces for event in exchange.feed(piece)]
-    return events + exchange.end()
+    for last in exchange.end():
+        events += last
+    return events
 
 
 def outcome(protocol: str, pieces: Sequence[bytes]) -> object:

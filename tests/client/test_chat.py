@@ -195,7 +195,8 @@ HALF = frames(delta(content="Hel"))
     [
         (HALF, StreamCutOff),
         (HALF + b"data: [DONE]\n\n", StreamCutOff),
-        (HALF + b'data: {"choices": [{"del', BadAnswer),
+        (HALF + b'data: {"choices": [{"del', StreamCutOff),
+        (HALF + b'data: {"choices": [{"del\n\n', BadAnswer),
         (HALF + frames({"error": {"message": "boom", "type": "server_error"}}), ServerFailed),
         (HALF + frames({"error": "boom"}, "[DONE]"), ServerFailed),
         (HALF + b'event: error\ndata: {"message": "boom"}\n\n', ServerFailed),

@@ -6,6 +6,10 @@
       draft, calls, usage           a reply, its tool calls and its counts, put together from what servers send
     wording     errors, recognised by the words of many servers
     retry       whether to ask again, and when
+    talk        which calls to try, and what to make of the answers: all that both clients do between two reads
+      address, listing, options     where a server is; models, vectors, counts; what callers may say
+      schema, loop                  Python types and functions as JSON schemas; the loop that calls functions
+    sync, asynchronous              `Client` and `AsyncClient`: httpx and nothing else, by way of `transport`
 
 Whoever brings the bytes uses `exchange.Exchange`, `wording` and `retry`, and nothing else: see the top of `exchange`.
 Everything here works on the values of `conversation` and `events`.

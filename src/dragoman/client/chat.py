@@ -156,6 +156,10 @@ class Reader:
     def knows_end(self) -> bool:
         return self._draft.reason is not None
 
+    def take(self) -> list[Event]:
+        """Events that were ready when something went wrong."""
+        return self._draft.take()
+
     def frame(self, frame: Frame) -> list[Event]:
         data = frame.data.strip()
         if data == DONE:

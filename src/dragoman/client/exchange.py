@@ -3,13 +3,14 @@
     exchange = Exchange(PROTOCOLS["chat"], request, stream=True)
     send exchange.body as JSON to the API's address + exchange.path
     exchange.head(status, headers)
-    for data in what comes back:  for event in exchange.feed(data): …
-    for event in exchange.end(): …
+    for data in what comes back, until exchange.finished:  events = exchange.feed(data) …
+    for events in exchange.end(): …
 
 Rules
-1. `feed` and `end` give the events of one reply, from `Started` to `Finished`, or raise one of `errors`. Nothing
-   follows `Finished`; `finished` tells that it has come, and the rest of the answer need not be read.
-2. A status that is no success raises at `end`, when all that the server says has been read.
+1. `feed` and `end` give the events of one reply, from `Started` to `Finished`; nothing follows that. Once `finished` is
+   true the rest of the answer need not be read, and `end` can be called.
+2. Only `end` raises, one of `errors`, after all events that came before the failure have been given. So does a status
+   that is no success.
 3. What the answer is, a stream or a JSON body, is seen in its first character, whatever was asked for and whatever the
    headers say.
 4. `end` of a stream that is not complete raises `StreamCutOff`; so does `broken`, which says that the connection is
@@ -17,7 +18,7 @@ Rules
 5. However the bytes are cut, the events are the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +26,7 @@ import msgspec
 from dragoman.client import chat, messages, reading, responses, saying, wording
 from dragoman.client.calls import NewId, new_id
 from dragoman.conversation import GenerationRequest
-from dragoman.errors import BadAnswer, DragomanError, StreamCutOff, Unreachable
+from dragoman.errors import BadAnswer, DragomanError, StreamCutOff
 from dragoman.events import Event
 from dragoman.sse import Decoder, Frame, FrameTooLong
 
@@ -44,6 +45,8 @@ class Reader(Protocol):
     @property
     def knows_end(self) -> bool:
         """Whether nothing that matters is still to come."""
+
+    def take(self) -> list[Event]: ...
 
     def frame(self, frame: Frame) -> list[Event]: ...
 
@@ -90,6 +93,7 @@ class Exchange:
         self._reader = protocol.reader(make_id, check_calls)
         self._status = 200
         self._headers: Mapping[str, str] = {}
+        self._failure: DragomanError | None = None
         self._frames: Decoder | None = None
         self._whole = bytearray()
         self._is_whole = False
@@ -97,7 +101,8 @@ class Exchange:
 
     @property
     def finished(self) -> bool:
-        return self._reader.finished
+        """Whether the reply is complete, or has failed."""
+        return self._reader.finished or self._failure is not None
 
     @property
     def is_error(self) -> bool:
@@ -119,39 +124,30 @@ class Exchange:
             return self._begin()
         most = MOST_ERROR_BYTES if self.is_error else MOST_BYTES
         if len(self._whole) > most:
-            if self.is_error:
-                raise wording.of_response(self._status, self._headers, bytes(self._whole))
-            raise BadAnswer(f"the answer has more than {most} bytes")
+            self._failure = BadAnswer(f"the answer has more than {most} bytes")
         return []
 
-    def end(self) -> list[Event]:
+    def end(self) -> Iterator[list[Event]]:
+        """The answer has come to its end, or nobody wants more of it."""
         if self.is_error:
             raise wording.of_response(self._status, self._headers, bytes(self._whole))
-        if self.finished:
-            return []
-        if self._frames is not None:
-            events = self._read(self._frames.end)
-            return events if self.finished else [*events, *self._reader.end()]
-        if not self._whole.strip(BLANK):
-            raise BadAnswer("the server answered without a word")
-        body = reading.parse_object(bytes(self._whole.lstrip(BLANK)))
-        error = wording.of_frame(body, "", self._whole.decode("utf-8", "replace"), self.request_id)
-        if error is not None:
-            raise error
-        return self._reader.whole(body)
+        if not self.finished:
+            if self._frames is None:
+                yield self._read_whole()
+            else:
+                yield self._read_last(self._frames)
+        if not self.finished:
+            yield self._attempt(self._reader.end)
+        if self._failure is not None:
+            raise self._failure
 
-    def broken(self, why: str) -> list[Event]:
+    def broken(self, why: str) -> Iterator[list[Event]]:
         """The connection is lost, after the head of the answer has come."""
-        if self.is_error:
-            raise wording.of_response(self._status, self._headers, bytes(self._whole))
-        if self.finished:
-            return []
-        if self._frames is not None and self._reader.knows_end:
-            return self._reader.end()
-        raise self._lost(why)
-
-    def _lost(self, why: str) -> DragomanError:
-        return StreamCutOff(f"the connection was lost before the reply was complete: {why}")
+        if self._frames is not None and not self.finished and self._reader.knows_end:
+            yield self._attempt(self._reader.end)
+        elif not self.is_error and not self.finished:
+            self._failure = StreamCutOff(f"the connection was lost before the reply was complete: {why}")
+        yield from self.end()
 
     def _begin(self) -> list[Event]:
         """Looks at the first character: JSON begins with a bracket, as does a page, and a stream with a word."""
@@ -170,11 +166,37 @@ class Exchange:
         events: list[Event] = []
         try:
             for frame in decode(*data):
-                events += self._reader.frame(frame)
+                events += self._attempt(self._reader.frame, frame)
         except FrameTooLong as error:
-            raise BadAnswer(str(error)) from error
+            self._failure = BadAnswer(str(error))
         return events
 
+    def _read_last(self, frames: Decoder) -> list[Event]:
+        events = self._read(frames.end)
+        if type(self._failure) is BadAnswer:
+            # Half a frame: what that means is for the reader to say, who knows whether more had to come.
+            self._failure = None
+        return events
 
-def unreachable(url: str, why: str) -> Unreachable:
-    return Unreachable(f"no answer from {url}: {why}")
+    def _read_whole(self) -> list[Event]:
+        if not self._whole.strip(BLANK):
+            self._failure = BadAnswer("the server answered without a word")
+            return []
+        return self._attempt(self._body, bytes(self._whole.lstrip(BLANK)))
+
+    def _body(self, data: bytes) -> list[Event]:
+        body = reading.parse_object(data)
+        error = wording.of_frame(body, "", data.decode("utf-8", "replace"), self.request_id)
+        if error is not None:
+            raise error
+        return self._reader.whole(body)
+
+    def _attempt(self, read: Callable[..., list[Event]], *given: object) -> list[Event]:
+        """What is read; a failure waits until all that came before it has been told."""
+        if self.finished:
+            return []
+        try:
+            return read(*given)
+        except DragomanError as error:
+            self._failure = error
+            return self._reader.take()
