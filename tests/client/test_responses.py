@@ -42,6 +42,28 @@ STREAMS: dict[str, tuple[list[dict[str, Any]], tuple[Part, ...]]] = {
         ],
         (Text("Hello"),),
     ),
+    "ids instead of indexes": (
+        [
+            of("output_text.delta", item_id="m", delta="Hello"),
+            of("output_item.done", item=MESSAGE),
+            of("output_item.added", item=CALL | {"arguments": ""}),
+            of("function_call_arguments.delta", item_id="fc_1", delta='{"x": 1}'),
+            of("output_item.done", item=CALL),
+            completed(MESSAGE, CALL),
+        ],
+        (Text("Hello"), ToolCall("a", "f", '{"x": 1}')),
+    ),
+    "always index 0": (
+        [
+            of("output_text.delta", output_index=0, item_id="m", delta="Hello"),
+            of("output_item.done", output_index=0, item=MESSAGE),
+            of("output_item.added", output_index=0, item=CALL | {"arguments": ""}),
+            of("function_call_arguments.delta", output_index=0, item_id="fc_1", delta='{"x": 1}'),
+            of("output_item.done", output_index=0, item=CALL),
+            completed(MESSAGE, CALL),
+        ],
+        (Text("Hello"), ToolCall("a", "f", '{"x": 1}')),
+    ),
     "only what is done": ([of("output_item.done", output_index=0, item=MESSAGE), completed(MESSAGE)], (Text("Hello"),)),
     "only the end": (
         [completed(THOUGHT, MESSAGE, CALL)],

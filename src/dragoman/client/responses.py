@@ -142,6 +142,8 @@ def _shape(constraint: Constraint | None) -> dict[str, Any] | None:
 class Reader:
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
         self._draft = Draft(make_id, check_calls)
+        self._names: dict[object, object] = {}
+        """The first name of an item at each index."""
         self._told: set[object] = set()
         """Items that have said something, or are done."""
         self._thoughts: dict[object, str] = {}
@@ -185,7 +187,7 @@ class Reader:
         return self._draft.take()
 
     def _event(self, kind: object, body: Mapping[str, Any], text: str) -> None:
-        at = body.get("output_index", body.get("item_id"))
+        at = self._place(body, _object(body.get("item")))
         if kind in TEXTS:
             self._told.add(at)
             self._draft.say(_text(body.get("delta")))
@@ -200,6 +202,15 @@ class Reader:
             self._item(at, _object(body.get("item")))
         elif kind in ENDS or kind in FAILED:
             self._conclude(_object(body.get("response")), text)
+
+    def _place(self, body: Mapping[str, Any], item: Mapping[str, Any]) -> object:
+        """What an item is known by: its id, or its index until somebody tells an id. Servers leave out the one or the
+        other, or say index 0 of everything."""
+        name, index = body.get("item_id") or item.get("id"), body.get("output_index")
+        if index is None:
+            return name
+        known = self._names.setdefault(index, index if name is None else name)
+        return known if name is None or known == index else name
 
     def _thought(self, at: object, kind: str, body: Mapping[str, Any]) -> None:
         if self._thoughts.setdefault(at, kind) != kind:
@@ -239,9 +250,11 @@ class Reader:
         if error is not None:
             raise error
         output = response.get("output")
-        for at, item in enumerate(output if isinstance(output, list) else ()):
-            if isinstance(item, dict) and at not in self._told and item.get("id", at) not in self._told:
-                self._item(at, item)
+        for index, item in enumerate(output if isinstance(output, list) else ()):
+            if isinstance(item, dict):
+                at = self._place({"output_index": index}, item)
+                if at not in self._told:
+                    self._item(at, item)
         why = _object(response.get("incomplete_details")).get("reason") if status == "incomplete" else None
         if status in (None, "completed", "incomplete"):
             draft.end_with(why or ("length" if status == "incomplete" else "stop"))

@@ -12,7 +12,7 @@ from dragoman.errors import BadAnswer, ConfigError
 from dragoman.events import Event
 
 CONNECTIONS = 1000
-KEPT_SECONDS = 4.0
+KEPT_SECONDS = 2.0
 """Less than servers keep a connection: what is sent on one that is just being closed may or may not arrive."""
 LINGER_SECONDS = 1.0
 """How long a server may take to end an answer that is complete: only then its connection can be used again."""
