@@ -1,6 +1,6 @@
 """Serve any model you run yourself to any program that speaks the OpenAI or the Anthropic API.
 
-from dragoman import Engine, serve
+from dragoman import Client, Engine, serve
 """
 
 import importlib
@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from dragoman.client.asynchronous import AsyncClient as AsyncClient
+    from dragoman.client.sync import Client as Client
     from dragoman.engines.interface import Engine as Engine
     from dragoman.engines.interface import ModelInfo as ModelInfo
     from dragoman.server.app import create_app as create_app
     from dragoman.server.serve import serve as serve
 
 PUBLIC = {
+    "AsyncClient": "dragoman.client.asynchronous",
+    "Client": "dragoman.client.sync",
     "Engine": "dragoman.engines.interface",
     "ModelInfo": "dragoman.engines.interface",
     "create_app": "dragoman.server.app",
@@ -22,7 +26,7 @@ PUBLIC = {
 }
 """Imported when first used, so that `import dragoman` costs nothing."""
 
-__all__ = ["Engine", "ModelInfo", "__version__", "create_app", "serve"]
+__all__ = ["AsyncClient", "Client", "Engine", "ModelInfo", "__version__", "create_app", "serve"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,24 +3,48 @@
     DragomanError
     ├── BadRequest 400 ── ContextTooLong, InvalidSchema, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
+    ├── PermissionDenied 403
     ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
     ├── MethodNotAllowed 405
     ├── RequestTimeout 408
     ├── TooLarge 413
     ├── UnsupportedMedia 415
     ├── UpgradeRequired 426
+    ├── RateLimited 429 ── QuotaExhausted
     ├── HeadersTooLarge 431
-    ├── EngineFailed 500
+    ├── EngineFailed 500 ── StepLimitReached
     ├── NotSupported 501
     ├── EngineDied 502
+    ├── Unreachable 502
+    ├── ServerFailed 502
+    ├── BadAnswer 502 ── StreamCutOff, MalformedToolCall, OutputMismatch
     ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed
-    └── EngineTimeout 504
+    ├── EngineTimeout 504
+    └── AnswerTimeout 504
     ConfigError            a mistake in a file, a flag or an engine's options: one line for the person who made it
 
 A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
+
+The same tree is what a client raises. `answered` is then what the server really said; the status of the class is what
+we would answer to somebody who asked us.
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from dragoman.conversation import Message, Part, ToolCall
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """An error as a server told it. In the middle of a stream the status is that of the stream, 200."""
+
+    status: int
+    body: str = ""
+    code: str | None = None
+    type: str | None = None
+    request_id: str | None = None
 
 
 class DragomanError(Exception):
@@ -33,6 +57,9 @@ class DragomanError(Exception):
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.answered: Answered | None = None
+        self.arrived: tuple[Part, ...] = ()
+        """What a client had read of a reply before this happened."""
 
 
 class BadRequest(DragomanError):
@@ -70,6 +97,12 @@ class Unauthorized(DragomanError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class PermissionDenied(DragomanError):
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
 
 
 class NotFound(DragomanError):
@@ -116,6 +149,18 @@ class UpgradeRequired(DragomanError):
     code = "upgrade_required"
 
 
+class RateLimited(DragomanError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class QuotaExhausted(RateLimited):
+    """There is nothing left to spend: to wait does not help."""
+
+    code = "insufficient_quota"
+
+
 class HeadersTooLarge(DragomanError):
     status = 431
     type = "invalid_request_error"
@@ -125,6 +170,13 @@ class HeadersTooLarge(DragomanError):
 class EngineFailed(DragomanError):
     type = "inference_error"
     code = "inference_error"
+
+
+class StepLimitReached(EngineFailed):
+    """A model went on calling tools. `messages` is the conversation up to there."""
+
+    code = "step_limit_reached"
+    messages: "tuple[Message, ...]" = ()
 
 
 class NotSupported(DragomanError):
@@ -137,6 +189,49 @@ class EngineDied(DragomanError):
     status = 502
     type = "inference_error"
     code = "engine_died"
+
+
+class Unreachable(DragomanError):
+    """Nobody took the request, or the connection broke before anything came back."""
+
+    status = 502
+    type = "server_error"
+    code = "unreachable"
+
+
+class ServerFailed(DragomanError):
+    """A server says that something went wrong there, and no more."""
+
+    status = 502
+    type = "server_error"
+    code = "server_failed"
+
+
+class BadAnswer(DragomanError):
+    """What a server sent is not what its API says."""
+
+    status = 502
+    type = "server_error"
+    code = "bad_answer"
+
+
+class StreamCutOff(BadAnswer):
+    """A stream ended, broke or fell silent before the reply was complete."""
+
+    code = "stream_cut_off"
+
+
+class MalformedToolCall(BadAnswer):
+    """`call` has the arguments as they came, which are not a JSON object."""
+
+    code = "malformed_tool_call"
+    call: "ToolCall | None" = None
+
+
+class OutputMismatch(BadAnswer):
+    """The text of a reply, which is among what `arrived`, is not of the shape that was asked for."""
+
+    code = "output_mismatch"
 
 
 class Unavailable(DragomanError):
@@ -164,6 +259,14 @@ class EngineTimeout(DragomanError):
     status = 504
     type = "inference_error"
     code = "engine_timeout"
+
+
+class AnswerTimeout(DragomanError):
+    """A server took the request and said nothing for too long."""
+
+    status = 504
+    type = "server_error"
+    code = "answer_timeout"
 
 
 class ConfigError(Exception):

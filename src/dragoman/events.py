@@ -59,10 +59,13 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, array_like=True, tag="reasoning"):
+    """`signature` closes the thought: what another server wrote under it, or instead of it, and wants to see again."""
+
     text: str
     count: int = 1
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    signature: str | None = None
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, array_like=True, tag="call"):

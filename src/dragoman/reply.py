@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from dragoman.conversation import Part, Reasoning, Text, ToolCall
+from dragoman.conversation import Message, Part, Reasoning, Text, ToolCall
 from dragoman.events import (
     Event,
     Finished,
@@ -52,8 +53,35 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
+    """`output` is the text as an object of the type that was asked for, where one was.
+
+    Most replies have one choice, whose text, calls and end are also those of the reply.
+    """
+
     choices: tuple[Choice, ...]
     usage: Usage
+    output: Any = None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
+    def reason(self) -> FinishReason:
+        return self.choices[0].reason
+
+    @property
+    def message(self) -> Message:
+        """What was said, as the next message of the conversation."""
+        return Message("assistant", self.choices[0].parts)
 
     def best(self, count: int) -> "Reply":
         """The likeliest `count` choices; the usage stays that of all that were generated."""
@@ -92,24 +120,31 @@ class _Draft:
             elif isinstance(event, Started):
                 self.started = event
             elif isinstance(event, Finished):
-                self._close()
+                self.close()
                 self.finished = event
             elif isinstance(event, ReasoningDelta):
-                if event.text:
-                    if self.open is not Reasoning:
-                        self._open(Reasoning)
-                    self.pieces.append(event.text)
+                if event.text or event.signature:
+                    self._think(event)
             elif isinstance(event, ToolCallStart):
-                self._close()
+                self.close()
                 self.call = event
             elif isinstance(event, ToolCallDelta):
                 self.pieces.append(event.arguments)
 
+    def _think(self, event: ReasoningDelta) -> None:
+        if self.open is not Reasoning:
+            self._open(Reasoning)
+        self.pieces.append(event.text)
+        if event.signature:
+            self.parts.append(Reasoning("".join(self.pieces), event.signature))
+            self.open = None
+            self.pieces.clear()
+
     def _open(self, kind: type[Text] | type[Reasoning]) -> None:
-        self._close()
+        self.close()
         self.open = kind
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self.call is not None:
             self.parts.append(ToolCall(self.call.id, self.call.name, "".join(self.pieces)))
         elif self.open is not None:
@@ -140,6 +175,12 @@ class Collection:
 
     def add(self, index: int, events: Sequence[Event]) -> None:
         self._drafts[index].add(events)
+
+    def arrived(self, index: int = 0) -> tuple[Part, ...]:
+        """What there is of a choice that may never be complete."""
+        draft = self._drafts[index]
+        draft.close()
+        return tuple(draft.parts)
 
     def reply(self) -> Reply:
         choices = tuple([self._drafts[index].choice(index) for index in sorted(self._drafts)])

@@ -1,4 +1,4 @@
-"""The command line: `dragoman serve`, `dragoman models`, `dragoman pull`, `dragoman bench`. One file per command.
+"""The command line: `dragoman serve`, `chat`, `models`, `pull`, `bench`. One file per command.
 
 A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
 code. 0 is success, 1 a failure that was told, 2 a mistake of the user's in one line on stderr, 130 a Ctrl-C.
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dragoman import __version__
-from dragoman.cli import bench, models, pull, serve
+from dragoman.cli import bench, chat, models, pull, serve
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
 examples:
   dragoman serve                             the built-in model on http://127.0.0.1:8000/v1
   dragoman serve --model mine=./model.gguf   a model of your own
+  dragoman chat                              talk to what is served
   dragoman models                            what would be served
   dragoman serve --model smollm2 --model minilm
                                              two built-in models: one to chat, one for embeddings
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="command", metavar="COMMAND", title="commands"
     )
     serve.add(commands)
+    chat.add(commands)
     models.add(commands)
     pull.add(commands)
     bench.add(commands)

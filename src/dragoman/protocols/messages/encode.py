@@ -2,11 +2,12 @@
 
     stream  := message_start ping block* message_delta message_stop
     block   := content_block_start content_block_delta* content_block_stop
-    message := text | thinking | tool_use blocks, in the order of the reply
+    message := text | thinking | redacted_thinking | tool_use blocks, in the order of the reply
 
 Rules
 1. One block is open at a time; its index is its place in the message.
-2. The last delta of a thought is its signature. A call without arguments has one delta, which is empty.
+2. The last delta of a thought is its signature: ours, or that of the server which the thought came from. A call without
+   arguments has one delta, which is empty.
 3. Input that is no JSON object, which only a reply that was cut short can have, is told as {"INVALID_JSON": text}.
 4. What comes from the cache is not counted among `input_tokens`.
 """
@@ -60,6 +61,8 @@ class MessagesEncoder:
         self._index = -1
         self._pieces: list[str] = []
         """Of the thought or the call that is open."""
+        self._signature: str | None = None
+        """What another server wrote under the thought that is open."""
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         if self._open == "text":
@@ -72,7 +75,7 @@ class MessagesEncoder:
         if isinstance(event, TextDelta):
             return self._piece("text", event.text)
         if isinstance(event, ReasoningDelta):
-            return self._piece("thinking", event.text)
+            return self._thought(event)
         if isinstance(event, ToolCallStart):
             return self._start({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
         if isinstance(event, ToolCallDelta):
@@ -82,6 +85,16 @@ class MessagesEncoder:
             message = _message(self._request, [], None, None, usage)
             return _frame({"type": "message_start", "message": message}) + PING
         return self._stop() + self._ending(event)
+
+    def _thought(self, event: ReasoningDelta) -> bytes:
+        if not event.signature:
+            return self._piece("thinking", event.text)
+        if not event.text and self._open != "thinking":
+            redacted = {"type": "redacted_thinking", "data": event.signature}
+            return self._start(redacted) + self._stop()
+        told = self._piece("thinking", event.text)
+        self._signature = event.signature
+        return told + self._stop()
 
     def _piece(self, kind: str, text: str) -> bytes:
         if not text:
@@ -112,11 +125,12 @@ class MessagesEncoder:
             return b""
         last = b""
         if self._open == "thinking":
-            signed = {"type": "signature_delta", "signature": sign("".join(self._pieces))}
+            written = self._signature or sign("".join(self._pieces))
+            signed = {"type": "signature_delta", "signature": written}
             last = _frame({"type": "content_block_delta", "index": self._index, "delta": signed})
         elif self._open == "tool_use" and not self._pieces:
             last = self._deltas([""])
-        self._open = None
+        self._open, self._signature = None, None
         self._pieces.clear()
         return last + _frame({"type": "content_block_stop", "index": self._index})
 
@@ -175,7 +189,9 @@ def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, Text):
         return {"type": "text", "text": part.text}
     if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": part.text, "signature": sign(part.text)}
+        if part.signature and not part.text:
+            return {"type": "redacted_thinking", "data": part.signature}
+        return {"type": "thinking", "thinking": part.text, "signature": part.signature or sign(part.text)}
     if isinstance(part, ToolCall):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}
     raise AssertionError(f"a reply has no {type(part).__name__}")

@@ -1,0 +1,236 @@
+"""Chat completions, as one who asks: requests out, replies in.
+
+    stream := chunk* "[DONE]"?
+    chunk  := {choices: [{delta, finish_reason}], usage?} | error
+
+Rules
+1. Only the choice 0 is read; one is asked for.
+2. The reason for the end comes before the usage, so a reply is complete at `[DONE]` or where the stream ends; one that
+   has given no reason until then was cut off.
+3. A chunk that has a whole `message` or a `text` where others have a `delta` is read all the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dragoman.client import reading, saying, usage, wording
+from dragoman.client.calls import NewId, new_id
+from dragoman.client.draft import Draft
+from dragoman.conversation import (
+    Constraint,
+    GenerationRequest,
+    Grammar,
+    Image,
+    JsonObject,
+    JsonSchema,
+    Message,
+    OneOf,
+    Reasoning,
+    Regex,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from dragoman.errors import BadAnswer, StreamCutOff
+from dragoman.events import Event
+from dragoman.sse import Frame
+
+PATH = "/chat/completions"
+SAYS = saying.SAMPLING | {
+    *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "thinking_budget"),
+    *("json_object", "json_schema", "regex", "grammar", "one_of"),
+}
+DONE = "[DONE]"
+
+
+def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": request.model or None,
+        "messages": [entry for message in request.messages for entry in _entries(message)],
+        "tools": [_tool(tool) for tool in request.tools] or None,
+        "max_tokens": request.max_tokens,
+        "stop": list(request.stop) or None,
+        "stop_token_ids": list(request.stop_token_ids) or None,
+        "ignore_eos": request.ignore_eos or None,
+        "documents": [dict(document) for document in request.documents] or None,
+        **saying.sampling(request.sampling),
+        **_choice(request.tool_choice, request.tools),
+        **_thinking(request.thinking, request.template_options),
+        **_shape(request.constraint),
+    }
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _entries(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        return [
+            {"role": "tool", "tool_call_id": result.call_id, "content": _content(result.content)}
+            for result in saying.results(message)
+        ]
+    if message.role == "assistant":
+        return [_assistant(message)]
+    # Few servers know of developers; all of them take a system.
+    role = "system" if message.role == "developer" else message.role
+    named = {"name": message.name} if message.name else {}
+    return [{"role": role, **named, "content": _content(saying.shown(message))}]
+
+
+def _assistant(message: Message) -> dict[str, Any]:
+    thought = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
+    calls = [part for part in message.parts if isinstance(part, ToolCall)]
+    entry: dict[str, Any] = {"role": "assistant", "content": message.text or (None if calls else "")}
+    if thought:
+        entry["reasoning_content"] = thought
+    if calls:
+        entry["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return entry
+
+
+def _content(parts: Sequence[Text | Image]) -> str | list[dict[str, Any]]:
+    if not any(isinstance(part, Image) for part in parts):
+        return "".join(part.text for part in parts if isinstance(part, Text))
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, Text)
+        else {"type": "image_url", "image_url": {"url": saying.address(part)}}
+        for part in parts
+    ]
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    given = {name: value for name, value in function.items() if value}
+    return {"type": "function", "function": {**given, "strict": True} if tool.strict else given}
+
+
+def _choice(choice: ToolChoice, tools: Sequence[Tool]) -> dict[str, Any]:
+    if not tools:
+        return {}
+    named = {"type": "function", "function": {"name": choice.name}}
+    told: dict[str, Any] = {} if choice.parallel else {"parallel_tool_calls": False}
+    if choice.mode != "auto":
+        told["tool_choice"] = named if choice.mode == "named" else choice.mode
+    return told
+
+
+def _thinking(thinking: Thinking, options: Mapping[str, Any]) -> dict[str, Any]:
+    switched = {} if thinking.enabled is None else {"enable_thinking": thinking.enabled}
+    return {
+        "reasoning_effort": thinking.effort,
+        "thinking_token_budget": thinking.budget_tokens,
+        "chat_template_kwargs": {**options, **switched} or None,
+    }
+
+
+def _shape(constraint: Constraint | None) -> dict[str, Any]:
+    if isinstance(constraint, JsonSchema):
+        schema = {"name": constraint.name, "schema": constraint.schema, "strict": constraint.strict}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if isinstance(constraint, JsonObject):
+        return {"response_format": {"type": "json_object"}}
+    if isinstance(constraint, Regex):
+        return {"structured_outputs": {"regex": constraint.pattern}}
+    if isinstance(constraint, Grammar):
+        return {"structured_outputs": {"grammar": constraint.text}}
+    if isinstance(constraint, OneOf):
+        return {"structured_outputs": {"choice": list(constraint.choices)}}
+    return {}
+
+
+class Reader:
+    def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
+        self._draft = Draft(make_id, check_calls)
+
+    @property
+    def finished(self) -> bool:
+        return self._draft.finished
+
+    @property
+    def knows_end(self) -> bool:
+        return self._draft.reason is not None
+
+    def take(self) -> list[Event]:
+        """Events that were ready when something went wrong."""
+        return self._draft.take()
+
+    def frame(self, frame: Frame) -> list[Event]:
+        data = frame.data.strip()
+        if data == DONE:
+            self._close()
+        elif data:
+            body = reading.parse(data)
+            error = wording.of_frame(body, frame.event, data)
+            if error is not None:
+                raise error
+            if isinstance(body, dict):
+                self._chunk(body)
+        return self._draft.take()
+
+    def whole(self, body: Mapping[str, Any]) -> list[Event]:
+        if not isinstance(_choice_of(body), dict):
+            raise BadAnswer(f"the reply has no choices: {reading.excerpt(str(body))}")
+        self._chunk(body)
+        self._draft.finish()
+        return self._draft.take()
+
+    def end(self) -> list[Event]:
+        self._close()
+        return self._draft.take()
+
+    def _close(self) -> None:
+        if not self.knows_end:
+            raise StreamCutOff("the stream ended before the reply was complete: it has no finish_reason")
+        self._draft.finish()
+
+    def _chunk(self, body: Mapping[str, Any]) -> None:
+        self._count(body)
+        choice = _choice_of(body)
+        if choice is None:
+            return
+        message = choice.get("delta") or choice.get("message")
+        self._message(message if isinstance(message, dict) else {})
+        if isinstance(choice.get("text"), str):
+            self._draft.say(choice["text"])
+        reason = choice.get("finish_reason") or choice.get("done_reason")
+        if reason:
+            self._draft.end_with(reason, choice.get("stop_reason"))
+
+    def _count(self, body: Mapping[str, Any]) -> None:
+        groq = body.get("x_groq")
+        places = (body.get("usage"), groq.get("usage") if isinstance(groq, dict) else None, body.get("timings"), body)
+        for place in places:
+            found = usage.read(place)
+            if found is not None:
+                self._draft.usage = found
+                return
+
+    def _message(self, message: Mapping[str, Any]) -> None:
+        draft = self._draft
+        for kind, text in reading.said(message):
+            if kind == "thought":
+                draft.think(text)
+            else:
+                draft.say(text)
+        calls = message.get("tool_calls")
+        for piece in calls if isinstance(calls, list) else ():
+            if isinstance(piece, dict):
+                draft.tell_calls(draft.calls.add(piece))
+        legacy = message.get("function_call")
+        if isinstance(legacy, dict):
+            draft.tell_calls(draft.calls.add(legacy))
+
+
+def _choice_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The choice that is read; Ollama's own replies are one themselves."""
+    choices = body.get("choices")
+    if isinstance(choices, list):
+        first = (choice for choice in choices if isinstance(choice, dict) and not choice.get("index"))
+        return next(first, None)
+    return body if isinstance(body.get("message"), dict) else None

@@ -1,0 +1,105 @@
+"""A reply while it is read: what the readers of all protocols have in common.
+
+Rules
+1. `Started` comes before the first event that says something, `Finished` last, each once.
+2. Deltas have no tokens of their own: only the server knows how many there were, and says so in the usage, if at all.
+3. What is said while the arguments of a call are not complete is told after the calls.
+4. A reply that has calls and ended of itself ended because of them, whatever word the server has for it.
+"""
+
+from collections.abc import Iterable
+
+from dragoman.client.calls import Calls, NewId, new_id
+from dragoman.errors import BadAnswer
+from dragoman.events import Event, Finished, FinishReason, ReasoningDelta, Started, TextDelta, Usage
+
+REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "end": "stop",
+    "end_turn": "stop",
+    "complete": "stop",
+    "completed": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "max_output_tokens": "length",
+    "model_length": "length",
+    "model_context_window_exceeded": "length",
+    "tool_calls": "tool_calls",
+    "tool_call": "tool_calls",
+    "tool_use": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+    "refusal": "content_filter",
+    "safety": "content_filter",
+    "recitation": "content_filter",
+}
+FAILURES = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
+"""Ways to end that are none."""
+
+
+class Draft:
+    def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
+        self.calls = Calls(make_id)
+        self.usage: Usage | None = None
+        self.reason: FinishReason | None = None
+        self.stop: str | None = None
+        self.finished = False
+        self._check_calls = check_calls
+        self._warnings: list[str] = []
+        self._begun = False
+        self._ready: list[Event] = []
+        self._held: list[Event] = []
+
+    def take(self) -> list[Event]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def say(self, text: str) -> None:
+        if text:
+            self._beside_calls(TextDelta(text, 0))
+
+    def think(self, text: str, signature: str | None = None) -> None:
+        if text or signature:
+            self._beside_calls(ReasoningDelta(text, 0, signature=signature))
+
+    def tell_calls(self, events: Iterable[Event]) -> None:
+        self._add(events)
+
+    def end_with(self, reason: object, stop: object = None) -> None:
+        """The server says why it ends; it may still have more to say, such as the usage."""
+        word = str(reason).lower()
+        if word in FAILURES:
+            raise BadAnswer(f"the server gave up in the middle of its reply ({word})")
+        if word not in REASONS:
+            self._warnings.append(f"the server ended for a reason that nobody knows here: {word[:100]}")
+        self.reason = REASONS.get(word, "stop")
+        if isinstance(stop, str):
+            self.stop = stop
+
+    def finish(self) -> None:
+        if self.finished:
+            return
+        reason = self.reason or "stop"
+        cut_short = reason in ("length", "content_filter")
+        self._add(self.calls.end(cut_short, self._check_calls))
+        self._add(self._held)
+        if len(self.calls) and reason == "stop":
+            reason = "tool_calls"
+        self._add([Finished(reason, self.stop, self.usage, tuple(self._warnings))])
+        self.finished = True
+
+    def _beside_calls(self, event: Event) -> None:
+        if self._held or self.calls.is_open:
+            self._held.append(event)
+        else:
+            self._add([event])
+
+    def _add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if not self._begun:
+                self._begun = True
+                self._ready.append(Started())
+            self._ready.append(event)

@@ -1,0 +1,202 @@
+"""One question and its answer, without a socket: bytes in, events out.
+
+    exchange = Exchange(PROTOCOLS["chat"], request, stream=True)
+    send exchange.body as JSON to the API's address + exchange.path
+    exchange.head(status, headers)
+    for data in what comes back, until exchange.finished:  events = exchange.feed(data) …
+    for events in exchange.end(): …
+
+Rules
+1. `feed` and `end` give the events of one reply, from `Started` to `Finished`; nothing follows that. Once `finished` is
+   true the rest of the answer need not be read, and `end` can be called.
+2. Only `end` raises, one of `errors`, after all events that came before the failure have been given. So does a status
+   that is no success.
+3. What the answer is, a stream or a JSON body, is seen in its first character, whatever was asked for and whatever the
+   headers say.
+4. `end` of a stream that is not complete raises `StreamCutOff`; so does `broken`, which says that the connection is
+   lost, unless the reply was complete but for that.
+5. However the bytes are cut, the events are the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from dragoman.client import chat, messages, reading, responses, saying, wording
+from dragoman.client.calls import NewId, new_id
+from dragoman.conversation import GenerationRequest
+from dragoman.errors import BadAnswer, DragomanError, StreamCutOff
+from dragoman.events import Event
+from dragoman.sse import Decoder, Frame, FrameTooLong
+
+MOST_BYTES = 64 * 1024 * 1024
+"""Of a body that is not a stream."""
+MOST_ERROR_BYTES = 1024 * 1024
+BLANK = b" \t\r\n\xef\xbb\xbf"
+
+
+class Reader(Protocol):
+    """Reads one reply of one protocol."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def knows_end(self) -> bool:
+        """Whether nothing that matters is still to come."""
+
+    def take(self) -> list[Event]: ...
+
+    def frame(self, frame: Frame) -> list[Event]: ...
+
+    def whole(self, body: Mapping[str, Any]) -> list[Event]: ...
+
+    def end(self) -> list[Event]: ...
+
+
+class Spoken(msgspec.Struct, frozen=True):
+    """A protocol as one who asks speaks it. `path` is below the address of the API."""
+
+    name: str
+    path: str
+    says: frozenset[str]
+    encode: Callable[[GenerationRequest, bool], dict[str, Any]]
+    reader: Callable[[NewId, bool], Reader]
+
+
+PROTOCOLS = {
+    "chat": Spoken("chat", chat.PATH, chat.SAYS, chat.encode, chat.Reader),
+    "messages": Spoken("messages", messages.PATH, messages.SAYS, messages.encode, messages.Reader),
+    "responses": Spoken("responses", responses.PATH, responses.SAYS, responses.encode, responses.Reader),
+}
+"""By name, in the order in which a server is asked for them."""
+
+
+class Exchange:
+    """`check_calls`: whether malformed arguments of a tool call are an error or told as they came."""
+
+    def __init__(
+        self,
+        protocol: Spoken,
+        request: GenerationRequest,
+        *,
+        stream: bool,
+        check_calls: bool = True,
+        make_id: NewId = new_id,
+    ) -> None:
+        saying.check(request, protocol.name, protocol.says)
+        self.protocol = protocol
+        self.path = protocol.path
+        self.body = protocol.encode(request, stream)
+        self.request_id: str | None = None
+        self._reader = protocol.reader(make_id, check_calls)
+        self._status = 200
+        self._headers: Mapping[str, str] = {}
+        self._failure: DragomanError | None = None
+        self._frames: Decoder | None = None
+        self._whole = bytearray()
+        self._is_whole = False
+        """Whether the answer is not a stream, or cannot be told yet."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the reply is complete, or has failed."""
+        return self._reader.finished or self._failure is not None
+
+    @property
+    def is_error(self) -> bool:
+        return not 200 <= self._status < 300
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        """Names of headers are in lower case."""
+        self._status, self._headers = status, headers
+        self._is_whole = self.is_error
+        self.request_id = headers.get("x-request-id") or headers.get("request-id")
+
+    def feed(self, data: bytes) -> list[Event]:
+        if self.finished:
+            return []
+        if self._frames is not None:
+            return self._read(self._frames.feed, data)
+        self._whole += data
+        if not self._is_whole:
+            return self._begin()
+        most = MOST_ERROR_BYTES if self.is_error else MOST_BYTES
+        if len(self._whole) > most:
+            self._failure = BadAnswer(f"the answer has more than {most} bytes")
+        return []
+
+    def end(self) -> Iterator[list[Event]]:
+        """The answer has come to its end, or nobody wants more of it."""
+        if self.is_error:
+            raise wording.of_response(self._status, self._headers, bytes(self._whole))
+        if not self.finished:
+            if self._frames is None:
+                yield self._read_whole()
+            else:
+                yield self._read_last(self._frames)
+        if not self.finished:
+            yield self._attempt(self._reader.end)
+        if self._failure is not None:
+            raise self._failure
+
+    def broken(self, why: str) -> Iterator[list[Event]]:
+        """The connection is lost, after the head of the answer has come."""
+        if self._frames is not None and not self.finished and self._reader.knows_end:
+            yield self._attempt(self._reader.end)
+        elif not self.is_error and not self.finished:
+            self._failure = StreamCutOff(f"the connection was lost before the reply was complete: {why}")
+        yield from self.end()
+
+    def _begin(self) -> list[Event]:
+        """Looks at the first character: JSON begins with a bracket, as does a page, and a stream with a word."""
+        seen = self._whole.lstrip(BLANK)
+        if not seen:
+            return []
+        if seen.startswith((b"{", b"[", b"<")):
+            self._is_whole = True
+            return []
+        self._frames = Decoder()
+        data = bytes(self._whole)
+        self._whole.clear()
+        return self._read(self._frames.feed, data)
+
+    def _read(self, decode: Callable[..., list[Frame]], *data: bytes) -> list[Event]:
+        events: list[Event] = []
+        try:
+            for frame in decode(*data):
+                events += self._attempt(self._reader.frame, frame)
+        except FrameTooLong as error:
+            self._failure = BadAnswer(str(error))
+        return events
+
+    def _read_last(self, frames: Decoder) -> list[Event]:
+        events = self._read(frames.end)
+        if type(self._failure) is BadAnswer:
+            # Half a frame: what that means is for the reader to say, who knows whether more had to come.
+            self._failure = None
+        return events
+
+    def _read_whole(self) -> list[Event]:
+        if not self._whole.strip(BLANK):
+            self._failure = BadAnswer("the server answered without a word")
+            return []
+        return self._attempt(self._body, bytes(self._whole.lstrip(BLANK)))
+
+    def _body(self, data: bytes) -> list[Event]:
+        body = reading.parse_object(data)
+        error = wording.of_frame(body, "", data.decode("utf-8", "replace"), self.request_id)
+        if error is not None:
+            raise error
+        return self._reader.whole(body)
+
+    def _attempt(self, read: Callable[..., list[Event]], *given: object) -> list[Event]:
+        """What is read; a failure waits until all that came before it has been told."""
+        if self.finished:
+            return []
+        try:
+            return read(*given)
+        except DragomanError as error:
+            self._failure = error
+            return self._reader.take()

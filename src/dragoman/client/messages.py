@@ -1,0 +1,279 @@
+"""Anthropic Messages, as one who asks: requests out, replies in.
+
+    stream := message_start block* message_delta message_stop             with pings anywhere
+    block  := content_block_start content_block_delta* content_block_stop
+
+Rules
+1. What system and developer say before all others is `system`. What they say later, a user says.
+2. Messages of the same side that follow each other are one; results of tools stand before whatever else it has.
+3. A thought goes back only with the signature that it came with: without, no server of this kind takes it.
+4. `message_stop`, or the end of a stream that has given its `stop_reason`, completes a reply.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dragoman.client import reading, saying, usage, wording
+from dragoman.client.calls import NewId, arguments_text, new_id
+from dragoman.client.draft import Draft
+from dragoman.conversation import (
+    GenerationRequest,
+    Image,
+    JsonSchema,
+    Message,
+    Part,
+    Reasoning,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+from dragoman.errors import BadAnswer, StreamCutOff
+from dragoman.events import Event
+from dragoman.sse import Frame
+
+PATH = "/messages"
+SAYS = frozenset({"temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema"})
+MAX_TOKENS = 4096
+"""Where a request has no limit: here it must have one, and every model of this kind writes as much."""
+LEAST_BUDGET = 1024
+CHOICES = {"auto": "auto", "none": "none", "required": "any", "named": "tool"}
+
+Block = dict[str, Any]
+
+
+def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    said = list(request.messages)
+    opening: list[str] = []
+    while said and said[0].role in ("system", "developer"):
+        opening.append(said.pop(0).text)
+    limit = request.max_tokens or MAX_TOKENS
+    body: dict[str, Any] = {
+        "model": request.model,
+        "max_tokens": limit,
+        "system": "\n\n".join(opening) or None,
+        "messages": _turns(said),
+        "tools": [_tool(tool) for tool in request.tools] or None,
+        "tool_choice": _choice(request.tool_choice) if request.tools else None,
+        "thinking": _thinking(request.thinking, limit),
+        "output_config": _config(request),
+        "stop_sequences": list(request.stop) or None,
+        "stream": stream or None,
+        **saying.sampling(request.sampling),
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = "assistant" if message.role == "assistant" else "user"
+        blocks = [block for part in message.parts for block in _blocks(part)]
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += blocks
+        else:
+            turns.append({"role": role, "content": blocks})
+    for turn in turns:
+        turn["content"].sort(key=lambda block: block["type"] != "tool_result")
+    return [turn for turn in turns if turn["content"]]
+
+
+def _blocks(part: Part) -> list[Block]:
+    if isinstance(part, Text):
+        return [{"type": "text", "text": part.text}] if part.text else []
+    if isinstance(part, Image):
+        return [{"type": "image", "source": _source(part)}]
+    if isinstance(part, Reasoning):
+        return _thought(part)
+    if isinstance(part, ToolCall):
+        return [{"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}]
+    return [_result(part)]
+
+
+def _source(image: Image) -> dict[str, Any]:
+    if image.data is not None:
+        data = base64.b64encode(image.data).decode()
+        return {"type": "base64", "media_type": image.media_type or "image/png", "data": data}
+    head, comma, data = (image.url or "").partition(",")
+    if comma and head.startswith("data:") and head.endswith(";base64"):
+        return {"type": "base64", "media_type": head[5:-7], "data": data}
+    return {"type": "url", "url": image.url}
+
+
+def _thought(part: Reasoning) -> list[Block]:
+    if part.signature is None:
+        return []
+    if not part.text:
+        return [{"type": "redacted_thinking", "data": part.signature}]
+    return [{"type": "thinking", "thinking": part.text, "signature": part.signature}]
+
+
+def _input(arguments: str) -> Any:
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"INVALID_JSON": arguments}
+
+
+def _result(result: ToolResult) -> Block:
+    block: Block = {"type": "tool_result", "tool_use_id": result.call_id}
+    content = [inner for part in result.content for inner in _blocks(part)]
+    if content:
+        block["content"] = content
+    return {**block, "is_error": True} if result.is_error else block
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    told = {"name": tool.name, "input_schema": tool.parameters or saying.TOOL_ARGUMENTS}
+    if tool.description:
+        told["description"] = tool.description
+    return {**told, "strict": True} if tool.strict else told
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any] | None:
+    told: dict[str, Any] = {"type": CHOICES[choice.mode]}
+    if choice.mode == "named":
+        told["name"] = choice.name
+    if not choice.parallel and choice.mode != "none":
+        told["disable_parallel_tool_use"] = True
+    return None if told == {"type": "auto"} else told
+
+
+def _thinking(thinking: Thinking, limit: int) -> dict[str, Any] | None:
+    if thinking.is_off:
+        return {"type": "disabled"}
+    if thinking.enabled is None and thinking.budget_tokens is None:
+        return None
+    budget = thinking.budget_tokens or max(LEAST_BUDGET, limit // 2)
+    return {"type": "enabled", "budget_tokens": budget}
+
+
+def _config(request: GenerationRequest) -> dict[str, Any] | None:
+    config: dict[str, Any] = {}
+    if request.constraint is not None:
+        schema = request.constraint.schema if isinstance(request.constraint, JsonSchema) else {"type": "object"}
+        config["format"] = {"type": "json_schema", "schema": schema}
+    if request.thinking.effort not in (None, "none"):
+        config["effort"] = "low" if request.thinking.effort == "minimal" else request.thinking.effort
+    return config or None
+
+
+class Reader:
+    def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
+        self._draft = Draft(make_id, check_calls)
+        self._open: dict[object, Block] = {}
+        """The blocks that have begun, by index, each with what it began with."""
+        self._signature = ""
+
+    @property
+    def finished(self) -> bool:
+        return self._draft.finished
+
+    @property
+    def knows_end(self) -> bool:
+        return self._draft.reason is not None
+
+    def take(self) -> list[Event]:
+        """Events that were ready when something went wrong."""
+        return self._draft.take()
+
+    def frame(self, frame: Frame) -> list[Event]:
+        data = frame.data.strip()
+        if not data or data == "[DONE]":
+            return []
+        body = reading.parse(data)
+        error = wording.of_frame(body, frame.event, data)
+        if error is not None:
+            raise error
+        if isinstance(body, dict):
+            self._event(body.get("type") or frame.event, body)
+        return self._draft.take()
+
+    def whole(self, body: Mapping[str, Any]) -> list[Event]:
+        content = body.get("content")
+        if not isinstance(content, list | str):
+            raise BadAnswer(f"the reply has no content: {reading.excerpt(str(body))}")
+        self._draft.usage = usage.read(body.get("usage"))
+        for at, block in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
+            if isinstance(block, dict):
+                self._start(at, block)
+                self._stop(at)
+        self._draft.end_with(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
+        self._draft.finish()
+        return self._draft.take()
+
+    def end(self) -> list[Event]:
+        self._close()
+        return self._draft.take()
+
+    def _close(self) -> None:
+        if not self.knows_end:
+            raise StreamCutOff("the stream ended before the reply was complete: it has no stop_reason")
+        self._draft.finish()
+
+    def _event(self, kind: object, body: Mapping[str, Any]) -> None:
+        draft = self._draft
+        if kind == "content_block_delta":
+            self._delta(body.get("index"), _object(body.get("delta")))
+        elif kind == "content_block_start":
+            self._start(body.get("index"), _object(body.get("content_block")))
+        elif kind == "content_block_stop":
+            self._stop(body.get("index"))
+        elif kind == "message_start":
+            draft.usage = usage.read(_object(body.get("message")).get("usage"), draft.usage)
+        elif kind == "message_delta":
+            delta = _object(body.get("delta"))
+            draft.usage = usage.read(body.get("usage"), draft.usage)
+            if delta.get("stop_reason"):
+                draft.end_with(delta["stop_reason"], delta.get("stop_sequence"))
+        elif kind == "message_stop":
+            self._close()
+
+    def _start(self, index: object, block: Block) -> None:
+        draft, kind = self._draft, block.get("type")
+        self._open[index] = {"input": {}, **block}
+        if kind == "text":
+            draft.say(_text(block.get("text")))
+        elif kind == "thinking":
+            draft.think(_text(block.get("thinking")))
+            self._signature = _text(block.get("signature"))
+        elif kind == "redacted_thinking":
+            draft.think("", _text(block.get("data")) or None)
+        elif kind == "tool_use":
+            draft.tell_calls(draft.calls.take(index, _text(block.get("id")), _text(block.get("name")), ""))
+
+    def _delta(self, index: object, delta: Mapping[str, Any]) -> None:
+        draft, kind = self._draft, delta.get("type")
+        if kind == "text_delta":
+            draft.say(_text(delta.get("text")))
+        elif kind == "thinking_delta":
+            draft.think(_text(delta.get("thinking")))
+        elif kind == "signature_delta":
+            self._signature += _text(delta.get("signature"))
+        elif kind == "input_json_delta":
+            piece = _text(delta.get("partial_json"))
+            if piece:
+                self._open.setdefault(index, {})["input"] = None
+                draft.tell_calls(draft.calls.take(index, "", "", piece))
+
+    def _stop(self, index: object) -> None:
+        """Input that came with the beginning of its block counts where none came afterwards."""
+        draft, block = self._draft, self._open.pop(index, {})
+        if block.get("type") == "tool_use" and block.get("input") is not None:
+            draft.tell_calls(draft.calls.take(index, "", "", arguments_text(block["input"] or {})))
+        elif block.get("type") == "thinking" and self._signature:
+            draft.think("", self._signature)
+            self._signature = ""
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,134 @@
+"""What callers of a client may say, and the request that it is.
+
+messages := text | message+           message := Message | {role, content: text}
+thinking := on or off | an effort | a budget in tokens | Thinking
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, get_args
+
+import msgspec
+
+from dragoman.client.schema import PythonTool, Shape, shape_of, tool_of
+from dragoman.conversation import (
+    GenerationRequest,
+    JsonSchema,
+    Message,
+    Role,
+    Sampling,
+    Text,
+    Thinking,
+    Tool,
+    ToolChoice,
+)
+from dragoman.errors import BadRequest
+
+Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
+
+
+class Options(TypedDict, total=False):
+    """`tools` are functions or `Tool`s; `tool_choice` is auto, none, required or the name of one of them.
+    `output_schema` is a JSON schema or a type."""
+
+    model: str
+    tools: Sequence[Tool | Callable[..., Any]]
+    tool_choice: str | ToolChoice
+    output_schema: Any
+    thinking: bool | str | int | Thinking
+    max_tokens: int
+    stop: str | Sequence[str]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+
+
+class Question(msgspec.Struct, frozen=True):
+    request: GenerationRequest
+    shape: Shape | None = None
+    functions: Mapping[str, PythonTool] = {}
+
+
+def question(messages: Messages, model: str, options: Options) -> Question:
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        raise TypeError(f"no option is called {', '.join(unknown)}; there are: {', '.join(Options.__annotations__)}")
+    functions = {made.tool.name: made for made in map(_python_tool, options.get("tools") or ()) if made is not None}
+    given = options.get("output_schema")
+    shape = None if given is None else shape_of(given)
+    request = GenerationRequest(
+        model=options.get("model") or model,
+        messages=conversation(messages),
+        tools=tuple(_tool(tool, functions) for tool in options.get("tools") or ()),
+        tool_choice=_choice(options.get("tool_choice")),
+        constraint=None if shape is None else JsonSchema(shape.schema, shape.name, shape.is_strict),
+        thinking=_thinking(options.get("thinking")),
+        sampling=_sampling(options),
+        max_tokens=options.get("max_tokens"),
+        stop=_stops(options.get("stop")),
+    )
+    return Question(request, shape, functions)
+
+
+def conversation(messages: Messages) -> tuple[Message, ...]:
+    if isinstance(messages, str):
+        return (Message("user", (Text(messages),)),)
+    if isinstance(messages, Message | Mapping):
+        messages = [messages]
+    return tuple(_message(message, f"messages[{at}]") for at, message in enumerate(messages))
+
+
+def _message(given: Message | Mapping[str, Any], path: str) -> Message:
+    if isinstance(given, Message):
+        return given
+    role, content = given.get("role"), given.get("content")
+    if role not in get_args(Role) or role == "tool" or not isinstance(content, str):  # a result needs a call
+        words = f"{path}: expected a Message, or a role (system, user, assistant) with a content that is text"
+        raise BadRequest(words, param=path)
+    return msgspec.convert({"role": role, "parts": [{"type": "text", "text": content}]}, Message)
+
+
+def _python_tool(given: Tool | Callable[..., Any]) -> PythonTool | None:
+    return None if isinstance(given, Tool) else tool_of(given)
+
+
+def _tool(given: Tool | Callable[..., Any], functions: Mapping[str, PythonTool]) -> Tool:
+    return given if isinstance(given, Tool) else functions[given.__name__].tool
+
+
+def _choice(given: str | ToolChoice | None) -> ToolChoice:
+    if isinstance(given, ToolChoice):
+        return given
+    if given is None or given == "auto":
+        return ToolChoice()
+    if given == "none":
+        return ToolChoice("none")
+    if given == "required":
+        return ToolChoice("required")
+    return ToolChoice("named", given)
+
+
+def _thinking(given: bool | str | int | Thinking | None) -> Thinking:
+    if isinstance(given, Thinking):
+        return given
+    if given is None:
+        return Thinking()
+    if isinstance(given, bool):
+        return Thinking(enabled=given)
+    if isinstance(given, int):
+        return Thinking(enabled=True, budget_tokens=given)
+    return msgspec.convert({"effort": given}, Thinking)
+
+
+def _sampling(options: Options) -> Sampling:
+    given = {name: options[name] for name in Sampling.__struct_fields__ if options.get(name) is not None}  # type: ignore[literal-required]
+    return msgspec.convert(given, Sampling)
+
+
+def _stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)

@@ -1,0 +1,91 @@
+"""What is read with a generous eye: JSON of frames, contents, thoughts.
+
+content := null | text | part*                part := text | {text} | {thinking} | {refusal}
+thought := reasoning_content | reasoning | thinking | thought | reasoning_text | reasoning_details
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from dragoman.errors import BadAnswer
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "reasoning_text")
+"""Names under which servers tell a thought; some use two of them at once for the same text."""
+EXCERPT = 300
+
+Said = tuple[Literal["text", "thought"], str]
+
+
+def parse(text: str | bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadAnswer(f"the server sent what is no JSON: {excerpt(text)!r}") from error
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    parsed = parse(text)
+    if not isinstance(parsed, dict):
+        raise BadAnswer(f"the server sent what is no JSON object: {excerpt(text)!r}")
+    return parsed
+
+
+def excerpt(text: str | bytes) -> str:
+    shown = text[: EXCERPT * 4].decode("utf-8", "replace") if isinstance(text, bytes) else text
+    return shown if len(shown) <= EXCERPT else shown[:EXCERPT] + "…"
+
+
+def said(message: Mapping[str, Any]) -> Iterator[Said]:
+    """What a message or a piece of one says: its thought, then its content."""
+    thought = thought_of(message)
+    if thought:
+        yield "thought", thought
+    yield from content(message.get("content"))
+    refusal = message.get("refusal")
+    if isinstance(refusal, str):
+        yield "text", refusal
+
+
+def thought_of(message: Mapping[str, Any]) -> str:
+    for name in THOUGHTS:
+        told = message.get(name)
+        if told:
+            return told if isinstance(told, str) else "".join(text for _, text in content(told))
+    details = message.get("reasoning_details")
+    return "".join(_texts(details)) if isinstance(details, list) else ""
+
+
+def content(given: object) -> Iterator[Said]:
+    if isinstance(given, str):
+        yield "text", given
+    elif isinstance(given, dict):
+        yield from _part(given)
+    elif isinstance(given, list):
+        for part in given:
+            if isinstance(part, str):
+                yield "text", part
+            elif isinstance(part, dict):
+                yield from _part(part)
+
+
+def _part(part: Mapping[str, Any]) -> Iterator[Said]:
+    if "thinking" in part:
+        # Mistral's thoughts have parts of their own.
+        yield from (("thought", text) for _, text in content(part["thinking"]))
+        return
+    kind = "thought" if part.get("type") in ("reasoning", "reasoning_text", "summary_text") else "text"
+    text = part.get("text") if part.get("text") is not None else part.get("refusal")
+    if isinstance(text, dict):
+        text = text.get("value")
+    if isinstance(text, str):
+        yield ("thought" if kind == "thought" else "text"), text
+
+
+def _texts(details: list[Any]) -> Iterator[str]:
+    for detail in details:
+        if isinstance(detail, dict):
+            told = detail.get("text") or detail.get("summary")
+            if isinstance(told, str):
+                yield told

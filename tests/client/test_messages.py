@@ -1,0 +1,134 @@
+"""Replies of Messages, as servers really send them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dragoman.conversation import Part, Reasoning, Text, ToolCall
+from dragoman.errors import BadAnswer, MalformedToolCall, QueueFull, StreamCutOff
+from dragoman.events import Usage
+from dragoman.reply import Choice
+from tests.client.playing import every_way, parts
+
+USED = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 2, "output_tokens": 1}
+
+
+def named(*payloads: dict[str, Any]) -> bytes:
+    return "".join(f"event: {payload['type']}\ndata: {json.dumps(payload)}\n\n" for payload in payloads).encode()
+
+
+def block(index: int, start: dict[str, Any], *deltas: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"type": "content_block_start", "index": index, "content_block": start},
+        *({"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas),
+        {"type": "content_block_stop", "index": index},
+    ]
+
+
+BEGIN = {"type": "message_start", "message": {"usage": USED, "content": []}}
+STOP = {"type": "message_stop"}
+
+
+def ended(reason: str = "end_turn", stop: str | None = None) -> dict[str, Any]:
+    delta = {"stop_reason": reason, "stop_sequence": stop}
+    return {"type": "message_delta", "delta": delta, "usage": {"output_tokens": 9}}
+
+
+TEXT = block(0, {"type": "text", "text": ""}, {"type": "text_delta", "text": "Hello"})
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+STREAMS: dict[str, tuple[list[dict[str, Any]], tuple[Part, ...]]] = {
+    "text": (TEXT, (Text("Hello"),)),
+    "text in the beginning of its block": (block(0, {"type": "text", "text": "Hello"}), (Text("Hello"),)),
+    "pings": ([{"type": "ping"}, *TEXT[:2], {"type": "ping"}, TEXT[2]], (Text("Hello"),)),
+    "a thought and its signature": (
+        [
+            *block(
+                0,
+                {"type": "thinking", "thinking": "", "signature": ""},
+                {"type": "thinking_delta", "thinking": "Hm"},
+                {"type": "thinking_delta", "thinking": "m"},
+                {"type": "signature_delta", "signature": "s1"},
+            ),
+            *block(1, {"type": "text", "text": "Hello"}),
+        ],
+        (Reasoning("Hmm", "s1"), Text("Hello")),
+    ),
+    "a redacted thought": (block(0, {"type": "redacted_thinking", "data": "xyz"}), (Reasoning("", "xyz"),)),
+    "calls": (
+        [
+            *block(0, USE, {"type": "input_json_delta", "partial_json": '{"x"'}, {"type": "input_json_delta"}),
+            *block(1, USE | {"id": "b", "input": {"y": 2}}),
+            *block(2, USE | {"id": "c"}, {"type": "input_json_delta", "partial_json": ""}),
+        ],
+        (ToolCall("a", "f", '{"x"'), ToolCall("b", "f", '{"y":2}'), ToolCall("c", "f", "{}")),
+    ),
+    "text after a call": (
+        [*block(0, USE), *block(1, {"type": "text", "text": "so"})],
+        (ToolCall("a", "f", "{}"), Text("so")),
+    ),
+    "tools of the server": (
+        [*block(0, {"type": "server_tool_use", "id": "z", "name": "search", "input": {}}), *TEXT],
+        (Text("Hello"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams(name: str) -> None:
+    payloads, expected = STREAMS[name]
+    reason = "max_tokens" if name == "calls" else "end_turn"
+    assert parts("messages", named(BEGIN, *payloads, ended(reason), STOP)) == expected
+    assert parts("messages", named(BEGIN, *payloads, ended(reason)).rstrip()) == expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "meant"),
+    [
+        ("end_turn", None, "stop"),
+        ("stop_sequence", "END", "stop"),
+        ("max_tokens", None, "length"),
+        ("refusal", None, "content_filter"),
+        ("model_context_window_exceeded", None, "length"),
+        ("pause_turn", None, "stop"),
+    ],
+)
+def test_reasons_and_usage(reason: str, stop: str | None, meant: str) -> None:
+    choice = every_way("messages", named(BEGIN, *TEXT, ended(reason, stop), STOP))
+    assert isinstance(choice, Choice)
+    assert (choice.reason, choice.stop, choice.usage) == (meant, stop, Usage(9, 9, 4))
+
+
+def test_a_body_where_a_stream_was_asked_for() -> None:
+    content = [
+        {"type": "thinking", "thinking": "Hmm", "signature": "s"},
+        {"type": "text", "text": "Hello"},
+        USE | {"input": {"x": 1}},
+    ]
+    body = {"type": "message", "content": content, "stop_reason": "tool_use", "usage": USED}
+    choice = every_way("messages", json.dumps(body).encode())
+    assert isinstance(choice, Choice)
+    assert choice.parts == (Reasoning("Hmm", "s"), Text("Hello"), ToolCall("a", "f", '{"x":1}'))
+    assert (choice.reason, choice.usage) == ("tool_calls", Usage(9, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (named(BEGIN, *TEXT), StreamCutOff),
+        (named(BEGIN, *TEXT, STOP), StreamCutOff),
+        (
+            named(BEGIN, *TEXT, {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}),
+            QueueFull,
+        ),
+        (
+            named(BEGIN, *block(0, USE, {"type": "input_json_delta", "partial_json": "{"}), ended(), STOP),
+            MalformedToolCall,
+        ),
+        (b'{"type": "message"}', BadAnswer),
+    ],
+)
+def test_what_is_no_reply(data: bytes, kind: type[Exception]) -> None:
+    found = every_way("messages", data)
+    assert isinstance(found, tuple)
+    assert found[0] is kind

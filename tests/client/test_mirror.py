@@ -1,0 +1,201 @@
+"""The client and our server's protocols are each other's mirror: what goes through both stays the same."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dragoman.client.exchange import PROTOCOLS, Exchange
+from dragoman.conversation import (
+    GenerationRequest,
+    Grammar,
+    Image,
+    JsonObject,
+    JsonSchema,
+    Message,
+    OneOf,
+    Part,
+    Reasoning,
+    Regex,
+    Sampling,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+from dragoman.errors import DragomanError, EngineFailed, UnsupportedParameter
+from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
+from dragoman.protocols import PROTOCOLS as SERVED
+from dragoman.protocols import responses
+from dragoman.protocols.messages.signature import sign
+from dragoman.protocols.responses.decode import Question, decode, read
+from dragoman.reply import Collection
+from tests.client.playing import REQUEST, collected, play
+from tests.cuttings import cut_bytes, cuttings
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+THOUGHT = Reasoning("I had better ask.", sign("I had better ask."))
+TOOLS = (Tool("weather", "The weather.", SCHEMA), Tool("clock", "", {"type": "object", "properties": {}}, strict=True))
+HISTORY = (
+    Message("system", (Text("Be brief."),)),
+    Message("user", (Text("Weather in Paris and Rome?"),)),
+    Message("assistant", (THOUGHT, Text("Let me see."), ToolCall("a", "weather", '{"city":"Paris"}'))),
+    Message("tool", (ToolResult("a", (Text("sunny"),)),)),
+    Message("assistant", (ToolCall("b", "weather", '{"city":"Rome"}'), ToolCall("c", "clock", "{}"))),
+    Message("tool", (ToolResult("b", (Text("rain"),)),)),
+    Message("tool", (ToolResult("c", (Text("noon"),)),)),
+    Message("assistant", (Text("Sunny, then rain."),)),
+    Message("user", (Text("Thanks. And here? "), Image(url="https://example.org/a.png"), Text("?"))),
+)
+REQUESTS = {
+    "history": GenerationRequest(model="m", messages=HISTORY, tools=TOOLS, max_tokens=9),
+    "required": GenerationRequest(messages=HISTORY[:2], tools=TOOLS, tool_choice=ToolChoice("required"), max_tokens=9),
+    "named": GenerationRequest(
+        messages=HISTORY[:2], tools=TOOLS, tool_choice=ToolChoice("named", "clock", False), max_tokens=9
+    ),
+    "none": GenerationRequest(messages=HISTORY[:2], tools=TOOLS, tool_choice=ToolChoice("none"), max_tokens=9),
+    "one at a time": GenerationRequest(
+        messages=HISTORY[:2], tools=TOOLS, tool_choice=ToolChoice(parallel=False), max_tokens=9
+    ),
+    "schema": GenerationRequest(messages=HISTORY[:2], constraint=JsonSchema(SCHEMA), max_tokens=9),
+    "sampling": GenerationRequest(
+        messages=HISTORY[:2], sampling=Sampling(temperature=0, top_p=0.5, top_k=3, seed=7), stop=("END",), max_tokens=9
+    ),
+    "no thinking": GenerationRequest(messages=HISTORY[:2], thinking=Thinking(enabled=False), max_tokens=9),
+    "effort": GenerationRequest(messages=HISTORY[:2], thinking=Thinking(effort="high"), max_tokens=9),
+}
+ONLY_CHAT = {
+    "every sampling": Sampling(0.5, 0.4, 3, 0.1, 7, 1.1, 0.2, 0.3, {5: 1.5}),
+    "json": JsonObject(),
+    "regex": Regex("a+"),
+    "grammar": Grammar("start: 'a'"),
+    "one of": OneOf(("a", "b")),
+}
+
+
+def served(protocol: str, body: dict[str, Any]) -> GenerationRequest:
+    data = json.dumps(body).encode()
+    if protocol != "responses":
+        return SERVED[protocol].decode(data)
+    question: Question = decode(read(data))
+    return question.request
+
+
+def compared(request: GenerationRequest) -> Any:
+    """What a request means, without what the wire adds or, as chat does with signatures, cannot carry."""
+    plain = msgspec.to_builtins(request)
+    for name in ("asked", "delivery"):
+        del plain[name]
+    for tool in plain["tools"]:
+        del tool["path"]
+    (plain["constraint"] or {}).pop("path", None)
+    for message in plain["messages"]:
+        for part in message["parts"]:
+            part.pop("signature", None)
+    return plain
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_means_the_same_to_our_server(protocol: str, name: str) -> None:
+    request = REQUESTS[name]
+    body = Exchange(PROTOCOLS[protocol], request, stream=True).body
+    found = served(protocol, body)
+    wanted = request
+    if name == "no thinking" and protocol == "responses":
+        wanted = msgspec.structs.replace(request, thinking=Thinking(enabled=False, effort="none"))
+    assert compared(found) == compared(wanted)
+    assert found.delivery.stream
+
+
+@pytest.mark.parametrize("name", ONLY_CHAT)
+def test_what_only_some_protocols_say(name: str) -> None:
+    said = ONLY_CHAT[name]
+    with_it = {"sampling": said} if isinstance(said, Sampling) else {"constraint": said}
+    request = GenerationRequest(messages=HISTORY[:2], **with_it)
+    assert compared(served("chat", Exchange(PROTOCOLS["chat"], request, stream=False).body)) == compared(request)
+    if name != "json":
+        with pytest.raises(UnsupportedParameter):
+            Exchange(PROTOCOLS["messages"], request, stream=False)
+
+
+def test_thoughts_without_a_signature_do_not_go_to_messages() -> None:
+    messages = (Message("user", (Text("a"),)), Message("assistant", (Reasoning("hm"), Text("b"))), REQUEST.messages[0])
+    body = PROTOCOLS["messages"].encode(GenerationRequest(messages=messages), False)
+    assert body["messages"][1]["content"] == [{"type": "text", "text": "b"}]
+
+
+def test_images_of_ones_own() -> None:
+    image = Image(b"png", "image/png")
+    request = GenerationRequest(messages=(Message("user", (Text("what?"), image)),))
+    assert served("messages", PROTOCOLS["messages"].encode(request, False)).messages[0].parts == (Text("what?"), image)
+    for protocol in ("chat", "responses"):
+        found = served(protocol, PROTOCOLS[protocol].encode(request, False)).messages[0].parts[1]
+        assert found == Image(url="data:image/png;base64,cG5n")
+
+
+def encoder(protocol: str) -> Any:
+    if protocol != "responses":
+        return SERVED[protocol].encoder(REQUEST, 0)
+    question = decode(read(json.dumps({"input": "hello"}).encode()))
+    return responses.Telling(question.shown, lambda: 0.0).encoder(REQUEST, 0)
+
+
+PIECES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+CALLS = st.sampled_from(['{"city":"Paris"}', "{}", '{"a":{"b":[1,2,"}"]}}'])
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> list[Event]:
+    """Thoughts, then text, then calls: an order that every protocol can tell."""
+    events: list[Event] = [Started(3)]
+    events += [ReasoningDelta(text) for text in draw(st.lists(PIECES, max_size=4))]
+    events += [TextDelta(text) for text in draw(st.lists(PIECES, max_size=6))]
+    calls = draw(st.lists(CALLS, max_size=3))
+    for at, arguments in enumerate(calls):
+        half = len(arguments) // 2
+        events += [ToolCallStart(f"call_{at}", "f"), ToolCallDelta(arguments[:half]), ToolCallDelta(arguments[half:])]
+    return [*events, Finished("tool_calls" if calls else "stop", usage=Usage(3, 5, 1, 2))]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@given(events=replies(), cuts=cuttings())
+def test_a_stream_of_ours_says_what_the_engine_said(protocol: str, events: list[Event], cuts: list[int]) -> None:
+    told = encoder(protocol)
+    data = b"".join(told.feed(0, [event]) for event in events) + told.end()
+    found = collected(play(protocol, cut_bytes(data, cuts)))
+    collection = Collection()
+    collection.add(0, events)
+    wanted = collection.reply().choices[0]
+    assert (unsigned(found.parts), found.reason) == (wanted.parts, wanted.reason)
+    if protocol != "chat":
+        assert found.usage == wanted.usage
+
+
+def unsigned(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    return tuple(Reasoning(part.text) if isinstance(part, Reasoning) else part for part in parts)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_late_failure_of_ours_raises(protocol: str) -> None:
+    told = encoder(protocol)
+    data = told.feed(0, [Started(), TextDelta("a")]) + told.fail(EngineFailed("boom"))
+    with pytest.raises(DragomanError, match="boom"):
+        play(protocol, [data])
+
+
+def test_signatures_of_other_servers_pass_through_messages() -> None:
+    said = [ReasoningDelta("Hm"), ReasoningDelta("m", signature="s1"), ReasoningDelta("", signature="sealed")]
+    events: list[Event] = [Started(), *said, TextDelta("a"), Finished()]
+    told = encoder("messages")
+    streamed = collected(play("messages", [told.feed(0, events) + told.end()]))
+    collection = Collection()
+    collection.add(0, events)
+    whole = SERVED["messages"].encode_reply(REQUEST, 0, collection.reply())
+    assert streamed.parts == (Reasoning("Hmm", "s1"), Reasoning("", "sealed"), Text("a"))
+    assert collected(play("messages", [json.dumps(whole).encode()])).parts == streamed.parts
