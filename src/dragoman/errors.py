@@ -15,7 +15,7 @@
     ├── EngineDied 502
     ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed
     └── EngineTimeout 504
-    ConfigError            a mistake in a file, a flag or an engine's options: one line for the person who made it
+    ConfigError            mistakes in a file, a flag or an engine's options: a line each for the person who made them
 
 A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
 """
@@ -167,7 +167,11 @@ class EngineTimeout(DragomanError):
 
 
 class ConfigError(Exception):
-    pass
+    """A configuration may have several mistakes; each is a line of its own."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
 
 
 def by_name(name: str) -> type[DragomanError]:

@@ -83,7 +83,9 @@ def test_version(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"dragoman {__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["models", "--help"], ["pull", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["serve", "--help"], ["check", "--help"], ["models", "--help"], ["pull", "--help"]]
+)
 def test_help_has_an_example(tmp_path: Path, arguments: list[str]) -> None:
     done = run(tmp_path, *arguments)
     assert done.returncode == 0
