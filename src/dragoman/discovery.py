@@ -123,6 +123,15 @@ def names_in(folders: Sequence[Path]) -> set[str]:
     return {entry.name.lower() for entry in _entries(folders)}
 
 
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model whose first file this is."""
+    part = _PART.fullmatch(path.stem)
+    if part is None:
+        return [path]
+    of = int(part["of"])
+    return [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}.gguf") for at in range(1, of + 1)]
+
+
 def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
     for folder in folders:
         try:
@@ -170,8 +179,7 @@ def _ggufs(root: Path, files: Sequence[Path]) -> Iterator[_Entry]:
         if part is None:
             yield _Entry(_name(root, path.with_suffix("")), path, "gguf", (path,))
         elif int(part["at"]) == 1:
-            of = int(part["of"])
-            wanted = [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}.gguf") for at in range(1, of + 1)]
+            wanted = parts_of(path)
             missing = [file.name for file in wanted if file not in files]
             if missing:
                 log.warning("%s is not complete: %s missing", path, ", ".join(missing[:3]))

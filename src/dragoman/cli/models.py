@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.catalog import foreseen
+from dragoman.catalog.foreseen import foreseen
 from dragoman.config import Flags, ModelSpec, load_settings
 from dragoman.engines import engine_class
 from dragoman.errors import ConfigError

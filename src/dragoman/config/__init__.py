@@ -70,7 +70,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: Mapping[str, str] = {}
     default: str | None = None
     models_dir: tuple[Word, ...] | None = None
-    """Folders whose models are served without being named here; None: that of `dragoman pull`."""
+    """Folders whose models are served without being named here; None: that of `dragoman pull`, unless an engine was
+    brought along."""
     memory: Count | None = None
     """Bytes that all loaded models may take together; None: no limit."""
     keep_alive: Annotated[float, msgspec.Meta(ge=0)] = math.inf
@@ -126,6 +127,9 @@ def load_settings(
         reading.flag("--keep-alive", flags.keep_alive, duration),
     )
     folders = tuple(flags.models_dir) or settings.models_dir
+    if folders is None and offered:
+        # Who serves an engine of their own does not expect others beside it.
+        folders = ()
     if not models and not offered and not folders:
         models = {"smollm2": ModelSpec("smollm2", "llama", "smollm2")}
     key = environ.get("DRAGOMAN_API_KEY")

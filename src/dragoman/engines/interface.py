@@ -75,6 +75,8 @@ class Engine:
     """What it computes on, as the model list shows it."""
     slots: int | None = None
     """How many generations it takes at once; the others queue. None: as many as come."""
+    progress: float | None = None
+    """While it starts: how much of it has been loaded, from 0 to 1, where it knows."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:

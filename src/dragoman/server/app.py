@@ -71,6 +71,10 @@ ROUTES_BELOW = {
 """The same for everything below a path."""
 
 
+ONLY_ENGINES = Settings(models_dir=())
+"""Who serves engines of their own does not expect others beside them."""
+
+
 class App:
     def __init__(self, settings: Settings, engines: Sequence[Engine] = ()) -> None:
         self.settings = settings
@@ -184,4 +188,4 @@ def _no_route(exchange: Exchange, methods: Mapping[str, Route]) -> DragomanError
 
 def create_app(*engines: Engine, settings: Settings | None = None) -> App:
     """An ASGI app that serves the engines given and the models of the settings; it mounts into any other ASGI app."""
-    return App(settings or Settings(), engines)
+    return App(settings or ONLY_ENGINES, engines)

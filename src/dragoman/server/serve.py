@@ -21,18 +21,19 @@ import uvloop
 from dragoman.catalog import Host
 from dragoman.config import Settings
 from dragoman.engines.interface import Engine
-from dragoman.errors import ConfigError, DragomanError, ModelLoading
-from dragoman.server.app import App
+from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
+from dragoman.server.app import ONLY_ENGINES, App
 from dragoman.server.connection import guarded
 
 log = logging.getLogger("dragoman")
 
+RETRY_SECONDS = 0.2
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
     """Serve engines of your own until the process is told to stop. `host` and `port` win over the settings."""
-    settings = settings or Settings()
+    settings = settings or ONLY_ENGINES
     key = os.environ.get("DRAGOMAN_API_KEY")
     if key and not settings.api_keys:
         settings = msgspec.structs.replace(settings, api_keys=(key,))
@@ -162,9 +163,11 @@ async def _serve(app: App) -> None:
 
 async def _preload(app: App, server: Server) -> None:
     """Load the default model before anybody asks for it; where it is the only one, its failure is the server's."""
-    if app.catalog.default is None:
+    try:
+        host = (await app.catalog.find("")).host
+    except ModelNotFound:
+        log.info("there is no model yet; one that is put into the models folder is served")
         return
-    host = app.catalog.resolve(app.catalog.default).host
     try:
         await _loaded(host)
         _settle()
@@ -173,7 +176,7 @@ async def _preload(app: App, server: Server) -> None:
         if all(model.host is host for model in app.catalog.models.values()):
             server.should_exit = True
             raise ConfigError(host.failure or error.message) from error
-        log.error("model %s: %s", app.catalog.default, host.failure)
+        log.error("model %s: %s", host.key, host.failure)
 
 
 def _settle() -> None:
@@ -190,4 +193,4 @@ async def _loaded(host: Host) -> None:
             await host.ready()
             return
         except ModelLoading:
-            continue
+            await asyncio.sleep(RETRY_SECONDS)
