@@ -202,8 +202,8 @@ MISTAKES = {
     "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, or "
     "module:Class for your own",
     "models:\n  a: 5": "2: models.a: expected a source or a mapping, got int",
-    "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, pypi:PACKAGE or a built-in name "
-    "(smollm2, minilm)",
+    "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, hf:ORG/REPO/FILE, https://..., "
+    "pypi:PACKAGE or a built-in name (smollm2, minilm)",
     "models:\n  a: ''": "2: models.a.source: expected str of length >= 1",
     "models:\n  a: {path: 5}": "2: models.a.path: expected str | null, got int",
     "models:\n  a: {engine: scripted, source: x}": "2: models.a.source: the engine scripted takes no source",

@@ -23,14 +23,13 @@ from typing import Literal
 import msgspec
 
 from dragoman.errors import ConfigError
-from dragoman.gguf import Value, read_metadata
+from dragoman.gguf import PART, Value, parts_of, read_metadata
 
 log = logging.getLogger("dragoman.discovery")
 
 DEEPEST = 4
 """Folders in folders."""
 MOST_FILES = 20_000
-_PART = re.compile(r"(?P<stem>.+)-(?P<at>\d{5})-of-(?P<of>\d{5})")
 _QUANTISATION = re.compile(r"(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP32)", re.IGNORECASE)
 _SUFFIX = re.compile(rf"(?P<base>.+)[-._](?P<tag>{_QUANTISATION.pattern})", re.IGNORECASE)
 _FILE_TYPES = """
@@ -123,15 +122,6 @@ def names_in(folders: Sequence[Path]) -> set[str]:
     return {entry.name.lower() for entry in _entries(folders)}
 
 
-def parts_of(path: Path) -> list[Path]:
-    """All files of the model whose first file this is."""
-    part = _PART.fullmatch(path.stem)
-    if part is None:
-        return [path]
-    of = int(part["of"])
-    return [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}.gguf") for at in range(1, of + 1)]
-
-
 def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
     for folder in folders:
         try:
@@ -175,7 +165,7 @@ def _is_inside(root: Path, path: Path) -> bool:
 
 def _ggufs(root: Path, files: Sequence[Path]) -> Iterator[_Entry]:
     for path in files:
-        part = _PART.fullmatch(path.stem)
+        part = PART.fullmatch(path.stem)
         if part is None:
             yield _Entry(_name(root, path.with_suffix("")), path, "gguf", (path,))
         elif int(part["at"]) == 1:

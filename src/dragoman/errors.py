@@ -1,7 +1,7 @@
 """Everything that can go wrong, as one tree. Each error knows the status and the words a protocol needs.
 
     DragomanError
-    ├── BadRequest 400 ── ContextTooLong, InvalidSchema, ThreadUnsupported, UnsupportedParameter
+    ├── BadRequest 400 ── ContextTooLong, InvalidConfig, InvalidSchema, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
     ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
     ├── MethodNotAllowed 405
@@ -52,6 +52,12 @@ class ContextTooLong(BadRequest):
         super().__init__(message, param=param)
         self.tokens = tokens
         self.limit = limit
+
+
+class InvalidConfig(BadRequest):
+    """Told to an operator only: it names the file."""
+
+    code = "invalid_config"
 
 
 class InvalidSchema(BadRequest):

@@ -8,6 +8,7 @@ array := kind:u32 length:u64 value*                 not kept: vocabularies are a
 """
 
 import os
+import re
 import struct
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,9 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 TEXT, ARRAY = 8, 9
+
+PART = re.compile(r"(?P<stem>.+)-(?P<at>\d{5})-of-(?P<of>\d{5})")
+"""The name of one of several files that are one model."""
 
 Value = str | int | float | bool
 
@@ -30,6 +34,15 @@ def read_metadata(path: Path) -> dict[str, Value]:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a GGUF file: {error}") from error
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model whose first file this is."""
+    part = PART.fullmatch(path.stem)
+    if part is None:
+        return [path]
+    of = int(part["of"])
+    return [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}.gguf") for at in range(1, of + 1)]
 
 
 class _Reader:

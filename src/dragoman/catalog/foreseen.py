@@ -1,6 +1,6 @@
 """What is known of a model before it is loaded: what its configuration and its file say."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -40,6 +40,18 @@ def foreseen(spec: ModelSpec) -> Foreseen:
         file=file,
         writes=_writes(metadata),
     )
+
+
+def missing_files(specs: Sequence[ModelSpec]) -> list[str]:
+    """What leads to no file, in words; what can still be downloaded is not missing."""
+    missing = []
+    for spec in specs:
+        try:
+            if spec.source is not None:
+                sources.locate(spec.source)
+        except ConfigError as error:
+            missing.append(f"model {spec.name}: {error}")
+    return missing
 
 
 def _looked_at(source: str | None) -> tuple[FileState, dict[str, Value]]:

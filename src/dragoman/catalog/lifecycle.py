@@ -32,6 +32,7 @@ class Lifecycle:
         self._tickets: dict[int, asyncio.Future[None]] = {}
         self._work: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
         self._is_stopping = False
 
     @property
@@ -184,16 +185,15 @@ class Lifecycle:
                 ticket.set_exception(error)
 
     def _set_timer(self) -> None:
+        """One that comes too early does no harm: it is set anew when it has come."""
         due = self._residency.due
-        if due == math.inf or self._is_stopping:
+        if due >= self._timer_due or self._is_stopping:
             return
-        loop = asyncio.get_running_loop()
-        at = loop.time() + max(0.0, due - time.monotonic())
-        if self._timer is None or self._timer.cancelled() or self._timer.when() > at:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_at(at, self._pass_time)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._pass_time)
 
     def _pass_time(self) -> None:
-        self._timer = None
+        self._timer, self._timer_due = None, math.inf
         self._feed(told.Passed())

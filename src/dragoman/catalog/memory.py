@@ -17,10 +17,9 @@ import msgspec
 
 from dragoman import sources
 from dragoman.config import ModelSpec
-from dragoman.discovery import parts_of
 from dragoman.engines import engine_class
 from dragoman.errors import ConfigError
-from dragoman.gguf import Value, read_metadata
+from dragoman.gguf import Value, parts_of, read_metadata
 
 log = logging.getLogger("dragoman.catalog")
 

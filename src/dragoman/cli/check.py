@@ -4,8 +4,8 @@ import argparse
 import os
 import sys
 
-from dragoman import sources
-from dragoman.config import Flags, Settings, load_settings
+from dragoman.catalog.foreseen import missing_files
+from dragoman.config import Flags, load_settings
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -35,20 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109
     settings = load_settings(arguments.config, Flags(), os.environ)
-    missing = _missing_files(settings)
+    missing = missing_files(settings.models)
     if missing:
         raise ConfigError(*missing)
     names = ", ".join(model.name for model in settings.models) or "those of the models folder"
     print(f"the configuration is sound; models: {names}")
     return 0
-
-
-def _missing_files(settings: Settings) -> list[str]:
-    missing = []
-    for model in settings.models:
-        try:
-            if model.source is not None:
-                sources.locate(model.source)
-        except ConfigError as error:
-            missing.append(f"model {model.name}: {error}")
-    return missing

@@ -16,7 +16,7 @@ from dragoman.conversation import Sampling
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
-from dragoman.sources import BUILT_IN
+from dragoman.sources import BUILT_IN, KINDS
 
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
 
@@ -142,7 +142,7 @@ def _check_options(
     known = [name for name in OURS if takes_file or name not in ("source", "path")] + own
     file.check_keys(options, known, key)
     if takes_file and entry.get("source", entry.get("path")) is None and source is None and "path" in _required(wanted):
-        file.note(key, f"source is missing: a path, pypi:PACKAGE or a built-in name ({', '.join(BUILT_IN)})")
+        file.note(key, f"source is missing: a path, {KINDS} or a built-in name ({', '.join(BUILT_IN)})")
     # What is wrong with the source has been said.
     file.fitting({"path": "", **options} if takes_file else options, wanted, key)
     if engine in ENGINES:
