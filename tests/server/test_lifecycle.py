@@ -1,5 +1,6 @@
 """Models that come and go: single flight, keep-alive, a memory budget, turns, the operator's wishes."""
 
+import asyncio
 import json
 import threading
 import time
@@ -12,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from dragoman import create_app
+from tests.server.engines import Sampled
 from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
 from tests.serving import Running, serving
 
@@ -236,3 +239,24 @@ def test_smollm2_under_two_names_in_a_budget_for_one(tmp_path: Path, home: Path,
     # The file and the state at the least: the measured need, not the estimate.
     assert smollm2_path.stat().st_size < used < 350 * 2**20
     assert len(json.loads((home / "memory.json").read_text())) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "status"), [("127.0.0.1", 200), ("::1", 200), ("192.0.2.7", 401), ("", 200), (None, 200)]
+)
+def test_without_keys_the_operator_is_on_this_machine(address: str | None, status: int) -> None:
+    async def scenario() -> int:
+        transport = httpx.ASGITransport(create_app(Sampled()), client=(address, 1))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get("/admin/models")).status_code
+
+    assert asyncio.run(scenario()) == status
+
+
+def test_a_server_without_a_configuration_has_none_to_read_again() -> None:
+    async def scenario() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(Sampled()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/admin/reload")
+
+    refused(asyncio.run(scenario()), 501)

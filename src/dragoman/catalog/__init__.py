@@ -119,9 +119,12 @@ class Catalog:
 
     def reconfigure(self, settings: Settings) -> None:
         """Models that are still there and run as before stay as they are, loaded or not."""
+        # Before anything is changed: a mistake leaves everything as it was.
+        taken = set(self._own)
         for spec in settings.models:
-            if spec.name.lower() in self._own:
+            if spec.name.lower() in taken:
                 raise ConfigError(f"two models are called {spec.name!r}")
+            taken.add(spec.name.lower())
         self.lifecycle.bound(settings.memory, settings.turn_seconds)
         self._configure(settings)
 

@@ -102,9 +102,14 @@ def _state_bytes(spec: ModelSpec, metadata: Mapping[str, Value]) -> int:
     groups = number("attention.head_count_kv") or heads
     width = number("attention.key_length") or (number("embedding_length") // heads if heads else 0)
     length = spec.options.get("context") or number("context_length")
-    slots = spec.options.get("slots") or getattr(engine_class(spec.engine).Options, "slots", 4)
-    slots = slots if isinstance(slots, int) else 4
-    return 2 * number("block_count") * groups * width * STATE_ELEMENT_BYTES * int(length) * slots
+    return 2 * number("block_count") * groups * width * STATE_ELEMENT_BYTES * int(length) * _slots(spec)
+
+
+def _slots(spec: ModelSpec) -> int:
+    options = engine_class(spec.engine).Options
+    default = next((field.default for field in msgspec.structs.fields(options) if field.name == "slots"), 1)
+    slots = spec.options.get("slots", default)
+    return slots if isinstance(slots, int) else 1
 
 
 def _fingerprint(spec: ModelSpec) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dragoman.catalog import Model
 from dragoman.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized
 from dragoman.protocols import admin as wire
+from dragoman.server.auth import ANONYMOUS
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ LOOK_SECONDS = 0.05
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    _check_operator(app, exchange)
+    _check_operator(exchange)
     await app.catalog.look()
     served = [await _served(app, model) for model in app.catalog.listed()]
     await exchange.reply_json(wire.encode_fleet(served, app.catalog.lifecycle.budget))
 
 
 async def change(app: "App", exchange: Exchange) -> None:
-    _check_operator(app, exchange)
+    _check_operator(exchange)
     # Its body means nothing; but no web page of another origin can send one that passes.
     await exchange.decoded(app.settings.limits, bytes)
     name, _, action = exchange.path.removeprefix(f"{ROOT}/").rpartition("/")
@@ -42,7 +43,7 @@ async def change(app: "App", exchange: Exchange) -> None:
 
 
 async def reload(app: "App", exchange: Exchange) -> None:
-    _check_operator(app, exchange)
+    _check_operator(exchange)
     await exchange.decoded(app.settings.limits, bytes)
     try:
         await exchange.reply_json(wire.encode_reloaded(await app.reload()))
@@ -93,8 +94,8 @@ async def _served(app: "App", model: Model) -> wire.ServedModel:
     )
 
 
-def _check_operator(app: "App", exchange: Exchange) -> None:
-    if app.settings.api_keys or _is_local(exchange.client):
+def _check_operator(exchange: Exchange) -> None:
+    if exchange.record.principal != ANONYMOUS or _is_local(exchange.client):
         return
     raise Unauthorized("this route is for callers on the server's own machine, or with a key; no key is configured")
 

@@ -132,11 +132,14 @@ class LlamaEngine(Engine):
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self.model, self.loaded, embedder = await self._aside(_load, self.options, loop)
+        self.model, self.loaded, embedder = await self._aside(_load, self.options, loop, self._note_progress)
         self.embedder = embedder
         embedder.start()
         if self.loaded is not None:
             self.loaded.runner.start()
+
+    def _note_progress(self, share: float) -> None:
+        self.progress = round(share, 2)
 
     async def stop(self) -> None:
         loaded, self.loaded = self.loaded, None
@@ -206,12 +209,14 @@ class LlamaEngine(Engine):
             model.close()
 
 
-def _load(options: LlamaOptions, loop: asyncio.AbstractEventLoop) -> tuple[Model, _Loaded | None, Embedder]:
+def _load(
+    options: LlamaOptions, loop: asyncio.AbstractEventLoop, progress: Callable[[float], None]
+) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     with contextlib.ExitStack() as undo:
-        model = Model(path)
+        model = Model(path, progress)
         undo.callback(model.close)
         if not model.generates:
             raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
