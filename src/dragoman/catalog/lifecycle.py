@@ -86,7 +86,8 @@ class Lifecycle:
         ticket.cancel()
 
     def leave(self, host: Host) -> None:
-        self._feed(told.Left(host.key))
+        if not self._residency.leave(host.key, time.monotonic()):
+            self._feed(told.Passed())
 
     def wish(self, host: Host) -> None:
         if self.seat(host).state != "in":

@@ -213,16 +213,20 @@ class Residency:
         seat.is_unused = False
         return True
 
-    def feed(self, event: Event, now: float) -> list[Effect]:
-        refused = self._take(event, now)
-        if type(event) is Left and self._changes_nothing(self.seats[event.key]):
-            return refused
-        return refused + list(self._decide(now))
+    def leave(self, key: str, now: float) -> bool:
+        """What `Left` comes to, where nobody minds; False where there is something to decide."""
+        seat = self.seats[key]
+        seat.running -= 1
+        seat.idle_since = now
+        if seat.running:
+            return True
+        goes = seat.is_removed or seat.is_dismissed or (seat.keep_alive < math.inf and not seat.stays)
+        return self.budget is None and not goes
 
-    def _changes_nothing(self, seat: Seat) -> bool:
-        """Whether nobody minds that one who used it has left: so it is after most requests."""
-        goes = seat.is_removed or seat.is_dismissed or seat.rests_until < math.inf
-        return bool(seat.running) or (self.budget is None and not goes)
+    def feed(self, event: Event, now: float) -> list[Effect]:
+        if isinstance(event, Left):
+            return [] if self.leave(event.key, now) else list(self._decide(now))
+        return self._take(event, now) + list(self._decide(now))
 
     def _take(self, event: Event, now: float) -> list[Effect]:
         """Note what happened."""
@@ -246,9 +250,6 @@ class Residency:
                 seat.is_wished = True
         elif isinstance(event, GaveUp):
             seat.waiting.pop(event.ticket, None)
-        elif isinstance(event, Left):
-            seat.running -= 1
-            seat.idle_since = now
         elif isinstance(event, Removed):
             seat.is_removed = True
             seat.is_wished = False
