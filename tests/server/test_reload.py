@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
 from tests.serving import Running, serving
@@ -96,6 +97,22 @@ def _post(running: Running, path: str) -> httpx.Response:
 def _ask(running: Running, name: str) -> httpx.Response:
     with talking(running) as client:
         return ask(client, CHAT, model=name)
+
+
+@pytest.mark.parametrize("model", [WORKER, SCRIPTED | {"tokens_per_second": 20}], ids=["in a worker", "here"])
+def test_who_queues_for_a_model_that_goes_is_served_all_the_same(tmp_path: Path, model: dict[str, Any]) -> None:
+    slow = model | {"slots": 1} | ({"pace": 0.1} if model is WORKER else {"replies": [{"output": "tick" * 10}]})
+    with serving(tmp_path, {"models": {"first": SCRIPTED, "gone": slow}}) as running, talking(running) as client:
+        client.post("/admin/models/gone/load").raise_for_status()
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(_ask, running, "gone") for _ in range(4)]
+            assert eventually(lambda: client.get("/admin/models").json()["data"][1]["waiting"] == 3, 5)
+            write(tmp_path, running, {"models": {"first": SCRIPTED}})
+            assert client.post("/admin/reload").status_code == 200
+            for task in asking:
+                assert text_of(task.result())
+        refused(ask(client, CHAT, model="gone"), 404, param="model")
+        assert eventually(lambda: not running.children(), 5)
 
 
 def test_a_mistake_leaves_everything_as_it_was(tmp_path: Path) -> None:

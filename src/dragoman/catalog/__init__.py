@@ -106,7 +106,9 @@ class Catalog:
         infos = engine.models()
         if not infos:
             raise ConfigError("an engine offers no models: `models()` must name at least one")
-        host = Host(infos[0].name, _as_is(engine), self.lifecycle, settings.limits, engine.slots)
+        host = Host(
+            self.lifecycle.new_key(infos[0].name), _as_is(engine), self.lifecycle, settings.limits, engine.slots
+        )
         self.lifecycle.add(host, math.inf, stays=True)
         for info in infos:
             self._name(Model(info.name, host))
@@ -152,14 +154,16 @@ class Catalog:
 
     def _host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> Host:
         slots = spec.options.get("slots")
-        key = self.lifecycle.free_key(spec.name)
-        host = Host(key, _from(spec, limits), self.lifecycle, limits, slots if isinstance(slots, int) else None)
-        self.lifecycle.add(
-            host,
-            keep_alive,
+        host = Host(
+            self.lifecycle.new_key(spec.name),
+            _from(spec, limits),
+            self.lifecycle,
+            limits,
+            slots if isinstance(slots, int) else None,
             expect=lambda: memory.expected(spec),
             remember=lambda size: memory.remember(spec, size),
         )
+        self.lifecycle.add(host, keep_alive)
         return host
 
     @property

@@ -55,8 +55,21 @@ class Lives(Protocol):
 
 
 class Host:
-    def __init__(self, key: str, make: Make, lives: Lives, limits: Limits, slots: int | None = None) -> None:
+    """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did."""
+
+    def __init__(
+        self,
+        key: str,
+        make: Make,
+        lives: Lives,
+        limits: Limits,
+        slots: int | None = None,
+        expect: Callable[[], int] = int,
+        remember: Callable[[int], None] = lambda size: None,
+    ) -> None:
         self.key = key
+        self.expect = expect
+        self.remember = remember
         self.limits = limits
         self.engine: Engine | None = None
         self.supports: frozenset[str] = frozenset()

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from dragoman.catalog import residency as told
@@ -20,14 +20,12 @@ from dragoman.errors import ConfigError, ModelFailed
 
 log = logging.getLogger("dragoman.catalog")
 
-Expect = Callable[[], int]
-Remember = Callable[[int], None]
-
 
 class Lifecycle:
     def __init__(self, budget: int | None, turn: float) -> None:
         self._residency = Residency(budget, turn)
-        self._hosts: dict[str, tuple[Host, Expect, Remember]] = {}
+        self._hosts: dict[str, Host] = {}
+        self._names: dict[str, int] = {}
         self._numbers = itertools.count()
         self._tickets: dict[int, asyncio.Future[None]] = {}
         self._work: set[asyncio.Task[None]] = set()
@@ -39,17 +37,14 @@ class Lifecycle:
     def budget(self) -> int | None:
         return self._residency.budget
 
-    def add(
-        self, host: Host, keep_alive: float, stays: bool = False, expect: Expect = int, remember: Remember | None = None
-    ) -> None:
-        """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did."""
-        self._hosts[host.key] = (host, expect, remember or (lambda size: None))
+    def add(self, host: Host, keep_alive: float, stays: bool = False) -> None:
+        self._hosts[host.key] = host
         self._feed(told.Added(host.key, keep_alive, stays))
 
-    def free_key(self, name: str) -> str:
-        """One of this name may still have requests to finish."""
-        keys = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
-        return next(key for key in keys if key not in self._hosts)
+    def new_key(self, name: str) -> str:
+        """One that was never used: an older host of this name may still have requests to finish."""
+        self._names[name] = number = self._names.get(name, 0) + 1
+        return name if number == 1 else f"{name} ({number})"
 
     def keep(self, host: Host, keep_alive: float) -> None:
         self._feed(told.Added(host.key, keep_alive))
@@ -64,14 +59,20 @@ class Lifecycle:
         return self._residency.seats.get(host.key) or Seat(0)
 
     def enter(self, host: Host) -> bool:
-        return self._residency.enter(host.key)
+        return host.key in self._hosts and self._residency.enter(host.key)
 
     def ask(self, host: Host) -> "asyncio.Future[None]":
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
         self._tickets[number] = ticket
         ticket.add_done_callback(lambda _: self._tickets.pop(number, None))
+        is_gone = host.key not in self._hosts
+        if is_gone:
+            # It was removed while somebody stood in the queue for one of its slots, who is served all the same.
+            self.add(host, 0)
         self._feed(told.Asked(host.key, number))
+        if is_gone:
+            self.remove(host)
         return ticket
 
     def give_up(self, host: Host, ticket: "asyncio.Future[None]") -> None:
@@ -90,11 +91,12 @@ class Lifecycle:
             self._feed(told.Passed())
 
     def wish(self, host: Host) -> None:
-        if self.seat(host).state != "in":
+        if host.key in self._hosts and self.seat(host).state != "in":
             self._feed(told.Wished(host.key))
 
     def dismiss(self, host: Host) -> None:
-        self._feed(told.Dismissed(host.key))
+        if host.key in self._hosts:
+            self._feed(told.Dismissed(host.key))
 
     def lost(self, host: Host) -> None:
         if self.seat(host).state == "in":
@@ -107,7 +109,7 @@ class Lifecycle:
         for task in self._work:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
-        await asyncio.gather(*(host.end() for host, _, _ in self._hosts.values()))
+        await asyncio.gather(*(host.end() for host in self._hosts.values()))
 
     def _feed(self, event: told.Event) -> None:
         for effect in self._residency.feed(event, time.monotonic()):
@@ -115,9 +117,9 @@ class Lifecycle:
         self._set_timer()
 
     def _perform(self, effect: told.Effect) -> None:
-        host, expect, _ = self._hosts[effect.key]
+        host = self._hosts[effect.key]
         if isinstance(effect, told.Weigh):
-            self._begin(self._weigh(host, expect))
+            self._begin(self._weigh(host))
         elif isinstance(effect, told.Load):
             self._begin(self._load(host))
         elif isinstance(effect, told.Unload):
@@ -138,9 +140,9 @@ class Lifecycle:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    async def _weigh(self, host: Host, expect: Expect) -> None:
+    async def _weigh(self, host: Host) -> None:
         try:
-            need = await asyncio.to_thread(expect)
+            need = await asyncio.to_thread(host.expect)
         except (ConfigError, OSError) as error:
             host.failure = str(error)
             self._feed(told.Failed(host.key))
@@ -154,15 +156,14 @@ class Lifecycle:
             self._feed(told.Failed(host.key))
             return
         self._feed(told.Loaded(host.key, size))
-        await asyncio.to_thread(self._hosts[host.key][2], size)
+        await asyncio.to_thread(host.remember, size)
 
     async def _unload(self, host: Host) -> None:
         await host.measure()
         size = host.memory
         await host.end()
         self._feed(told.Unloaded(host.key))
-        if host.key in self._hosts:
-            await asyncio.to_thread(self._hosts[host.key][2], size)
+        await asyncio.to_thread(host.remember, size)
 
     def _admit(self, host: Host, effect: told.Admit) -> None:
         for number in effect.tickets:

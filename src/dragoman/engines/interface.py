@@ -96,7 +96,8 @@ class Engine:
         return frozenset(feature for method in overridden for feature in OWN_FEATURES[method])
 
     async def start(self) -> None:
-        """Load what must be loaded. Called before the first request; again after a failure, `stop` in between."""
+        """Load what must be loaded. Called before the first request; again after a failure or an unloading, `stop` in
+        between."""
 
     async def stop(self) -> None:
         """Let go of everything."""
