@@ -37,6 +37,28 @@ def test_principals_take_turns() -> None:
     assert asyncio.run(scenario()) == ["a1", "a2", "b1", "c1", "a3"]
 
 
+def test_more_slots_are_for_those_who_wait() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 10, 10), list[str](), asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, name, log, release)) for name in "abcd"]
+        await turn()
+        admission.resize(3)
+        await turn()
+        assert (log, admission.running, admission.waiting) == (["a", "b", "c"], 3, 1)
+        admission.resize(1)
+        admission.bound(0, 1)
+        with pytest.raises(QueueFull):
+            await admission.enter("e")
+        admission.resize(None)
+        await turn()
+        assert log == ["a", "b", "c", "d"]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert admission.running == admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_full_queue_says_so_at_once() -> None:
     async def scenario() -> None:
         admission, release = Admission(1, 1, 10), asyncio.Event()

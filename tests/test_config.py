@@ -1,11 +1,13 @@
 """Settings from file, environment and flags; a mistake is one line with file, line and key."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from dragoman.config import Flags, Limits, ModelSpec, Settings, load_settings
+from dragoman.config import Flags, Limits, ModelSpec, SamplingDefaults, Settings, load_settings
+from dragoman.config.quantities import duration, shown_size, size
 from dragoman.errors import ConfigError
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
@@ -171,8 +173,7 @@ def test_an_engine_that_is_brought_along() -> None:
 
 
 MISTAKES = {
-    "modles: {}": "1: modles: unknown key; keys: models, aliases, default, host, port, api_keys, strict, event_log, "
-    "hosts, limits, grace_seconds",
+    "modles: {}": "1: modles: unknown key; keys: models, aliases, default, models_dir, memory, keep_alive, ...",
     "port: eighty": "1: port: expected int, got str",
     "\nport: 65536": "2: port: expected int <= 65535",
     "port: -1": "1: port: expected int >= 0",
@@ -182,21 +183,36 @@ MISTAKES = {
     "api_keys:\n  - good\n  - 12": "3: api_keys[1]: expected str, got int",
     "limits: {queue: -1}": "1: limits.queue: expected int >= 0",
     "limits:\n  que: 1": "2: limits.que: unknown key; keys: body_bytes, header_bytes, body_seconds, queue, "
-    "queue_seconds, stall_seconds, write_seconds, keepalive_seconds, choices, stop_strings, "
-    "kept_responses, kept_bytes, kept_seconds",
+    "queue_seconds, load_seconds, ...",
     "limits:\n  queue: 1\n  body_seconds: 0": "3: limits.body_seconds: expected float > 0.0",
     "limits: 5": "1: limits: expected a mapping, got int",
+    "memory: plenty": "1: memory: expected a size such as 12GiB or 500MB",
+    "port: 1\nmemory: -5": "2: memory: expected a size such as 12GiB or 500MB",
+    "memory: 12 apples": "1: memory: expected a size such as 12GiB or 500MB",
+    "keep_alive: soon": "1: keep_alive: expected a time such as 300, 10m, 2h or forever",
+    "keep_alive: true": "1: keep_alive: expected a time such as 300, 10m, 2h or forever",
+    "turn_seconds: 0": "1: turn_seconds: expected float > 0.0",
+    "models_dir: 5": "1: models_dir: expected array | null, got int",
+    "models_dir:\n  - a\n  - ''": "3: models_dir[1]: expected str of length >= 1",
+    "limits: {load_seconds: -1}": "1: limits.load_seconds: expected float >= 0.0",
+    "models:\n  smollm2:\n    keep_alive: 5 weeks": "3: models.smollm2.keep_alive: expected a time such as 300, "
+    "10m, 2h or forever",
+    "models:\n  smollm2:\n    sampling: hot": "3: models.smollm2.sampling: expected a mapping, got str",
+    "models:\n  smollm2:\n    sampling:\n      temperature: 3": "4: models.smollm2.sampling.temperature: expected "
+    "float <= 2.0",
+    "models:\n  smollm2:\n    sampling: {max_tokens: 0}": "3: models.smollm2.sampling.max_tokens: expected int >= 1",
+    "models:\n  smollm2:\n    sampling: {temp: 1}": "3: models.smollm2.sampling.temp: unknown key; keys: "
+    "temperature, ...",
     "models: [a]": "1: models: expected a mapping, got list",
     "models:\n  smollm2:\n    source: smollm2\n    slots: many": "4: models.smollm2.slots: expected int, got str",
-    "models:\n  a:\n    engine: llama\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, "
-    "...",
+    "models:\n  a:\n    path: x\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, ...",
     "models:\n  a:\n    path: x\n    layout: fast": "4: models.a.layout: invalid enum value 'fast'",
     "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source are the same thing; give one of them",
     "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, or "
     "module:Class for your own",
     "models:\n  a: 5": "2: models.a: expected a source or a mapping, got int",
-    "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, pypi:PACKAGE or a built-in name "
-    "(smollm2, minilm)",
+    "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, hf:ORG/REPO/FILE, https://..., "
+    "pypi:PACKAGE or a built-in name (smollm2, minilm)",
     "models:\n  a: ''": "2: models.a.source: expected str of length >= 1",
     "models:\n  a: {path: 5}": "2: models.a.path: expected str | null, got int",
     "models:\n  a: {engine: scripted, source: x}": "2: models.a.source: the engine scripted takes no source",
@@ -242,9 +258,86 @@ def test_mistakes_in_a_file(text: str, words: str) -> None:
     assert (shown[: len(whole) + 14] if dots else shown) == f"dragoman.yaml:{whole}"
 
 
+def test_several_mistakes_are_told_together_in_the_order_of_the_lines() -> None:
+    text = (
+        "port: many\n"
+        "models:\n"
+        "  a b: x\n"
+        "  smollm2: {slots: none, contxt: 5, sampling: {top_p: 7}}\n"
+        "  smollm2: {}\n"
+        "limits: {queue: -1, stall_seconds: no}\n"
+        "aliases: {x: nobody}\n"
+        "default: nobody\n"
+        "colour: red\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(text, Flags(aliases=("y",), memory="lots"))
+    assert [words.split(": ")[0] for words in caught.value.mistakes] == [
+        *(f"dragoman.yaml:{line}" for line in (1, 3, 4, 4, 4, 5, 6, 6, 7, 8, 9)),
+        "--alias y",
+        "--memory lots",
+    ]
+    assert str(caught.value).count("\n") == 12
+
+
+def test_how_models_are_kept() -> None:
+    settings = load(
+        "models:\n"
+        "  smollm2:\n"
+        "    keep_alive: 0\n"
+        "    sampling: {temperature: 0, top_p: 0.5, max_tokens: 100}\n"
+        "  other: {engine: scripted, keep_alive: forever}\n"
+        "models_dir: ./files\n"
+        "memory: 1.5GiB\n"
+        "keep_alive: 10m\n"
+        "turn_seconds: 3\n"
+        "limits: {load_seconds: 0}\n"
+    )
+    smollm2, other = settings.models
+    assert (smollm2.keep_alive, other.keep_alive) == (0, math.inf)
+    assert smollm2.sampling == SamplingDefaults(temperature=0, top_p=0.5, max_tokens=100)
+    assert smollm2.options == other.options == {}
+    assert (settings.memory, settings.keep_alive, settings.turn_seconds) == (3 * 2**29, 600, 3)
+    assert (settings.models_dir, settings.limits.load_seconds) == (("files",), 0)
+    flags = Flags(models_dir=("a", "b"), memory="100MB", keep_alive="-1")
+    changed = load("memory: 5GB\nmodels_dir: [x, y]\nkeep_alive: 5\n", flags)
+    assert (changed.models_dir, changed.memory, changed.keep_alive) == (("a", "b"), 100_000_000, math.inf)
+
+
+def test_a_models_folder_that_is_named_is_configuration_enough(folder: Path) -> None:
+    (folder / "Tiny.gguf").write_bytes(b"GGUF")
+    settings = load("models_dir: .\naliases: {'gpt-*': tiny}\ndefault: TINY\n")
+    assert (settings.models, settings.default) == ((), "TINY")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 5), (5, 5), (0.5, 0.5), ("90s", 90), ("10m", 600), ("2 h", 7200), ("1d", 86400), ("forever", math.inf)],
+)
+def test_times(text: object, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "size_in_bytes"),
+    [(5, 5), ("5B", 5), ("1kb", 1000), ("1 KiB", 1024), ("12GiB", 12 * 2**30), ("2tb", 2 * 10**12)],
+)
+def test_sizes(text: object, size_in_bytes: int) -> None:
+    assert size(text) == size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(5, "5 B"), (2048, "2.0 KiB"), (150 * 2**20, "150 MiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2.0 TiB")],
+)
+def test_sizes_for_people(count: int, text: str) -> None:
+    assert shown_size(count) == text
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (Flags(keep_alive="x"), "--keep-alive x: expected a time such as 300, 10m, 2h or forever"),
         (Flags(models=("a",)), "--model a: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
         (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
         (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),

@@ -17,7 +17,7 @@ from dragoman.errors import QueueFull
 
 class Admission:
     def __init__(self, slots: int | None, queue: int, seconds: float) -> None:
-        self._slots = slots
+        self.slots = slots
         self._queue = queue
         self._seconds = seconds
         self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
@@ -34,10 +34,22 @@ class Admission:
 
     def enter_now(self) -> bool:
         """Whether a slot was free and nobody in line for it: then it is granted."""
-        if self._slots is not None and (self.running >= self._slots or self._lines):
+        if self.slots is not None and (self.running >= self.slots or self._lines):
             return False
         self.running += 1
         return True
+
+    def bound(self, queue: int, seconds: float) -> None:
+        """For those who come from now on."""
+        self._queue = queue
+        self._seconds = seconds
+
+    def resize(self, slots: int | None) -> None:
+        """Another number of slots; if there are more, those who wait get them."""
+        self.slots = slots
+        while self._lines and (slots is None or self.running < slots):
+            self.running += 1
+            self.leave()
 
     def leave(self) -> None:
         """The slot goes to the next in line, if there is one; `running` counts it all the while."""

@@ -1,7 +1,7 @@
 """Everything that can go wrong, as one tree. Each error knows the status and the words a protocol needs.
 
     DragomanError
-    ├── BadRequest 400 ── ContextTooLong, InvalidSchema, ThreadUnsupported, UnsupportedParameter
+    ├── BadRequest 400 ── ContextTooLong, InvalidConfig, InvalidSchema, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
     ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
@@ -21,7 +21,7 @@
     ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed
     ├── EngineTimeout 504
     └── AnswerTimeout 504
-    ConfigError            a mistake in a file, a flag or an engine's options: one line for the person who made it
+    ConfigError            mistakes in a file, a flag or an engine's options: a line each for the person who made them
 
 A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
 
@@ -79,6 +79,12 @@ class ContextTooLong(BadRequest):
         super().__init__(message, param=param)
         self.tokens = tokens
         self.limit = limit
+
+
+class InvalidConfig(BadRequest):
+    """Told to an operator only: it names the file."""
+
+    code = "invalid_config"
 
 
 class InvalidSchema(BadRequest):
@@ -270,7 +276,11 @@ class AnswerTimeout(DragomanError):
 
 
 class ConfigError(Exception):
-    pass
+    """A configuration may have several mistakes; each is a line of its own."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
 
 
 def by_name(name: str) -> type[DragomanError]:

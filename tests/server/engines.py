@@ -1,7 +1,10 @@
 """Engines for the tests of loading, of prompts and of calls; the servers import them from here."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Self
 
 import msgspec
 
@@ -70,6 +73,61 @@ class ShowingFromAfar(Showing):
     @classmethod
     def needs_worker(cls, options: msgspec.Struct) -> bool:
         return True
+
+
+class WeightyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mebibytes: int = 1
+    load_seconds: float = 0
+    pace: float = 0.01
+    words: int = 5
+    slots: int = 4
+
+
+class Weighty(Engine):
+    """Takes memory, in a process of its own, and time: to load, and for each word."""
+
+    Options = WeightyOptions
+
+    def __init__(self, name: str, options: WeightyOptions) -> None:
+        self.name = name
+        self.options = options
+        self.slots = options.slots
+        self.weight = b""
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        assert isinstance(options, WeightyOptions)
+        return cls(name, options)
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return True
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo(self.name)]
+
+    async def start(self) -> None:
+        self.weight = b"x" * (self.options.mebibytes << 20)
+        for step in range(10):
+            self.progress = step / 10
+            await asyncio.sleep(self.options.load_seconds / 10)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        if request.last_user_text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(self.options.words):
+            yield f"{self.name} "
+            await asyncio.sleep(self.options.pace)
+
+
+class Sampled(Engine):
+    """Tells how it is to sample."""
+
+    def supports(self) -> frozenset[str]:
+        return super().supports() | {"temperature", "top_p"}
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield f"{request.sampling.temperature} {request.sampling.top_p} {request.max_tokens}"
 
 
 class Calling(Engine):

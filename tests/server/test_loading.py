@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dragoman import catalog, create_app, serve
+from dragoman import create_app, serve
+from dragoman.catalog import host
 from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from tests.server.engines import Nameless, NeverStops, SlowToLoad
@@ -54,7 +55,7 @@ def test_what_must_be_decided_waits_for_the_model(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_does_not_stop_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(host, "STOP_SECONDS", 0.1)
 
     async def scenario() -> None:
         app = create_app(NeverStops())

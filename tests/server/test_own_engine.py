@@ -282,7 +282,7 @@ class Late(Engine):
 
 def test_model_that_is_loading() -> None:
     engine = Late(0.4)
-    app = create_app(engine, settings=Settings(limits=Limits(queue_seconds=0.1)))
+    app = create_app(engine, settings=Settings(limits=Limits(load_seconds=0.1)))
 
     async def script(client: httpx.AsyncClient) -> None:
         assert (await client.get("/ready")).status_code == 503

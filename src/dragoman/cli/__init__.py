@@ -1,7 +1,8 @@
-"""The command line: `dragoman serve`, `chat`, `models`, `pull`, `bench`. One file per command.
+"""The command line: `dragoman serve`, `check`, `chat`, `models`, `pull`, `bench`. One file per command.
 
 A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
-code. 0 is success, 1 a failure that was told, 2 a mistake of the user's in one line on stderr, 130 a Ctrl-C.
+code. 0 is success, 1 a failure that was told, 2 a mistake of the user's in one line on stderr (several in several),
+130 a Ctrl-C.
 """
 
 import argparse
@@ -10,15 +11,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dragoman import __version__
-from dragoman.cli import bench, chat, models, pull, serve
+from dragoman.cli import bench, chat, check, models, pull, serve
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
 examples:
   dragoman serve                             the built-in model on http://127.0.0.1:8000/v1
   dragoman serve --model mine=./model.gguf   a model of your own
+  dragoman check                             what is wrong with ./dragoman.yaml, if anything
+  dragoman models                            what is served, or would be
   dragoman chat                              talk to what is served
-  dragoman models                            what would be served
   dragoman serve --model smollm2 --model minilm
                                              two built-in models: one to chat, one for embeddings
   dragoman pull smollm2                      only download the built-in model
@@ -37,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except ConfigError as error:
-        print(f"dragoman: {' '.join(str(error).split())}", file=sys.stderr)
+        for mistake in error.mistakes:
+            print(f"dragoman: {' '.join(mistake.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -65,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="command", metavar="COMMAND", title="commands"
     )
     serve.add(commands)
+    check.add(commands)
     chat.add(commands)
     models.add(commands)
     pull.add(commands)

@@ -1,34 +1,35 @@
-"""`dragoman models`: what a configuration would serve, or what a running server does."""
+"""`dragoman models`: what a running server serves, or else what a configuration would; models loaded and unloaded."""
 
 import argparse
 import json
 import os
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Sequence
-from http.client import HTTPException
 from typing import Any
 
 import msgspec
 
 from dragoman import sources
-from dragoman.catalog import foreseen
-from dragoman.config import Flags, ModelSpec, load_settings
+from dragoman.catalog.foreseen import foreseen
+from dragoman.cli.asking import Server
+from dragoman.config import Flags, ModelSpec, Settings, load_settings
+from dragoman.config.quantities import shown_size
 from dragoman.engines import engine_class
 from dragoman.engines.llama.layout import in_use
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
 examples:
-  dragoman models                                what `dragoman serve` would serve
+  dragoman models                                what is served, or what `dragoman serve` would serve
   dragoman models --config team.yaml --json
-  dragoman models --url http://127.0.0.1:8000    what is served there, and which models are loaded
+  dragoman models --url http://127.0.0.1:8000    what is served there
+  dragoman models load mine                      have it loaded before somebody asks; `unload` gives its memory back
 
-Without --config the file is found as for `dragoman serve`. With --url the key may also be in $DRAGOMAN_API_KEY.
+Without --config the file is found as for `dragoman serve`. If a server answers at the address in it, its models are
+shown as they are there, else those of the file, and with --configured in any case. A key may also be in
+$DRAGOMAN_API_KEY.
 """
-PATIENCE_SECONDS = 10
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -40,35 +41,74 @@ class Row(msgspec.Struct, frozen=True):
     layout: str | None = None
     device: str | None = None
     state: str | None = None
+    memory: str | None = None
+    slots: int | None = None
+    speed: str | None = None
+    """Tokens per second of a reply."""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "models",
         help="list models",
-        description="List the models of a configuration, or of a running server, with their formats.",
+        description="List the models of a running server, or of a configuration; load and unload them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("action", nargs="?", choices=("load", "unload"), help="what the server is to do")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="with which model")
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
     of.add_argument("--url", help="the address of a running server")
     parser.add_argument("--api-key", metavar="KEY", help="a key for that server")
+    parser.add_argument("--configured", action="store_true", help="what is configured, whether it is served or not")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.url is not None:
-        rows = _served(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
-    elif arguments.api_key is not None:
-        raise ConfigError("--api-key is for a running server: give its --url too")
-    else:
-        # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
-        rows = [_configured(spec) for spec in load_settings(arguments.config, Flags(), os.environ).models]
+    if arguments.action is not None:
+        return _change(arguments)
+    rows = _rows(arguments)
     print(json.dumps(msgspec.to_builtins(rows), indent=2) if arguments.json else table(rows))
+    return 0
+
+
+def _rows(arguments: argparse.Namespace) -> list[Row]:
+    if arguments.url is not None:
+        return _served(Server(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY")))
+    settings = _settings(arguments)
+    server = _configured_server(settings, arguments.api_key)
+    if not arguments.configured and server.is_there():
+        return _served(server)
+    if arguments.api_key is not None:
+        raise ConfigError("--api-key is for a running server: give its --url too")
+    return [_configured(spec) for spec in settings.models]
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    return load_settings(arguments.config, Flags(), os.environ)
+
+
+def _configured_server(settings: Settings, key: str | None) -> Server:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (it is only asked)
+    address = f"[{host}]" if ":" in host else host
+    return Server(f"http://{address}:{settings.port}", key or next(iter(settings.api_keys), None))
+
+
+def _change(arguments: argparse.Namespace) -> int:
+    if arguments.name is None:
+        raise ConfigError(f"{arguments.action} what? give the NAME of a model")
+    if arguments.url is not None:
+        server = Server(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
+    else:
+        server = _configured_server(_settings(arguments), arguments.api_key)
+    name = urllib.parse.quote(arguments.name, safe="")
+    row = _standing(server.post(f"/admin/models/{name}/{arguments.action}"))
+    print(f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else ""))
     return 0
 
 
@@ -110,32 +150,26 @@ def _layout(spec: ModelSpec) -> str | None:
     return None if path is None else in_use(path)
 
 
-def _served(url: str, key: str | None) -> list[Row]:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(f"{_address(url)}/v1/models", headers=headers)  # noqa: S310 (it is http or https)
+def _served(server: Server) -> list[Row]:
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:  # noqa: S310
-            return [_listed(entry) for entry in json.load(response)["data"]]
-    except urllib.error.HTTPError as error:
-        way_out = "; give --api-key" if error.code == 401 else ""
-        raise ConfigError(f"--url {url}: the server answered {error.code} {error.reason}{way_out}") from error
-    except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise ConfigError(f"--url {url}: no answer: {reason}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--url {url}: what answers there is no list of models") from error
+        rows = [_listed(entry) for entry in server.get("/v1/models")["data"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise server.strange() from error
+    return _with_standing(rows, server)
 
 
-def _address(url: str) -> str:
-    """The server's own, also where that of its API was given."""
+def _with_standing(rows: list[Row], server: Server) -> list[Row]:
+    """What only an operator may know, where the key is one's."""
     try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1")
+        standing = {str(entry["id"]): _standing(entry) for entry in server.get("/admin/models")["data"]}
+    except (ConfigError, KeyError, TypeError, AttributeError):
+        return rows
+    return [
+        msgspec.structs.replace(row, memory=known.memory, slots=known.slots, speed=known.speed)
+        if (known := standing.get(row.name))
+        else row
+        for row in rows
+    ]
 
 
 def _listed(entry: dict[str, Any]) -> Row:
@@ -144,5 +178,22 @@ def _listed(entry: dict[str, Any]) -> Row:
         format=entry.get("format"),
         context=entry.get("max_model_len"),
         device=entry.get("device"),
-        state=entry.get("state"),
+        state=_state(entry),
+    )
+
+
+def _state(entry: dict[str, Any]) -> str | None:
+    """With the progress of a model that is loading."""
+    state, progress = entry.get("state"), entry.get("loading_progress")
+    return f"{state} {progress:.0%}" if isinstance(progress, float) else state
+
+
+def _standing(entry: dict[str, Any]) -> Row:
+    speed = entry.get("tokens_per_second")
+    return Row(
+        name=str(entry["id"]),
+        state=_state(entry),
+        memory=shown_size(entry["memory"]) if entry.get("memory") else None,
+        slots=entry.get("slots"),
+        speed=None if speed is None else f"{speed:.1f}/s",
     )

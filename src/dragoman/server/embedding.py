@@ -33,7 +33,7 @@ PART_SIZE = 8 * 1024
 
 async def embeddings(app: "App", exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
-    model = app.catalog.resolve(decoded.model)
+    model = await app.catalog.find(decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
     made = await _embed(app, exchange, model, request)
     await exchange.reply_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, made))
@@ -41,7 +41,7 @@ async def embeddings(app: "App", exchange: Exchange) -> None:
 
 async def rerank(app: "App", exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
-    model = app.catalog.resolve(decoded.model)
+    model = await app.catalog.find(decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
     made = await _embed(app, exchange, model, request)
     request_id = exchange.record.id
@@ -53,16 +53,18 @@ async def _embed(
 ) -> list[Embedding]:
     """The vectors of all inputs; the request holds a slot of its model meanwhile, as a generation does."""
     exchange.record.model = model.name
-    engine = await model.host.ready()
-    if "embeddings" not in model.host.supports:
-        raise NotSupported(f"model '{model.name}' makes no embeddings", param="model")
-    ignored = check(request, model.host.supports, app.is_strict(exchange))
-    if ignored:
-        exchange.ignore(ignored)
-    slots = Slots(model.host.admission, exchange.record.principal)
+    host = model.host
+    engine = None if host.is_known else await host.enter()
+    slots = Slots(host.admission, exchange.record.principal)
     made: list[Embedding] = []
     try:
+        if "embeddings" not in host.supports:
+            raise NotSupported(f"model '{model.name}' makes no embeddings", param="model")
+        ignored = check(request, host.supports, app.is_strict(exchange))
+        if ignored:
+            exchange.ignore(ignored)
         await slots.first()
+        engine = engine or await host.enter()
         exchange.expect(app.settings.limits.stall_seconds, silent_engine)
         for part in parts(request.inputs):
             made += await _made(engine, part)
@@ -71,6 +73,8 @@ async def _embed(
             exchange.note_progress()
     finally:
         slots.close()
+        if engine is not None:
+            host.leave()
     exchange.record.count(Usage(prompt=sum(entry.tokens for entry in made)))
     return made
 

@@ -128,6 +128,12 @@ class Exchange:
             self.extra_headers.append((b"connection", b"close"))
             raise BadRequest("the Host header does not name this server")
 
+    @property
+    def client(self) -> str | None:
+        """The address that the connection comes from, where it has one."""
+        address = self._scope.get("client")
+        return address[0] if address else None
+
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 

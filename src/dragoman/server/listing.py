@@ -1,5 +1,7 @@
 """The routes that generate nothing: models, health, tokens."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from dragoman import __version__
@@ -26,11 +28,15 @@ async def health(app: "App", exchange: Exchange) -> None:
 
 
 async def ready(app: "App", exchange: Exchange) -> None:
-    """Ready: the default model can answer now. Asking is enough for it to be loaded."""
-    default = app.catalog.resolve("")
-    is_ready = default.host.state == "ready"
-    if default.host.state == "cold":
-        default.host.load()
+    """Ready: the default model can answer, at once or, where it has been unloaded in between, after a moment.
+
+    Asking is enough for it to be loaded the first time.
+    """
+    default = await app.catalog.find("")
+    host = default.host
+    is_ready = host.state == "ready" or (host.is_known and host.state != "failed")
+    if host.state == "cold" and not host.is_known:
+        host.load()
     states = {model.name: model.host.state for model in app.catalog.models.values()}
     status = {"status": "ready" if is_ready else "not ready", "models": states}
     await exchange.reply_json(status, 200 if is_ready else 503)
@@ -47,11 +53,17 @@ async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
         format=known.format,
         device=None if engine is None else engine.device,
         state=model.host.state,
+        loading_seconds=model.host.loading_seconds,
+        loading_progress=model.host.progress,
+        architecture=None if model.found is None else model.found.architecture,
+        size=None if model.found is None else model.found.size,
+        quantization=None if model.found is None else model.found.quantisation,
     )
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    listed = [await _listed(app, model) for model in app.catalog.models.values()]
+    await app.catalog.look()
+    listed = [await _listed(app, model) for model in app.catalog.listed()]
     if exchange.family is ANTHROPIC:
         await exchange.reply_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:
@@ -59,7 +71,7 @@ async def models(app: "App", exchange: Exchange) -> None:
 
 
 async def one_model(app: "App", exchange: Exchange) -> None:
-    model = app.catalog.resolve(exchange.path.removeprefix("/v1/models/"))
+    model = await app.catalog.find(exchange.path.removeprefix("/v1/models/"))
     is_anthropic = exchange.family is ANTHROPIC
     encode = wire_models.encode_anthropic_model if is_anthropic else wire_models.encode_model
     await exchange.reply_json(encode(await _listed(app, model)))
@@ -67,23 +79,26 @@ async def one_model(app: "App", exchange: Exchange) -> None:
 
 async def tokenize(app: "App", exchange: Exchange) -> None:
     asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_text)
-    model, engine = await _tokenizer(app, exchange, asked.model)
-    tokens = await call(engine.tokenize, asked.text, asked.special)
-    await exchange.reply_json(wire_tokens.encode_tokens(tokens, model.info.context))
+    async with _tokenizer(app, exchange, asked.model) as (model, engine):
+        tokens = await call(engine.tokenize, asked.text, asked.special)
+        context = model.info.context
+    await exchange.reply_json(wire_tokens.encode_tokens(tokens, context))
 
 
 async def detokenize(app: "App", exchange: Exchange) -> None:
     asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_tokens)
-    _, engine = await _tokenizer(app, exchange, asked.model)
-    await exchange.reply_json(wire_tokens.encode_text(await call(engine.detokenize, asked.tokens)))
+    async with _tokenizer(app, exchange, asked.model) as (_, engine):
+        text = await call(engine.detokenize, asked.tokens)
+    await exchange.reply_json(wire_tokens.encode_text(text))
 
 
-async def _tokenizer(app: "App", exchange: Exchange, name: str) -> tuple[Model, Engine]:
+@asynccontextmanager
+async def _tokenizer(app: "App", exchange: Exchange, name: str) -> AsyncIterator[tuple[Model, Engine]]:
     """The model and its engine, if it tells its tokens, with the time it has for it running."""
-    model = app.catalog.resolve(name)
+    model = await app.catalog.find(name)
     exchange.record.model = model.name
-    engine = await model.host.ready()
-    if "tokenize" not in model.host.supports:
-        raise NotSupported(f"model '{model.name}' does not tell its tokens")
-    exchange.expect(app.settings.limits.stall_seconds, silent_engine)
-    return model, engine
+    async with model.host.engaged() as engine:
+        if "tokenize" not in model.host.supports:
+            raise NotSupported(f"model '{model.name}' does not tell its tokens")
+        exchange.expect(app.settings.limits.stall_seconds, silent_engine)
+        yield model, engine

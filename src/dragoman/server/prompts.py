@@ -1,5 +1,7 @@
 """What a conversation would begin with, without answering it: its prompt, or how many tokens that has."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,10 +22,10 @@ if TYPE_CHECKING:
 
 async def render(app: "App", exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, PROTOCOLS["chat"].decode)
-    engine, supports, request = await _prepared(app, exchange, decoded)
-    if "render" not in supports:
-        raise NotSupported(f"model '{request.model}' does not tell its prompts")
-    shown = await call(engine.render, request)
+    async with _prepared(app, exchange, decoded) as (engine, supports, request):
+        if "render" not in supports:
+            raise NotSupported(f"model '{request.model}' does not tell its prompts")
+        shown = await call(engine.render, request)
     await exchange.reply_json(encode_prompt(request.model, shown.text, shown.tokens, shown.format))
 
 
@@ -33,24 +35,25 @@ async def messages_count(app: "App", exchange: Exchange) -> None:
 
 
 async def count_prompt(app: "App", exchange: Exchange, decoded: GenerationRequest) -> int:
-    engine, supports, request = await _prepared(app, exchange, decoded)
-    if "count_tokens" in supports:
-        return await call(engine.count_tokens, request)
-    if "render" in supports:
-        return len((await call(engine.render, request)).tokens)
-    raise NotSupported(f"model '{request.model}' does not count its tokens")
+    async with _prepared(app, exchange, decoded) as (engine, supports, request):
+        if "count_tokens" in supports:
+            return await call(engine.count_tokens, request)
+        if "render" in supports:
+            return len((await call(engine.render, request)).tokens)
+        raise NotSupported(f"model '{request.model}' does not count its tokens")
 
 
+@asynccontextmanager
 async def _prepared(
     app: "App", exchange: Exchange, decoded: GenerationRequest
-) -> tuple[Engine, frozenset[str], GenerationRequest]:
+) -> AsyncIterator[tuple[Engine, frozenset[str], GenerationRequest]]:
     """The engine, what it supports and what it is asked, checked as it would be to be answered."""
-    model = app.catalog.resolve(decoded.model)
+    model = await app.catalog.find(decoded.model)
     exchange.record.model = model.name
     request = msgspec.structs.replace(decoded, id=exchange.record.id, model=model.name)
-    engine = await model.host.ready()
-    ignored = check(request, model.host.supports, app.is_strict(exchange))
-    if ignored:
-        exchange.ignore(ignored)
-    exchange.expect(app.settings.limits.stall_seconds, silent_engine)
-    return engine, model.host.supports, request
+    async with model.host.engaged() as engine:
+        ignored = check(request, model.host.supports, app.is_strict(exchange))
+        if ignored:
+            exchange.ignore(ignored)
+        exchange.expect(app.settings.limits.stall_seconds, silent_engine)
+        yield engine, model.host.supports, request

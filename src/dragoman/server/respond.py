@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dragoman.admission import Slots
-from dragoman.catalog import Model
+from dragoman.catalog import Host, Model
+from dragoman.config.models import NO_DEFAULTS, SamplingDefaults
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
@@ -46,10 +47,12 @@ async def reply_to(
     app: "App", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
 ) -> None:
     """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
-    model = app.catalog.resolve(decoded.model)
+    model = await app.catalog.find(decoded.model)
     record = exchange.record
     record.model = model.name
-    request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
+    request = msgspec.structs.replace(
+        with_defaults(decoded, model.sampling), id=record.id, model=model.name, principal=record.principal
+    )
     if request.delivery.stream:
         await _stream(app, exchange, model, request, telling.encoder(request, int(time.time())), settle)
         return
@@ -61,24 +64,44 @@ async def reply_to(
     await exchange.reply_json(told)
 
 
+def with_defaults(request: GenerationRequest, defaults: SamplingDefaults) -> GenerationRequest:
+    """What the request leaves open, as the configuration of its model has it."""
+    if defaults is NO_DEFAULTS:
+        return request
+    most = defaults.max_tokens if request.max_tokens is None else request.max_tokens
+    return msgspec.structs.replace(request, sampling=defaults.fill(request.sampling), max_tokens=most)
+
+
 async def _run(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, take: Take) -> None:
     """The generation, from the moment the model is there and a slot is free."""
     host, limits = model.host, app.settings.limits
     check_limits(request, limits.choices, limits.stop_strings)
-    engine = host.engine or await host.ready()
-    ignored = check(request, host.supports, app.is_strict(exchange))
-    if ignored:
-        exchange.ignore(ignored)
-    # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
-    exchange.streaming = request.delivery.stream
+    # What a model supports is known from when it was first loaded.
+    engine = None if host.is_known else await host.enter()
     slots = Slots(host.admission, request.principal)
     try:
+        ignored = check(request, host.supports, app.is_strict(exchange))
+        if ignored:
+            exchange.ignore(ignored)
+        # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
+        exchange.streaming = request.delivery.stream
         if not slots.take_first():
             await slots.first()
+        # Who waits for a slot does not keep the model from being swapped; who has one does.
+        engine = engine or host.enter_now() or await host.enter()
         exchange.expect(limits.stall_seconds, silent_engine)
         await generate(engine, request, slots, take, exchange.note_running)
+        _note_speed(host, exchange)
     finally:
         slots.close()
+        if engine is not None:
+            host.leave()
+
+
+def _note_speed(host: Host, exchange: Exchange) -> None:
+    record = exchange.record
+    begun = exchange.started + (record.first_event_us or 0) / 1e6
+    host.note_speed(record.completion_tokens, exchange.heard - begun)
 
 
 def _collector(app: "App", exchange: Exchange, collection: Collection) -> Take:

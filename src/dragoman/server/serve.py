@@ -21,18 +21,19 @@ import uvloop
 from dragoman.catalog import Host
 from dragoman.config import Settings
 from dragoman.engines.interface import Engine
-from dragoman.errors import ConfigError, DragomanError, ModelLoading
-from dragoman.server.app import App
+from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
+from dragoman.server.app import ONLY_ENGINES, App, Reread
 from dragoman.server.connection import guarded
 
 log = logging.getLogger("dragoman")
 
+RETRY_SECONDS = 0.2
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
     """Serve engines of your own until the process is told to stop. `host` and `port` win over the settings."""
-    settings = settings or Settings()
+    settings = settings or ONLY_ENGINES
     key = os.environ.get("DRAGOMAN_API_KEY")
     if key and not settings.api_keys:
         settings = msgspec.structs.replace(settings, api_keys=(key,))
@@ -42,12 +43,15 @@ def serve(*engines: Engine, host: str | None = None, port: int | None = None, se
     )
 
 
-def run(settings: Settings, engines: Sequence[Engine] = ()) -> None:
-    """Serve until a signal says stop. A model without which nothing can be served is a ConfigError if it fails."""
+def run(settings: Settings, engines: Sequence[Engine] = (), reread: Reread | None = None) -> None:
+    """Serve until a signal says stop. A model without which nothing can be served is a ConfigError if it fails.
+
+    `reread` gives the settings as they are written down now, for SIGHUP and `POST /admin/reload`.
+    """
     check_exposure(settings)
     check_port(settings.host, settings.port)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    app = App(with_hosts(settings), engines)
+    app = App(with_hosts(settings), engines, None if reread is None else lambda: with_hosts(reread()))
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         runner.run(_serve(app))
 
@@ -152,19 +156,46 @@ def server_for(app: App) -> Server:
 async def _serve(app: App) -> None:
     server = server_for(app)
     preload = asyncio.create_task(_preload(app, server))
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        task = asyncio.create_task(_reload(app))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop = asyncio.get_running_loop()
+    # Without a configuration to read again the signal means what it always does.
+    takes_signal = app.can_reload and threading.current_thread() is threading.main_thread()
+    if takes_signal:
+        loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         await server.serve()
     finally:
         preload.cancel()
+        if takes_signal:
+            loop.remove_signal_handler(signal.SIGHUP)
     if preload.done() and not preload.cancelled() and (error := preload.exception()):
         raise error
 
 
+async def _reload(app: App) -> None:
+    try:
+        told = await app.reload()
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            log.error("the configuration stays as it was: %s", mistake)
+        return
+    if told.restart_needed:
+        log.warning("these hold only after a restart: %s", ", ".join(told.restart_needed))
+
+
 async def _preload(app: App, server: Server) -> None:
     """Load the default model before anybody asks for it; where it is the only one, its failure is the server's."""
-    if app.catalog.default is None:
+    try:
+        host = (await app.catalog.find("")).host
+    except ModelNotFound:
+        log.info("there is no model yet; one that is put into the models folder is served")
         return
-    host = app.catalog.resolve(app.catalog.default).host
     try:
         await _loaded(host)
         _settle()
@@ -173,7 +204,7 @@ async def _preload(app: App, server: Server) -> None:
         if all(model.host is host for model in app.catalog.models.values()):
             server.should_exit = True
             raise ConfigError(host.failure or error.message) from error
-        log.error("model %s: %s", app.catalog.default, host.failure)
+        log.error("model %s: %s", host.key, host.failure)
 
 
 def _settle() -> None:
@@ -190,4 +221,4 @@ async def _loaded(host: Host) -> None:
             await host.ready()
             return
         except ModelLoading:
-            continue
+            await asyncio.sleep(RETRY_SECONDS)

@@ -33,6 +33,7 @@ from dragoman.worker.messages import (
     Embed,
     Failure,
     Generate,
+    Loading,
     PackedStep,
     Progress,
     Question,
@@ -48,6 +49,8 @@ from dragoman.worker.messages import (
 )
 
 log = logging.getLogger("dragoman.worker")
+
+PROGRESS_SECONDS = 0.2
 
 
 class Child:
@@ -147,11 +150,25 @@ def _read(source: BinaryIO) -> ToChild:
     return decode_to_child(body)
 
 
-async def _load(start: Start) -> Engine:
+async def _load(start: Start, output: BinaryIO) -> Engine:
     cls = engine_class(start.engine)
     engine = cls.configured(start.name, msgspec.convert(start.options, cls.Options))
-    await engine.start()
+    telling = asyncio.create_task(_tell_progress(engine, output))
+    try:
+        await engine.start()
+    finally:
+        telling.cancel()
     return engine
+
+
+async def _tell_progress(engine: Engine, output: BinaryIO) -> None:
+    told = None
+    while True:
+        await asyncio.sleep(PROGRESS_SECONDS)
+        if engine.progress is not None and engine.progress != told:
+            told = engine.progress
+            output.write(encode(Loading(told)))
+            output.flush()
 
 
 async def _main(source: BinaryIO, output: BinaryIO) -> None:
@@ -171,7 +188,7 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
 
     threading.Thread(target=follow, name="dragoman-parent", daemon=True).start()
     try:
-        engine = await _load(start)
+        engine = await _load(start, output)
     except Exception as error:
         mistake = isinstance(error, ConfigError | msgspec.ValidationError)
         if not mistake:

@@ -1,7 +1,7 @@
 """The messages between the server and a worker: a length of four bytes, then MessagePack.
 
     parent -> child   Start, then Generate | Cancel | Question; the end of the pipe means: end
-    child -> parent   Ready | Broken, then Step | Answer
+    child -> parent   Loading*, Ready | Broken, then Step | Answer
 
 A `Step` carries everything that became ready since the last one, of all requests.
 """
@@ -60,6 +60,12 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True):
 class Embed(msgspec.Struct, frozen=True, tag=True):
     id: int
     inputs: tuple[Input, ...]
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How much of the model has been loaded, from 0 to 1."""
+
+    progress: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -134,7 +140,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 Question = Render | CountTokens | Tokenize | Detokenize | Embed
 """What gets one `Answer`."""
 ToChild = Start | Generate | Cancel | Question
-ToParent = Ready | Broken | Step | Answer
+ToParent = Loading | Ready | Broken | Step | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)

@@ -2,7 +2,8 @@
 
 Rules
 1. A child that dies fails the requests it had, with `EngineDied`, and is started again, at once the first time and
-   with growing pauses if it keeps dying young.
+   with growing pauses if it keeps dying young. After `MOST_DEATHS` of those it is given up: whoever wants the model
+   from then on makes a new worker.
 2. Requests that come while it starts wait for it. A model that cannot be loaded is `ModelFailed`, and is tried again
    when it is next asked for.
 3. A child that says nothing for `stall_seconds` although it has work is killed.
@@ -43,6 +44,7 @@ from dragoman.worker.messages import (
     Embed,
     Failure,
     Generate,
+    Loading,
     Question,
     Ready,
     Render,
@@ -50,6 +52,7 @@ from dragoman.worker.messages import (
     Step,
     ToChild,
     Tokenize,
+    ToParent,
     decode_to_parent,
     encode,
 )
@@ -60,6 +63,8 @@ YOUNG_SECONDS = 10.0
 LONGEST_PAUSE = 30.0
 MOST_DOUBLINGS = 7
 """Beyond them a pause is longer than the longest."""
+MOST_DEATHS = 3
+"""Of young ones, one after the other."""
 STOPPED = "the engine has been stopped"
 UNSENDABLE = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
 
@@ -137,7 +142,7 @@ class _Child:
             # It has died, and works on nothing any more.
             pass
 
-    async def read(self) -> Ready | Broken | Step | Answer | None:
+    async def read(self) -> ToParent | None:
         """The next message; None where nothing more can be understood."""
         try:
             (length,) = HEADER.unpack(await self._output.readexactly(HEADER.size))
@@ -191,7 +196,14 @@ class _Child:
 class WorkerEngine(Engine):
     streams_events = True
 
-    def __init__(self, engine: str, name: str, options: Mapping[str, Any], stall_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        engine: str,
+        name: str,
+        options: Mapping[str, Any],
+        stall_seconds: float = 600.0,
+        given_up: Callable[[str], None] | None = None,
+    ) -> None:
         self._start = Start(engine, name, options)
         self._stall_seconds = stall_seconds
         self._facts = Ready((ModelInfo(name),), frozenset(), "cpu", None)
@@ -199,6 +211,9 @@ class WorkerEngine(Engine):
         self._starting: asyncio.Task[_Child] | None = None
         self._followers: set[asyncio.Task[None]] = set()
         self._deaths = 0
+        self._given_up = given_up
+        self._reason: str | None = None
+        """Why it was given up."""
         self._started = False
         self._stopped = False
 
@@ -272,6 +287,8 @@ class WorkerEngine(Engine):
         """The child, started if need be; many who ask at once start one."""
         if self._stopped:
             raise Unavailable(STOPPED)
+        if self._reason is not None:
+            raise self._failed()
         if self._child is not None:
             return self._child
         if self._starting is None:
@@ -306,7 +323,8 @@ class WorkerEngine(Engine):
         child = _Child(process)
         try:
             child.send(self._start)
-            answer = await child.read()
+            while isinstance(answer := await child.read(), Loading):
+                self.progress = answer.progress
             if not isinstance(answer, Ready):
                 raise self._refusal(answer)
         except BaseException:
@@ -344,6 +362,10 @@ class WorkerEngine(Engine):
         if self._stopped:
             return
         self._deaths = self._deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
+        if self._deaths >= MOST_DEATHS and self._give_up(
+            f"its process died {self._deaths} times soon after its start (exit {child.process.returncode})"
+        ):
+            return
         log.error(
             "model %s: the engine's process died (exit %s); starting it again",
             self._start.name,
@@ -351,9 +373,17 @@ class WorkerEngine(Engine):
         )
         try:
             await self._running()
-        except (DragomanError, ConfigError):
-            # Logged by `_launched`; the next request tries again.
-            pass
+        except (DragomanError, ConfigError) as error:
+            # Logged by `_launched`. Where nobody makes another worker, the next request tries again.
+            self._give_up(str(error))
+
+    def _give_up(self, reason: str) -> bool:
+        """Whether there is somebody who makes another worker when there is need for one."""
+        if self._given_up is None or self._stopped:
+            return False
+        self._reason = reason
+        self._given_up(reason)
+        return True
 
     async def _watch(self, child: _Child) -> None:
         while True:

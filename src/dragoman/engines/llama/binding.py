@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, Batch, library, log
+from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, Batch, ProgressCallback, library, log
 from dragoman.errors import ConfigError
 
 MAX_SEQUENCES = 256
@@ -39,9 +39,12 @@ NO_TOKEN = -1
 class Model:
     """A model file in memory, and what its vocabulary and metadata say."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, progress: Callable[[float], None] | None = None) -> None:
         self.library = c = library()
         params = c.llama_model_default_params()
+        # Kept in a name while C may call it; what it returns says that loading is to go on.
+        told = ProgressCallback(lambda share, _: progress is None or progress(share) is None)
+        params.progress_callback = ctypes.cast(told, ctypes.c_void_p)
         log.errors.clear()
         self.handle = c.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:

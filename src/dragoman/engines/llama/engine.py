@@ -142,11 +142,16 @@ class LlamaEngine(Engine):
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self.model, self.loaded, embedder = await self._aside(_load, self.options, loop, self.turns)
+        self.model, self.loaded, embedder = await self._aside(
+            _load, self.options, loop, self.turns, self._note_progress
+        )
         self.embedder = embedder
         embedder.start()
         if self.loaded is not None:
             self.loaded.runner.start()
+
+    def _note_progress(self, share: float) -> None:
+        self.progress = round(share, 2)
 
     async def stop(self) -> None:
         loaded, self.loaded = self.loaded, None
@@ -218,13 +223,13 @@ class LlamaEngine(Engine):
 
 
 def _load(
-    options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns
+    options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns, progress: Callable[[float], None]
 ) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     with contextlib.ExitStack() as undo:
-        model = Model(prepared(path) if options.layout == "auto" else path)
+        model = Model(prepared(path) if options.layout == "auto" else path, progress)
         undo.callback(model.close)
         if not model.generates:
             raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")

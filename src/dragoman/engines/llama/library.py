@@ -104,6 +104,7 @@ class Batch(ctypes.Structure):
 
 
 _LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+ProgressCallback = ctypes.CFUNCTYPE(c_bool, c_float, c_void_p)
 
 # name: (result, *arguments)
 _PROTOTYPES: dict[str, tuple[object, ...]] = {

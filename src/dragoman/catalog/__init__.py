@@ -1,0 +1,323 @@
+"""Which engine answers to which name.
+
+    name -> trimmed, lower case
+         -> a model of the configuration
+         -> an alias of one (exact, then the first pattern that fits)
+         -> a model that lies in the models folder (see `discovery`)
+         -> 404, with the names that are near
+
+Rules
+1. A name is never a path and never reaches the file system.
+2. An engine is loaded once, however many ask for it at the same time; those who ask meanwhile wait for it.
+3. Several models may share one engine; they then share its slots and its queue.
+4. Until a model is loaded, what is known of it is what its configuration and its file say.
+5. A new configuration leaves what it does not change as it is, and what runs to its end.
+
+    host.py       an engine on its way from a wish to a running thing, and back
+    residency.py  which models are in memory: pure decisions
+    lifecycle.py  the decisions, carried out
+    memory.py     how much memory a model needs
+    foreseen.py   what is known before a model is loaded
+"""
+
+import asyncio
+import difflib
+import fnmatch
+import math
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from dragoman import sources
+from dragoman.catalog import memory
+from dragoman.catalog.foreseen import Foreseen, foreseen
+from dragoman.catalog.host import GivenUp, Host, Make
+from dragoman.catalog.lifecycle import Lifecycle
+from dragoman.config import Limits, ModelSpec, Settings
+from dragoman.config.models import NO_DEFAULTS, SamplingDefaults
+from dragoman.discovery import Discovery, Found
+from dragoman.engines import ENGINES, engine_class
+from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.errors import ConfigError, ModelNotFound, NotSupported
+from dragoman.worker.parent import WorkerEngine, options_of
+
+__all__ = ["Catalog", "Foreseen", "Host", "Model", "foreseen"]
+
+LONGEST_NAME = 200
+LOOK_SECONDS = 2.0
+"""What lies in the folders is looked at again only after so long."""
+MOST_LISTED = 20
+"""Names in the words of a refusal."""
+FOLDER_ENGINES = ("vllm", "transformers")
+"""Engines for folders as Hugging Face lays them out, the best one first."""
+
+
+class Model:
+    def __init__(self, name: str, host: Host, spec: ModelSpec | None = None, found: Found | None = None) -> None:
+        self.name = name
+        self.host = host
+        self.spec = spec
+        self.found = found
+        self._foreseen: Foreseen | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the engine says of this model, once it is there to say it."""
+        known = self.host.engine.models() if self.host.engine else ()
+        return next((info for info in known if info.name == self.name), ModelInfo(self.name))
+
+    @property
+    def sampling(self) -> SamplingDefaults:
+        return NO_DEFAULTS if self.spec is None else self.spec.sampling
+
+    async def foreseen(self) -> Foreseen:
+        """Its file is looked at once, and nobody's reply waits for the disk."""
+        if self._foreseen is None:
+            self._foreseen = await asyncio.to_thread(_foreseen_or_nothing, self.spec)
+        return self._foreseen
+
+
+def _foreseen_or_nothing(spec: ModelSpec | None) -> Foreseen:
+    try:
+        return Foreseen() if spec is None else foreseen(spec)
+    except ConfigError:
+        # Whoever asks the model for something hears of it; a list can do without.
+        return Foreseen()
+
+
+class Catalog:
+    def __init__(self, settings: Settings, engines: Sequence[Engine] = ()) -> None:
+        self.lifecycle = Lifecycle(settings.memory, settings.turn_seconds)
+        self.models: dict[str, Model] = {}
+        """Those of the configuration, by name in lower case."""
+        self._settings = settings
+        self._found: dict[str, Model] = {}
+        """Those of the models folder, by path."""
+        self._placed: dict[str, str] = {}
+        """The names in lower case of those in the configuration, by the path of their file."""
+        self._looked = -math.inf
+        self._looking: asyncio.Task[None] | None = None
+        self._own = [name for engine in engines for name in self._add_own(engine, settings)]
+        self._configure(settings)
+
+    def _add_own(self, engine: Engine, settings: Settings) -> list[str]:
+        """An engine that was brought along stays, whatever the configuration says."""
+        infos = engine.models()
+        if not infos:
+            raise ConfigError("an engine offers no models: `models()` must name at least one")
+        host = Host(
+            self.lifecycle.new_key(infos[0].name), _as_is(engine), self.lifecycle, settings.limits, engine.slots
+        )
+        self.lifecycle.add(host, math.inf, stays=True)
+        for info in infos:
+            self._name(Model(info.name, host))
+        return [info.name.lower() for info in infos]
+
+    def _name(self, model: Model) -> None:
+        if model.name.lower() in self.models:
+            raise ConfigError(f"two models are called {model.name!r}")
+        self.models[model.name.lower()] = model
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Models that are still there and run as before stay as they are, loaded or not."""
+        # Before anything is changed: a mistake leaves everything as it was.
+        taken = set(self._own)
+        for spec in settings.models:
+            if spec.name.lower() in taken:
+                raise ConfigError(f"two models are called {spec.name!r}")
+            taken.add(spec.name.lower())
+        self.lifecycle.bound(settings.memory, settings.turn_seconds)
+        self._configure(settings)
+
+    def _configure(self, settings: Settings) -> None:
+        before = {name: model for name, model in self.models.items() if name not in self._own}
+        self.models = {name: model for name, model in self.models.items() if name in self._own}
+        for spec in settings.models:
+            self._name(self._model(spec, before.pop(spec.name.lower(), None), settings))
+        for model in before.values():
+            self.lifecycle.remove(model.host)
+        self._settings = settings
+        self._aliases = {pattern.lower(): target for pattern, target in settings.aliases.items()}
+        self.discovery = Discovery(settings.folders)
+        self._looked = -math.inf
+
+    def _model(self, spec: ModelSpec, before: Model | None, settings: Settings) -> Model:
+        keep_alive = settings.keep_alive if spec.keep_alive is None else spec.keep_alive
+        if before is None or before.spec is None or not before.spec.runs_like(spec):
+            if before is not None:
+                self.lifecycle.remove(before.host)
+            return Model(spec.name, self._host(spec, keep_alive, settings.limits), spec)
+        self.lifecycle.keep(before.host, keep_alive)
+        before.host.bound(settings.limits)
+        return Model(spec.name, before.host, spec)
+
+    def _host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> Host:
+        slots = spec.options.get("slots")
+        host = Host(
+            self.lifecycle.new_key(spec.name),
+            _from(spec, limits),
+            self.lifecycle,
+            limits,
+            slots if isinstance(slots, int) else None,
+            expect=lambda: memory.expected(spec),
+            remember=lambda size: memory.remember(spec, size),
+        )
+        self.lifecycle.add(host, keep_alive)
+        return host
+
+    @property
+    def default(self) -> str | None:
+        """The model for requests that name none."""
+        found = next((found.name for found in self.discovery.found.values()), None)
+        return self._settings.default or next((model.name for model in self.models.values()), found)
+
+    def resolve(self, name: str) -> Model:
+        """The model for a name, as far as the folders have been looked at."""
+        wanted = name.strip().lower() or (self.default or "").lower()
+        if len(wanted) <= LONGEST_NAME:
+            model = self._named(wanted)
+            if model is not None:
+                return model
+            if (target := self._alias(wanted)) is not None and (model := self._named(target.lower())) is not None:
+                return model
+            if (found := self.discovery.resolve(wanted)) is not None:
+                return self._model_of(found)
+            base, _, tag = wanted.rpartition(":")
+            if tag == "latest" and (model := self._named(base)) is not None:
+                return model
+        raise ModelNotFound(self._unknown(name), param="model")
+
+    async def find(self, name: str) -> Model:
+        """The same, after another look if the name is not known yet."""
+        try:
+            return self.resolve(name)
+        except ModelNotFound:
+            if time.monotonic() - self._looked < LOOK_SECONDS:
+                raise
+            await self.look()
+            return self.resolve(name)
+
+    async def look(self) -> None:
+        """See what lies in the folders, unless somebody has just done so."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        try:
+            discovery, specs = self.discovery, self._settings.models
+            self._placed = await asyncio.to_thread(_looked_at, discovery, specs)
+            self._looked = time.monotonic()
+            self._let_go_of_found()
+        finally:
+            self._looking = None
+
+    def _let_go_of_found(self) -> None:
+        """What has gone from the folder, or is in the configuration now, is no model of the folder any more."""
+        here = {found.path for found in self.discovery.found.values()} - set(self._placed)
+        for path in [path for path in self._found if path not in here]:
+            self.lifecycle.remove(self._found.pop(path).host)
+
+    def listed(self) -> list[Model]:
+        """All that can be asked for, those of the configuration first."""
+        known = list(self.models.values())
+        for found in self.discovery.found.values():
+            if _engine_for(found) is not None and (model := self._model_of(found)) not in known:
+                known.append(model)
+        return known
+
+    def _named(self, wanted: str) -> Model | None:
+        if wanted in self.models:
+            return self.models[wanted]
+        return self._model_of(self.discovery.found[wanted]) if wanted in self.discovery.found else None
+
+    def _model_of(self, found: Found) -> Model:
+        """A file that the configuration names already is the model of that name."""
+        if self._placed.get(found.path) in self.models:
+            return self.models[self._placed[found.path]]
+        if found.path not in self._found:
+            engine = _engine_for(found)
+            if engine is None:
+                words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
+                raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
+            spec = ModelSpec(found.name, engine, found.path)
+            host = self._host(spec, self._settings.keep_alive, self._settings.limits)
+            self._found[found.path] = Model(found.name, host, spec, found)
+        return self._found[found.path]
+
+    def _alias(self, wanted: str) -> str | None:
+        if wanted in self._aliases:
+            return self._aliases[wanted]
+        return next((target for pattern, target in self._aliases.items() if fnmatch.fnmatchcase(wanted, pattern)), None)
+
+    def _unknown(self, name: str) -> str:
+        shown = name if len(name) <= 100 else name[:100] + "…"
+        names = [model.name for model in self.models.values()]
+        names += [found.name for found in self.discovery.found.values() if found.name not in names]
+        exact = [alias for alias in self._aliases if "*" not in alias and "?" not in alias]
+        near = _near(name, [*names, *exact])
+        listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
+        words = f"model {shown!r} is not served here; "
+        words += f"did you mean {' or '.join(near)}? " if near else ""
+        words += f"models: {listed or 'none'} (aliases: {', '.join(self._aliases) or 'none'})."
+        return f"{words} Start with --alias 'NAME={self.default}' to map it." if self.default else words
+
+    async def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        await self.lifecycle.stop()
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    by_lower = {known.lower(): known for known in names}
+    wanted = name.strip().lower()[:LONGEST_NAME]
+    return [by_lower[match] for match in difflib.get_close_matches(wanted, by_lower, n=3, cutoff=0.6)]
+
+
+def _engine_for(found: Found) -> str | None:
+    if found.kind == "gguf":
+        return "llama"
+    return next((engine for engine in FOLDER_ENGINES if engine in ENGINES), None)
+
+
+def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:
+    """What lies in the folders is seen; what of it the configuration names is told, path by path."""
+    discovery.look()
+    placed = {}
+    for spec in specs:
+        try:
+            path = None if spec.source is None else sources.locate(spec.source)
+            if path is not None:
+                placed[str(path.resolve())] = spec.name.lower()
+        except (ConfigError, OSError):
+            # Whoever asks for it hears of it.
+            continue
+    return placed
+
+
+def _as_is(engine: Engine) -> Make:
+    async def make(given_up: GivenUp) -> Engine:
+        return engine
+
+    return make
+
+
+def _from(spec: ModelSpec, limits: Limits) -> Make:
+    async def make(given_up: GivenUp) -> Engine:
+        cls = engine_class(spec.engine)
+        given = dict(spec.options)
+        if spec.source is not None:
+            path = sources.locate(spec.source) or await asyncio.to_thread(sources.fetch, spec.source)
+            given["path"] = str(path)
+        try:
+            options = msgspec.convert(given, cls.Options)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"models.{spec.name}: {error}") from error
+        if cls.needs_worker(options):
+            return WorkerEngine(spec.engine, spec.name, options_of(options), limits.stall_seconds, given_up)
+        return cls.configured(spec.name, options)
+
+    return make

@@ -1,0 +1,87 @@
+"""What is known of a model before it is loaded: what its configuration and its file say."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from dragoman import sources
+from dragoman.config import ModelSpec
+from dragoman.engines import engine_class
+from dragoman.errors import ConfigError
+from dragoman.formats import detect
+from dragoman.gguf import Value, read_metadata
+
+FileState = Literal["here", "missing", "not downloaded", "unreadable"]
+
+
+class Foreseen(msgspec.Struct, frozen=True):
+    """What is known of a model before it is loaded; None where only its engine can tell."""
+
+    format: str | None = None
+    context: int | None = None
+    file: FileState = "here"
+    writes: bool = True
+
+
+def foreseen(spec: ModelSpec) -> Foreseen:
+    """Reads the beginning of the model's file, if it has one and it is there."""
+    given = dict(spec.options) if spec.source is None else {**spec.options, "path": spec.source}
+    try:
+        options = msgspec.convert(given, engine_class(spec.engine).Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"models.{spec.name}: {error}") from error
+    file, metadata = _looked_at(spec.source)
+    # Engines of others may call something else by these names.
+    form, context = getattr(options, "format", None), getattr(options, "context", None)
+    return Foreseen(
+        format=form if isinstance(form, str) else _detected(metadata),
+        context=context if isinstance(context, int) else _trained_context(metadata),
+        file=file,
+        writes=_writes(metadata),
+    )
+
+
+def missing_files(specs: Sequence[ModelSpec]) -> list[str]:
+    """What leads to no file, in words; what can still be downloaded is not missing."""
+    missing = []
+    for spec in specs:
+        try:
+            if spec.source is not None:
+                sources.locate(spec.source)
+        except ConfigError as error:
+            missing.append(f"model {spec.name}: {error}")
+    return missing
+
+
+def _looked_at(source: str | None) -> tuple[FileState, dict[str, Value]]:
+    if source is None:
+        return "here", {}
+    try:
+        path = sources.locate(source)
+    except ConfigError:
+        return "missing", {}
+    if path is None:
+        return "not downloaded", {}
+    try:
+        return "here", read_metadata(path)
+    except ConfigError:
+        return "unreadable", {}
+
+
+def _detected(metadata: Mapping[str, Value]) -> str | None:
+    """What a configuration does not name, the model's chat template decides."""
+    if not metadata or not _writes(metadata):
+        return None
+    template = metadata.get("tokenizer.chat_template")
+    return detect(None if template is None else str(template), str(metadata.get("general.name", "")))
+
+
+def _writes(metadata: Mapping[str, Value]) -> bool:
+    """Whether it writes text, as far as its file says; a model that makes vectors has no syntax to speak of."""
+    return metadata.get(f"{metadata.get('general.architecture')}.attention.causal") is not False
+
+
+def _trained_context(metadata: Mapping[str, Value]) -> int | None:
+    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    return length if isinstance(length, int) else None

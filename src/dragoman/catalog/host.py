@@ -1,0 +1,229 @@
+"""An engine on its way from a wish to a running thing, and back.
+
+Who uses an engine enters before and leaves afterwards: in between it stays loaded.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Literal, Protocol
+
+from dragoman.admission import Admission
+from dragoman.catalog.memory import resident
+from dragoman.catalog.residency import Seat
+from dragoman.config import Limits
+from dragoman.config.quantities import shown_size
+from dragoman.engines.interface import Engine
+from dragoman.errors import ModelFailed, ModelLoading, QueueFull
+from dragoman.formats import named
+from dragoman.worker.parent import WorkerEngine
+
+log = logging.getLogger("dragoman.catalog")
+
+State = Literal["cold", "waiting", "loading", "ready", "unloading", "failed"]
+STOP_SECONDS = 10.0
+EXPECTED_SECONDS = 5.0
+"""What loading takes, as long as nobody has seen it."""
+SPEED_WEIGHT = 0.2
+"""Of the newest generation in the average."""
+NOT_LOADED = "the model could not be loaded; the server's log says why"
+
+GivenUp = Callable[[str], None]
+"""Is told why an engine will not come back by itself."""
+Make = Callable[[GivenUp], Awaitable[Engine]]
+
+
+class Lives(Protocol):
+    """Who decides when a host loads and unloads."""
+
+    def seat(self, host: "Host") -> Seat: ...
+
+    def enter(self, host: "Host") -> bool: ...
+
+    def ask(self, host: "Host") -> "asyncio.Future[None]": ...
+
+    def give_up(self, host: "Host", ticket: "asyncio.Future[None]") -> None: ...
+
+    def leave(self, host: "Host") -> None: ...
+
+    def wish(self, host: "Host") -> None: ...
+
+    def lost(self, host: "Host") -> None: ...
+
+
+class Host:
+    """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did."""
+
+    def __init__(
+        self,
+        key: str,
+        make: Make,
+        lives: Lives,
+        limits: Limits,
+        slots: int | None = None,
+        expect: Callable[[], int] = int,
+        remember: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        self.key = key
+        self.expect = expect
+        self.remember = remember
+        self.limits = limits
+        self.engine: Engine | None = None
+        self.supports: frozenset[str] = frozenset()
+        self.is_known = False
+        """Whether it has been loaded before, so that it is known what it supports."""
+        self.failure: str | None = None
+        self.memory = 0
+        self.tokens_per_second: float | None = None
+        self.admission = Admission(slots, limits.queue, limits.queue_seconds)
+        self._make = make
+        self._lives = lives
+        self._coming: Engine | None = None
+        self._begun = 0.0
+        self._load_seconds = EXPECTED_SECONDS
+
+    def bound(self, limits: Limits) -> None:
+        self.limits = limits
+        self.admission.bound(limits.queue, limits.queue_seconds)
+
+    @property
+    def state(self) -> State:
+        seat = self._lives.seat(self)
+        if seat.state == "out":
+            return "waiting" if seat.is_wanted else "failed" if self.failure else "cold"
+        states: dict[str, State] = {"loading": "loading", "in": "ready", "leaving": "unloading"}
+        return states[seat.state]
+
+    @property
+    def loading_seconds(self) -> float | None:
+        """For how long it has been loading, where it is."""
+        return time.monotonic() - self._begun if self.state == "loading" else None
+
+    @property
+    def progress(self) -> float | None:
+        """How much of it has been loaded, from 0 to 1, where its engine tells."""
+        return None if self._coming is None else self._coming.progress
+
+    @property
+    def pid(self) -> int | None:
+        return self.engine.pid if isinstance(self.engine, WorkerEngine) else None
+
+    def enter_now(self) -> Engine | None:
+        """The engine, if it is there for whoever asks; who got it must `leave`."""
+        return self.engine if self.engine is not None and self._lives.enter(self) else None
+
+    async def enter(self) -> Engine:
+        """The same after a while, or an error that says when to come again."""
+        engine = self.enter_now()
+        if engine is not None:
+            return engine
+        if not self.limits.load_seconds:
+            self.load()
+            raise self._still_loading()
+        await self._wait(self.limits.load_seconds)
+        if self.engine is None:
+            # It was lost in the moment in which it came.
+            self.leave()
+            raise ModelFailed(NOT_LOADED, retry_after=1)
+        return self.engine
+
+    async def _wait(self, seconds: float) -> None:
+        room = self.limits.queue + (self.admission.slots or math.inf)
+        if len(self._lives.seat(self).waiting) >= room:
+            raise QueueFull(f"the queue of this model is full ({self.limits.queue} requests wait); try again later")
+        ticket = self._lives.ask(self)
+        try:
+            async with asyncio.timeout(seconds):
+                await ticket
+        except (asyncio.CancelledError, TimeoutError) as error:
+            self._lives.give_up(self, ticket)
+            if isinstance(error, TimeoutError):
+                raise self._still_loading() from None
+            raise
+
+    def _still_loading(self) -> ModelLoading:
+        left = self._load_seconds - (self.loading_seconds or 0)
+        return ModelLoading("the model is still being loaded; try again later", retry_after=max(1.0, left))
+
+    def leave(self) -> None:
+        self._lives.leave(self)
+
+    @asynccontextmanager
+    async def engaged(self) -> AsyncIterator[Engine]:
+        engine = self.enter_now() or await self.enter()
+        try:
+            yield engine
+        finally:
+            self.leave()
+
+    async def ready(self) -> Engine:
+        """The engine, loaded if need be, for one who only wants to know it."""
+        async with self.engaged() as engine:
+            return engine
+
+    def load(self) -> None:
+        """Begin to load it, if nobody has."""
+        self._lives.wish(self)
+
+    def note_speed(self, tokens: int, seconds: float) -> None:
+        if tokens > 1 and seconds > 0:
+            speed, known = tokens / seconds, self.tokens_per_second
+            self.tokens_per_second = speed if known is None else known + SPEED_WEIGHT * (speed - known)
+
+    async def start(self) -> int:
+        """Load it, and tell how much memory it takes."""
+        self._begun = time.monotonic()
+        log.info("model %s: loading", self.key)
+        try:
+            self._coming = engine = await self._make(self._given_up)
+            await engine.start()
+            for info in engine.models():
+                named(info.format)
+        except (Exception, asyncio.CancelledError) as error:
+            if self._coming is not None:
+                await stopped(self._coming)
+            if not isinstance(error, asyncio.CancelledError):
+                self.failure = str(error) or type(error).__name__
+            raise
+        finally:
+            self._coming = None
+        self.failure = None
+        self.engine = engine
+        self.supports = engine.supports()
+        self.is_known = True
+        self.admission.resize(engine.slots)
+        self.memory = await asyncio.to_thread(resident, self.pid)
+        self._load_seconds = time.monotonic() - self._begun
+        log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
+        return self.memory
+
+    async def measure(self) -> int:
+        """The memory it takes now; what it has once taken still counts when it has gone."""
+        now = await asyncio.to_thread(resident, self.pid)
+        self.memory = max(self.memory, now)
+        return now
+
+    async def end(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            await stopped(engine)
+
+    def _given_up(self, reason: str) -> None:
+        self.failure = reason
+        self.engine = None
+        log.error("model %s: %s", self.key, reason)
+        self._lives.lost(self)
+
+
+async def stopped(engine: Engine) -> None:
+    """An engine that does not end, or fails to, must not keep the server from ending."""
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await engine.stop()
+    except TimeoutError:
+        log.error("an engine (%s) did not stop within %g s", type(engine).__name__, STOP_SECONDS)
+    except Exception:
+        log.exception("an engine (%s) failed to stop", type(engine).__name__)

@@ -1,0 +1,43 @@
+"""`dragoman check`: what is wrong with a configuration, without starting anything."""
+
+import argparse
+import os
+import sys
+
+from dragoman.catalog.foreseen import missing_files
+from dragoman.config import Flags, load_settings
+from dragoman.errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  dragoman check
+  dragoman check --config team.yaml && kill -HUP "$(pidof -s dragoman)"
+
+Without --config the file is found as for `dragoman serve`. Every mistake is told with its line and its key;
+the exit code is 0 or 2.
+"""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "check",
+        help="check a configuration",
+        description="Tell the mistakes of a configuration without starting a server.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    settings = load_settings(arguments.config, Flags(), os.environ)
+    missing = missing_files(settings.models)
+    if missing:
+        raise ConfigError(*missing)
+    names = ", ".join(model.name for model in settings.models) or "those of the models folder"
+    print(f"the configuration is sound; models: {names}")
+    return 0

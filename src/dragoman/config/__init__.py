@@ -1,0 +1,265 @@
+"""What the operator wants: file, environment, flags.
+
+    file     := --config, or $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one (JSON is YAML)
+    models   := name: source
+              | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, ...the engine's own options}
+    aliases  := pattern: name              `gpt-*: smollm2`
+    default, models_dir, memory, keep_alive, turn_seconds,
+    host, port, api_keys, strict, event_log, hosts, limits, grace_seconds
+
+Rules
+1. A flag wins over the environment, the environment over the file.
+2. Nothing configured means the built-in model `smollm2`.
+3. A mistake is one line with the file, the line and the key. Unknown keys are mistakes. All mistakes are told together.
+4. A relative path in a file starts from the folder of that file.
+
+    file.py        a file as values and lines; what is wrong in it
+    models.py      one entry of `models:`
+    quantities.py  sizes and times
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from dragoman.config.file import File, read
+from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, Word, read_models
+from dragoman.config.quantities import duration, size
+from dragoman.discovery import names_in
+from dragoman.errors import ConfigError
+from dragoman.sources import BUILT_IN, home
+
+__all__ = ["Flags", "Limits", "ModelSpec", "SamplingDefaults", "Settings", "load_settings"]
+
+FILE_NAME = "dragoman.yaml"
+ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+T = TypeVar("T")
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    body_bytes: Count = 32 * 1024 * 1024
+    header_bytes: Count = 32 * 1024
+    body_seconds: Seconds = 30.0
+    queue: Annotated[int, msgspec.Meta(ge=0)] = 64
+    """Requests that may wait for one model."""
+    queue_seconds: Seconds = 60.0
+    load_seconds: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+    """How long a request waits for its model to be loaded; 0: it is told at once to come again."""
+    stall_seconds: Seconds = 600.0
+    """Silence of an engine after which a request is given up."""
+    write_seconds: Seconds = 30.0
+    """How long a client may leave what it was sent unread."""
+    keepalive_seconds: Seconds = 10.0
+    choices: Count = 128
+    stop_strings: Count = 32
+    kept_responses: Count = 1000
+    """Responses that are kept for a while, so that a later request can go on from one."""
+    kept_bytes: Count = 64 * 1024 * 1024
+    kept_seconds: Seconds = 24 * 3600.0
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    models: tuple[ModelSpec, ...] = ()
+    aliases: Mapping[str, str] = {}
+    default: str | None = None
+    models_dir: tuple[Word, ...] | None = None
+    """Folders whose models are served without being named here; None: that of `dragoman pull`, unless an engine was
+    brought along."""
+    memory: Count | None = None
+    """Bytes that all loaded models may take together; None: no limit."""
+    keep_alive: Annotated[float, msgspec.Meta(ge=0)] = math.inf
+    """Seconds for which a model stays loaded when nobody uses it."""
+    turn_seconds: Seconds = 10.0
+    """For how long a model may stay while others wait for its memory."""
+    host: Word = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    api_keys: tuple[Word, ...] = ()
+    strict: bool = False
+    event_log: Word | None = None
+    hosts: tuple[Word, ...] | None = None
+    """The names by which clients may call the server; None: decided by `host`."""
+    limits: Limits = Limits()
+    grace_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where models are looked for that are not named."""
+        given = self.models_dir
+        return (home() / "models",) if given is None else tuple(Path(folder).expanduser() for folder in given)
+
+
+class Flags(msgspec.Struct, frozen=True):
+    """What the command line says; None and empty mean that it does not."""
+
+    models: Sequence[str] = ()
+    aliases: Sequence[str] = ()
+    default: str | None = None
+    models_dir: Sequence[str] = ()
+    memory: str | None = None
+    keep_alive: str | None = None
+    host: str | None = None
+    port: int | None = None
+    api_keys: Sequence[str] = ()
+    strict: bool = False
+    event_log: str | None = None
+    layout: str | None = None
+    """Of the models that llama.cpp runs."""
+
+
+def load_settings(
+    path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()
+) -> Settings:
+    """`offered` are models of engines that the caller brings along; they need no entry anywhere."""
+    file = read(path or environ.get("DRAGOMAN_CONFIG") or (FILE_NAME if Path(FILE_NAME).is_file() else None))
+    reading = _Reading(file, flags)
+    models = read_models(file) | reading.flags("--model", flags.models, _model_flag)
+    settings = reading.settings()
+    by_flag = reading.flags("--alias", flags.aliases, _alias_flag)
+    if flags.port is not None and not 0 <= flags.port <= 65535:
+        reading.note(f"--port {flags.port}: expected a number from 0 to 65535")
+    memory, keep_alive = (
+        reading.flag("--memory", flags.memory, size),
+        reading.flag("--keep-alive", flags.keep_alive, duration),
+    )
+    folders = tuple(flags.models_dir) or settings.models_dir
+    if folders is None and offered:
+        # Who serves an engine of their own does not expect others beside it.
+        folders = ()
+    if not models and not offered and not folders:
+        models = {"smollm2": ModelSpec("smollm2", "llama", "smollm2")}
+    if flags.layout is not None:
+        models = {name: _laid_out(model, flags.layout) for name, model in models.items()}
+    key = environ.get("DRAGOMAN_API_KEY")
+    result = Settings(
+        models=tuple(models.values()),
+        aliases=by_flag | {pattern: name for pattern, name in reading.aliases().items() if pattern not in by_flag},
+        default=flags.default or settings.default,
+        models_dir=folders,
+        memory=memory or settings.memory,
+        keep_alive=settings.keep_alive if keep_alive is None else keep_alive,
+        turn_seconds=settings.turn_seconds,
+        host=flags.host or settings.host,
+        port=settings.port if flags.port is None else flags.port,
+        api_keys=tuple(flags.api_keys) or ((key,) if key else settings.api_keys),
+        strict=flags.strict or settings.strict,
+        event_log=flags.event_log or settings.event_log,
+        hosts=settings.hosts,
+        limits=settings.limits,
+        grace_seconds=settings.grace_seconds,
+    )
+    reading.check_names(result, offered, by_flag)
+    reading.end()
+    return result
+
+
+def _model_flag(flag: str) -> tuple[str, ModelSpec]:
+    name, equals, source = flag.partition("=")
+    if not equals and name in BUILT_IN:
+        source = name
+    if not source or not MODEL_NAME.fullmatch(name):
+        raise ConfigError(f"expected NAME=SOURCE, or a built-in name ({', '.join(BUILT_IN)})")
+    return name, ModelSpec(name, "llama", source)
+
+
+def _laid_out(model: ModelSpec, layout: str) -> ModelSpec:
+    if model.engine != "llama":
+        return model
+    return msgspec.structs.replace(model, options={**model.options, "layout": layout})
+
+
+def _alias_flag(flag: str) -> tuple[str, str]:
+    pattern, _, name = flag.partition("=")
+    if not name or not ALIAS_NAME.fullmatch(pattern):
+        raise ConfigError("expected PATTERN=NAME, as in 'gpt-*=smollm2'")
+    return pattern, name
+
+
+class _Reading:
+    """What the file and the flags say, and what is wrong in them."""
+
+    def __init__(self, file: File, flags: Flags) -> None:
+        self._file = file
+        self._flags = flags
+        self._mistakes: list[str] = []
+
+    def note(self, words: str) -> None:
+        self._mistakes.append(words)
+
+    def end(self) -> None:
+        mistakes = self._file.mistakes + self._mistakes
+        if mistakes:
+            raise ConfigError(*mistakes)
+
+    def flag(self, name: str, value: str | None, parse: Callable[[str], T]) -> T | None:
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except ConfigError as error:
+            self.note(f"{name} {value}: {error}")
+            return None
+
+    def flags(self, name: str, values: Iterable[str], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
+        return dict(pair for value in values if (pair := self.flag(name, value, parse)) is not None)
+
+    def settings(self) -> Settings:
+        """Those of the file, but for models and aliases."""
+        file = self._file
+        file.check_keys(file.values, Settings.__struct_fields__)
+        given = {
+            name: file.values.get(name) for name in Settings.__struct_fields__ if name not in ("models", "aliases")
+        }
+        limits = file.mapping(file.values, "limits")
+        given["memory"] = file.parsed(given, "memory", size)
+        given["keep_alive"] = file.parsed(given, "keep_alive", duration)
+        given["models_dir"] = self._folders()
+        file.check_keys(limits, Limits.__struct_fields__, "limits")
+        plain = {name: value for name, value in given.items() if name != "limits" and value is not None}
+        fitting = file.fitting(plain, Settings) | {"limits": file.fitting(limits, Limits, "limits")}
+        return msgspec.convert(fitting, Settings)
+
+    def _folders(self) -> list[Any] | None:
+        """One may be written without the list."""
+        given = self._file.values.get("models_dir")
+        if given is None or not isinstance(given, str | list):
+            return given
+        folders = [given] if isinstance(given, str) else given
+        return [self._file.from_here(folder) if isinstance(folder, str) and folder else folder for folder in folders]
+
+    def aliases(self) -> dict[str, str]:
+        found = {}
+        for pattern, name in self._file.mapping(self._file.values, "aliases").items():
+            if not ALIAS_NAME.fullmatch(pattern):
+                self._file.note(f"aliases.{pattern}", "an alias has letters, digits and . _ - : / * ? only")
+            elif self._file.convert(name, str, f"aliases.{pattern}") is not None:
+                found[pattern] = name
+        return found
+
+    def check_names(self, settings: Settings, offered: Sequence[str], by_flag: Mapping[str, str]) -> None:
+        """Aliases and the default name models that there are. Upper and lower case are the same here."""
+        names = [*(model.name for model in settings.models), *offered]
+        known = {name.lower() for name in names}
+
+        def unknown(name: str) -> str | None:
+            if name.lower() in known or name.lower() in names_in(settings.folders):
+                return None
+            return f"no model is called {name!r}; models: {', '.join(names) or 'none'}"
+
+        for pattern, name in settings.aliases.items():
+            wrong = "a model has this name already" if pattern.lower() in known else unknown(name)
+            if wrong is not None and pattern in by_flag:
+                self.note(f"--alias {pattern}={name}: {wrong}")
+            elif wrong is not None:
+                self._file.note(f"aliases.{pattern}", wrong)
+        wrong = None if settings.default is None else unknown(settings.default)
+        if wrong is not None and self._flags.default:
+            self.note(f"--default: {wrong}")
+        elif wrong is not None:
+            self._file.note("default", wrong)

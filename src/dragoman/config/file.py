@@ -1,0 +1,189 @@
+"""A configuration file as plain values, the line of each of its keys, and the mistakes that were found in it.
+
+A mistake is noted and the reading goes on: whoever wrote the file hears of all of them together.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from dragoman.errors import ConfigError
+from dragoman.sources import is_path
+
+Parse = Callable[[object], object]
+
+
+class File:
+    """`lines` has the line of each key, as `models.smollm2.slots`."""
+
+    def __init__(self, name: str, values: dict[str, Any], lines: Mapping[str, int]) -> None:
+        self.name = name
+        self.values = values
+        self.lines = lines
+        self._mistakes: list[tuple[int, str]] = []
+
+    @property
+    def mistakes(self) -> list[str]:
+        """In the order of the lines."""
+        return [words for _, words in sorted(self._mistakes, key=lambda mistake: mistake[0])]
+
+    def note(self, key: str, words: str) -> None:
+        known = key
+        while known and known not in self.lines:
+            known = re.sub(r"(\.[^.\[]*|\[[^\[]*|^[^.\[]*)$", "", known)
+        self.note_at(self.lines.get(known, 1), key, words)
+
+    def note_at(self, line: int, key: str, words: str) -> None:
+        self._mistakes.append((line, f"{self.name}:{line}: {key}: {words}"))
+
+    def convert(self, value: Any, wanted: Any, key: str) -> Any:
+        """The value as what is wanted; None where it is something else, which is noted."""
+        try:
+            return msgspec.convert(value, wanted)
+        except msgspec.ValidationError as error:
+            self._note_invalid(str(error), key)
+            return None
+
+    def _note_invalid(self, finding: str, key: str) -> None:
+        """msgspec's finding, in the place and the words of the file."""
+        what, _, place = finding.partition(" - at `$")
+        inner = place.removesuffix("`")
+        where = (key + inner) if key else inner.lstrip(".")
+        missing = re.fullmatch(r"Object missing required field `(.+)`", what)
+        unknown = re.fullmatch(r"Object contains unknown field `(.+)`", what)
+        if missing:
+            self.note(where, f"{missing[1]} is missing")
+        elif unknown:
+            self.note(f"{where}.{unknown[1]}", "unknown key")
+        else:
+            self.note(where, what[0].lower() + what[1:].replace("`", ""))
+
+    def fitting(self, values: Mapping[str, Any], wanted: type[msgspec.Struct], key: str = "") -> dict[str, Any]:
+        """The values that fit their fields of a struct, one by one: a mistake in one hides none in another."""
+        fitting = {}
+        for field in msgspec.structs.fields(wanted):
+            inner = f"{key}.{field.name}" if key else field.name
+            if field.name in values:
+                before = len(self._mistakes)
+                self.convert(values[field.name], field.type, inner)
+                if len(self._mistakes) == before:
+                    fitting[field.name] = values[field.name]
+            elif field.required:
+                self.note(key, f"{field.name} is missing")
+        return fitting
+
+    def check_keys(self, keys: Mapping[str, Any], known: Sequence[str], key: str = "") -> None:
+        for name in keys:
+            if name not in known:
+                self.note(f"{key}.{name}" if key else name, f"unknown key; keys: {', '.join(known)}")
+
+    def parsed(self, values: Mapping[str, Any], name: str, parse: Parse, key: str = "") -> Any:
+        """What `parse` makes of a value; None where there is none, or one that it refuses."""
+        if values.get(name) is None:
+            return None
+        try:
+            return parse(values[name])
+        except ConfigError as error:
+            self.note(f"{key}.{name}" if key else name, str(error))
+            return None
+
+    def mapping(self, values: Mapping[str, Any], name: str, key: str = "") -> dict[str, Any]:
+        value = values.get(name)
+        if value is None or isinstance(value, dict):
+            return value or {}
+        self.note(f"{key}.{name}" if key else name, f"expected a mapping, got {kind(value)}")
+        return {}
+
+    def from_here(self, source: str) -> str:
+        """A relative path starts from the folder of the file."""
+        return str(Path(self.name).expanduser().parent / Path(source).expanduser()) if is_path(source) else source
+
+
+def kind(value: Any) -> str:
+    return {"dict": "mapping", "NoneType": "nothing"}.get(type(value).__name__, type(value).__name__)
+
+
+def read(path: str | None) -> File:
+    if path is None:
+        return File("", {}, {})
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not UTF-8 text") from error
+    if path.endswith(".json"):
+        # JSON may be indented with tabs and YAML may not; inside JSON's strings there are none.
+        text = text.replace("\t", " ")
+    return _parse(path, text)
+
+
+def _parse(path: str, text: str) -> File:
+    lines: dict[str, int] = {}
+    file = File(path, {}, lines)
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        values = None if root is None else _Reader(file, loader, lines).value(root, "")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply") from error
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError(f"{path}:1: expected a mapping such as `models: ...`, got {kind(values)}")
+    file.values = values or {}
+    return file
+
+
+class _Reader:
+    """YAML's nodes as values, keeping the lines that PyYAML's own constructor forgets."""
+
+    def __init__(self, file: File, loader: yaml.SafeLoader, lines: dict[str, int]) -> None:
+        self.file = file
+        self.loader = loader
+        self.lines = lines
+
+    def value(self, node: yaml.Node, key: str) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, key)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.item(inner, f"{key}[{index}]") for index, inner in enumerate(node.value)]
+        plain = self.loader.construct_object(node)
+        return self.text(plain, key) if isinstance(plain, str) else plain
+
+    def text(self, plain: str, key: str) -> str:
+        """JSON escapes a character beyond the first 65,536 as two halves; PyYAML leaves it in them."""
+        try:
+            return plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError:
+            self.file.note(key, "half a character")
+            return "half a character"
+
+    def item(self, node: yaml.Node, key: str) -> Any:
+        self.lines[key] = node.start_mark.line + 1
+        return self.value(node, key)
+
+    def mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            name = key_node.value
+            line = key_node.start_mark.line + 1
+            if key_node.tag != "tag:yaml.org,2002:str":
+                shown = name if isinstance(name, str) else "this key"
+                # It has no line of its own.
+                self.file.note_at(line, key or shown, f'a key is text; write "{shown}" in quotes')
+                continue
+            inner = f"{key}.{name}" if key else name
+            if name in values:
+                self.file.note_at(line, inner, f"given twice, first in line {self.lines[inner]}")
+                continue
+            self.lines[inner] = line
+            values[name] = self.value(value_node, inner)
+        return values

@@ -1,0 +1,165 @@
+"""One entry of `models:`.
+
+model := SOURCE
+       | {engine, source or path, sampling, keep_alive, ...the engine's own options}
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from dragoman.config.file import File, kind
+from dragoman.config.quantities import duration
+from dragoman.conversation import Sampling
+from dragoman.engines import ENGINES, engine_class
+from dragoman.errors import ConfigError
+from dragoman.formats import named
+from dragoman.sources import BUILT_IN, KINDS
+
+MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Word = Annotated[str, msgspec.Meta(min_length=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What holds where a request is silent."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    min_p: Share | None = None
+    seed: int | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    max_tokens: Count | None = None
+
+    def fill(self, asked: Sampling) -> Sampling:
+        """An explicit 0 is an answer, and stays."""
+        return Sampling(
+            temperature=self.temperature if asked.temperature is None else asked.temperature,
+            top_p=self.top_p if asked.top_p is None else asked.top_p,
+            top_k=self.top_k if asked.top_k is None else asked.top_k,
+            min_p=self.min_p if asked.min_p is None else asked.min_p,
+            seed=self.seed if asked.seed is None else asked.seed,
+            repetition_penalty=(
+                self.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty
+            ),
+            presence_penalty=self.presence_penalty if asked.presence_penalty is None else asked.presence_penalty,
+            frequency_penalty=self.frequency_penalty if asked.frequency_penalty is None else asked.frequency_penalty,
+            logit_bias=asked.logit_bias,
+        )
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """`options` are for the engine; `source` says where its file comes from."""
+
+    name: str
+    engine: str
+    source: str | None = None
+    options: Mapping[str, Any] = {}
+    sampling: SamplingDefaults = NO_DEFAULTS
+    keep_alive: float | None = None
+    """Seconds; None: as for all models."""
+
+    def runs_like(self, other: "ModelSpec") -> bool:
+        """Whether the engine of one can stay for the other."""
+        return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
+
+
+OURS = ("engine", "source", "path", "sampling", "keep_alive")
+"""Keys that are the same for every engine."""
+
+
+def read_models(file: File) -> dict[str, ModelSpec]:
+    models: dict[str, ModelSpec] = {}
+    seen: dict[str, str] = {}
+    for name, entry in file.mapping(file.values, "models").items():
+        key = f"models.{name}"
+        if not MODEL_NAME.fullmatch(name):
+            file.note(key, "a model's name has letters, digits and . _ - : / only, and begins with no /")
+            continue
+        if name.lower() in seen:
+            file.note(key, f"{seen[name.lower()]} is the same name but for its case")
+            continue
+        seen[name.lower()] = name
+        models[name] = _model(file, name, {} if entry is None else entry, key)
+    return models
+
+
+def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
+    if isinstance(entry, str):
+        entry = {"source": entry}
+    if not isinstance(entry, dict):
+        file.note(key, f"expected a source or a mapping, got {kind(entry)}")
+        return ModelSpec(name, "llama")
+    if "path" in entry and "source" in entry:
+        file.note(f"{key}.path", "path and source are the same thing; give one of them")
+    given = "path" if "path" in entry else "source"
+    engine = file.convert(entry.get("engine", "llama"), Word, f"{key}.engine")
+    source = file.convert(entry.get(given), Word | None, f"{key}.{given}")
+    if entry.get(given) is None and engine == "llama" and name in BUILT_IN:
+        source = name
+    options = {option: value for option, value in entry.items() if option not in OURS}
+    if engine is not None:
+        _check_options(file, engine, source, entry, options, key)
+    return ModelSpec(
+        name,
+        engine or "llama",
+        None if source is None else file.from_here(source),
+        options,
+        _sampling(file, entry, key),
+        file.parsed(entry, "keep_alive", duration, key),
+    )
+
+
+def _sampling(file: File, entry: dict[str, Any], key: str) -> SamplingDefaults:
+    values = file.mapping(entry, "sampling", key)
+    file.check_keys(values, SamplingDefaults.__struct_fields__, f"{key}.sampling")
+    return msgspec.convert(file.fitting(values, SamplingDefaults, f"{key}.sampling"), SamplingDefaults)
+
+
+def _check_options(
+    file: File, engine: str, source: str | None, entry: dict[str, Any], options: dict[str, Any], key: str
+) -> None:
+    try:
+        wanted = engine_class(engine).Options
+    except ConfigError as error:
+        file.note(f"{key}.engine", str(error))
+        return
+    takes_file = "path" in wanted.__struct_fields__
+    if source is not None and not takes_file:
+        file.note(f"{key}.source", f"the engine {engine} takes no source")
+    own = [name for name in wanted.__struct_fields__ if name != "path"]
+    known = [name for name in OURS if takes_file or name not in ("source", "path")] + own
+    file.check_keys(options, known, key)
+    if takes_file and entry.get("source", entry.get("path")) is None and source is None and "path" in _required(wanted):
+        file.note(key, f"source is missing: a path, {KINDS} or a built-in name ({', '.join(BUILT_IN)})")
+    # What is wrong with the source has been said.
+    file.fitting({"path": "", **options} if takes_file else options, wanted, key)
+    if engine in ENGINES:
+        _check_format(file, wanted, options, f"{key}.format")
+
+
+def _check_format(file: File, wanted: type[msgspec.Struct], options: dict[str, Any], key: str) -> None:
+    """An engine's default may mean that it finds out by itself; anything else is a format that there is."""
+    default = next((field.default for field in msgspec.structs.fields(wanted) if field.name == "format"), None)
+    chosen: Any = options.get("format", default)
+    if chosen == default or not isinstance(chosen, str):
+        return
+    try:
+        named(chosen)
+    except ConfigError as error:
+        file.note(key, str(error))
+
+
+def _required(struct: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(struct) if field.required]

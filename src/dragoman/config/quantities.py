@@ -1,0 +1,49 @@
+"""Sizes and times as people write them.
+
+size := bytes | number unit         unit := B | KB MB GB TB (thousands) | KiB MiB GiB TiB (1024s)      "12GiB"
+time := seconds | number unit       unit := s | m | h | d                                              "10m"
+      | "forever" | a negative number
+"""
+
+import math
+import re
+
+from dragoman.errors import ConfigError
+
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_THOUSANDS = {unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))}
+SIZES = _THOUSANDS | {unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))}
+TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def size(value: object) -> int:
+    """In bytes."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    parsed = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    unit = parsed[2].lower() if parsed else ""
+    if parsed is None or unit not in SIZES or float(parsed[1]) <= 0:
+        raise ConfigError("expected a size such as 12GiB or 500MB")
+    return int(float(parsed[1]) * SIZES[unit])
+
+
+def duration(value: object) -> float:
+    """In seconds; for ever is infinite."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+        return math.inf if value < 0 else float(value)
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text in ("forever", "-1"):
+        return math.inf
+    parsed = _NUMBER.fullmatch(text)
+    if parsed is None or (parsed[2] or "s") not in TIMES:
+        raise ConfigError("expected a time such as 300, 10m, 2h or forever")
+    return float(parsed[1]) * TIMES[parsed[2] or "s"]
+
+
+def shown_size(size: float) -> str:
+    """For people: `1.4 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,108 @@
+"""The operator's routes: which models are loaded, loading and unloading them, and a new configuration.
+
+They are for whoever has a key. Where there are no keys, they are for callers on this machine.
+"""
+
+import asyncio
+import ipaddress
+import math
+import time
+from typing import TYPE_CHECKING
+
+from dragoman.catalog import Model
+from dragoman.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized
+from dragoman.protocols import admin as wire
+from dragoman.server.auth import ANONYMOUS
+from dragoman.server.exchange import Exchange
+
+if TYPE_CHECKING:
+    from dragoman.server.app import App
+
+ROOT = "/admin/models"
+LOOK_SECONDS = 0.05
+
+
+async def models(app: "App", exchange: Exchange) -> None:
+    _check_operator(exchange)
+    await app.catalog.look()
+    served = [await _served(app, model) for model in app.catalog.listed()]
+    await exchange.reply_json(wire.encode_fleet(served, app.catalog.lifecycle.budget))
+
+
+async def change(app: "App", exchange: Exchange) -> None:
+    _check_operator(exchange)
+    # Its body means nothing; but no web page of another origin can send one that passes.
+    await exchange.decoded(app.settings.limits, bytes)
+    name, _, action = exchange.path.removeprefix(f"{ROOT}/").rpartition("/")
+    if action not in ("load", "unload") or not name:
+        raise NotFound(f"there is nothing at {exchange.path[:100]}; try {ROOT}/NAME/load or {ROOT}/NAME/unload")
+    model = await app.catalog.find(name)
+    exchange.record.model = model.name
+    done = await (_load(app, model) if action == "load" else _unload(app, model))
+    await exchange.reply_json(wire.encode_served(await _served(app, model)), 200 if done else 202)
+
+
+async def reload(app: "App", exchange: Exchange) -> None:
+    _check_operator(exchange)
+    await exchange.decoded(app.settings.limits, bytes)
+    try:
+        await exchange.reply_json(wire.encode_reloaded(await app.reload()))
+    except ConfigError as error:
+        raise InvalidConfig(f"the configuration stays as it was: {error}") from error
+
+
+async def _load(app: "App", model: Model) -> bool:
+    """Whether it is there, after waiting as long as a request would."""
+    try:
+        await model.host.ready()
+    except ModelLoading:
+        return False
+    except ModelFailed as error:
+        # Who may ask for this may read the reason.
+        raise ModelFailed(model.host.failure or error.message, retry_after=10) from error
+    return True
+
+
+async def _unload(app: "App", model: Model) -> bool:
+    """Whether it has gone; what it is still working on comes to its end."""
+    lifecycle = app.catalog.lifecycle
+    lifecycle.dismiss(model.host)
+    patience = time.monotonic() + app.settings.limits.load_seconds
+    while model.host.state in ("ready", "unloading", "loading") and time.monotonic() < patience:  # noqa: ASYNC110 (seldom)
+        await asyncio.sleep(LOOK_SECONDS)
+    return model.host.state in ("cold", "waiting", "failed")
+
+
+async def _served(app: "App", model: Model) -> wire.ServedModel:
+    host = model.host
+    seat = app.catalog.lifecycle.seat(host)
+    is_here = host.engine is not None
+    return wire.ServedModel(
+        id=model.name,
+        state=host.state,
+        engine=None if model.spec is None else model.spec.engine,
+        memory=await host.measure() if is_here else None,
+        slots=host.admission.slots,
+        running=host.admission.running,
+        waiting=host.admission.waiting + len(seat.waiting),
+        tokens_per_second=None if host.tokens_per_second is None else round(host.tokens_per_second, 1),
+        keep_alive=None if seat.stays or seat.keep_alive == math.inf else seat.keep_alive,
+        idle_seconds=round(time.monotonic() - seat.idle_since, 1) if is_here and not seat.running else None,
+        loading_seconds=None if host.loading_seconds is None else round(host.loading_seconds, 1),
+        loading_progress=host.progress,
+        failure=host.failure,
+    )
+
+
+def _check_operator(exchange: Exchange) -> None:
+    if exchange.record.principal != ANONYMOUS or _is_local(exchange.client):
+        return
+    raise Unauthorized("this route is for callers on the server's own machine, or with a key; no key is configured")
+
+
+def _is_local(client: str | None) -> bool:
+    try:
+        return client is None or ipaddress.ip_address(client).is_loopback
+    except ValueError:
+        # A socket in the file system, or a test's own transport: not over a network.
+        return True

@@ -1,0 +1,86 @@
+"""Workers that die, once and again and again."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
+from tests.serving import Running, serving
+
+WORKER = {"engine": "tests.server.engines:Weighty"}
+DIE = [{"role": "user", "content": "die"}]
+KILLS = 20
+
+
+def outcome(client: httpx.Client, name: str, stream: bool) -> str:
+    """What became of a request: an answer, or words about why there is none."""
+    if not stream:
+        response = ask(client, CHAT, model=name)
+        if response.status_code == 200:
+            return "answered" if text_of(response) == f"{name} " * 5 else "wrong"
+        message = refused(response, response.status_code)
+        return f"told {response.status_code}" if message else "wrong"
+    with client.stream("POST", CHAT, json={"messages": HELLO, "model": name, "stream": True}) as response:
+        body = response.read().decode()
+    if response.status_code != 200:
+        return f"told {response.status_code}"
+    if body.endswith("data: [DONE]\n\n"):
+        return "answered"
+    return "told in a frame" if '"error"' in body.strip().splitlines()[-1] else "wrong"
+
+
+def test_killed_twenty_times_under_load_each_request_is_answered_or_told(tmp_path: Path) -> None:
+    config = {"models": {"first": {"engine": "scripted"}, "victim": WORKER, "other": WORKER}}
+    outcomes: dict[str, Counter[str]] = {"victim": Counter(), "other": Counter()}
+    ended = threading.Event()
+
+    def keep_asking(running: Running, name: str, stream: bool) -> None:
+        with talking(running) as client:
+            while not ended.is_set():
+                outcomes[name][outcome(client, name, stream)] += 1
+
+    def victim(running: Running, spared: set[int]) -> int | None:
+        return next((pid for pid in running.children() if pid not in spared), None)
+
+    with serving(tmp_path, config) as running, talking(running) as client:
+        client.post("/admin/models/other/load").raise_for_status()
+        spared = set(running.children())
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking, running, "victim", stream) for stream in (False, True)]
+            asking += [pool.submit(keep_asking, running, "other", stream) for stream in (False, True)]
+            try:
+                for _ in range(KILLS):
+                    assert eventually(lambda: victim(running, spared) is not None, 15)
+                    pid = victim(running, spared)
+                    assert pid is not None
+                    time.sleep(0.25)
+                    os.kill(pid, signal.SIGKILL)
+                    assert eventually(lambda: victim(running, spared) != pid, 5)  # noqa: B023 (called at once)
+            finally:
+                ended.set()
+            for task in asking:
+                task.result()
+        assert text_of(ask(client, CHAT, model="victim")) == "victim " * 5
+    assert set(outcomes["other"]) == {"answered"}
+    assert set(outcomes["victim"]) <= {"answered", "told 502", "told 503", "told in a frame"}
+    assert outcomes["victim"]["answered"] > 0
+
+
+def test_one_that_keeps_dying_is_marked_with_the_reason_and_comes_back_on_demand(tmp_path: Path) -> None:
+    config = {"models": {"first": {"engine": "scripted"}, "a": WORKER}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        for _ in range(3):
+            refused(ask(client, CHAT, model="a", messages=DIE), 502, code="engine_died")
+        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "failed", 2)
+        shown = client.get("/admin/models").json()["data"][1]
+        assert shown["failure"] == "its process died 3 times soon after its start (exit -9)"
+        assert "model a: its process died 3 times" in running.log.read_text()
+        assert not running.children()
+        assert text_of(ask(client, CHAT, model="a")) == "a " * 5
+        assert client.get("/admin/models").json()["data"][1].get("failure") is None

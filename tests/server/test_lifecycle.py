@@ -1,0 +1,262 @@
+"""Models that come and go: single flight, keep-alive, a memory budget, turns, the operator's wishes."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dragoman import create_app
+from tests.server.engines import Sampled
+from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.serving import Running, serving
+
+HEAVY = {"engine": "tests.server.engines:Weighty", "mebibytes": 200}
+LIGHT = {"engine": "tests.server.engines:Weighty"}
+FIRST = {"engine": "scripted"}
+"""The default model is loaded when the server starts: this one costs nothing."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is remembered of a model's memory belongs to one test."""
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def loads(running: Running, name: str) -> int:
+    return running.log.read_text().count(f"model {name}: loading")
+
+
+def states(client: httpx.Client) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in client.get("/admin/models").json()["data"]}
+
+
+@contextmanager
+def many(running: Running, count: int) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(count) as pool:
+        yield pool
+
+
+def asked(running: Running, model: str, **fields: Any) -> httpx.Response:
+    with talking(running) as client:
+        return ask(client, CHAT, model=model, **fields)
+
+
+def test_ten_simultaneous_first_requests_load_once_and_its_progress_is_shown(tmp_path: Path) -> None:
+    config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 1}}}
+    with serving(tmp_path, config) as running, talking(running) as client, many(running, 10) as pool:
+        answers = [pool.submit(asked, running, "A ") for _ in range(10)]
+
+        def progress() -> dict[str, Any]:
+            shown: dict[str, Any] = client.get("/v1/models/a").json()
+            return shown
+
+        assert eventually(lambda: progress().get("loading_progress", 0) > 0, 10)
+        shown = progress()
+        assert (shown["state"], shown["loading_seconds"] > 0) == ("loading", True)
+        for answer in answers:
+            assert text_of(answer.result()) == "a " * 5
+            assert answer.result().json()["model"] == "a"
+        assert loads(running, "a") == 1
+        assert "model a: ready after" in running.log.read_text()
+
+
+def test_a_model_that_is_not_used_goes_and_its_memory_with_it(tmp_path: Path) -> None:
+    config = {"models": {"first": FIRST, "a": LIGHT | {"keep_alive": "0.3s"}, "b": LIGHT}, "keep_alive": 0}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert text_of(ask(client, CHAT, model="b")) == "b " * 5
+        assert text_of(ask(client, CHAT, model="a")) == "a " * 5
+        assert states(client)["a"] == "ready"
+        assert eventually(lambda: states(client)["a"] == states(client)["b"] == "cold", 5)
+        assert eventually(lambda: not running.children(), 2)
+        # One that has been unloaded since is as good as there.
+        assert client.get("/ready").status_code == 200
+        assert text_of(ask(client, CHAT, model="a")) == "a " * 5
+        assert loads(running, "a") == 2
+
+
+def test_the_least_recently_used_makes_room_in_a_small_budget(tmp_path: Path, home: Path) -> None:
+    config = {"models": {"first": FIRST, "a": HEAVY, "b": HEAVY, "c": HEAVY, "d": HEAVY | {"mebibytes": 900}}}
+    with serving(tmp_path, config | {"memory": "600MiB", "turn_seconds": 0.5}) as running, talking(running) as client:
+        for name in "abac":
+            assert text_of(ask(client, CHAT, model=name)) == f"{name} " * 5
+            time.sleep(0.2)
+        assert states(client) == {"first": "ready", "a": "ready", "b": "cold", "c": "ready", "d": "cold"}
+        assert len(running.children()) == 2
+        fleet = client.get("/admin/models").json()
+        assert 400 * 2**20 < fleet["used"] < fleet["memory"] == 600 * 2**20
+        a = fleet["data"][1]
+        assert (a["slots"], a["running"], a["waiting"]) == (4, 0, 0)
+        assert a["tokens_per_second"] > 1
+        assert 200 * 2**20 < a["memory"] < 350 * 2**20
+        # What it needs is known from the first time on.
+        message = refused(ask(client, CHAT, model="d"), 503, code="model_failed")
+        assert "log" in message
+        assert eventually(lambda: states(client)["d"] == "failed", 5)
+        assert "it needs 9" in running.log.read_text()
+        begun = loads(running, "d")
+        refused(ask(client, CHAT, model="d"), 503, code="model_failed")
+        assert loads(running, "d") == begun
+    assert min(json.loads((home / "memory.json").read_text()).values()) > 200 * 2**20
+
+
+def test_two_models_that_do_not_fit_together_take_turns(tmp_path: Path) -> None:
+    config = {"models": {"first": FIRST, "a": HEAVY | {"pace": 0.02}, "b": HEAVY | {"pace": 0.02}}}
+    deadline = time.monotonic() + 7
+    counts = {"a": 0, "b": 0}
+
+    def keep_asking(running: Running, name: str) -> None:
+        with talking(running) as client:
+            while time.monotonic() < deadline:
+                assert text_of(ask(client, CHAT, model=name)) == f"{name} " * 5
+                counts[name] += 1
+
+    with serving(tmp_path, config | {"memory": "400MiB", "turn_seconds": 1.5}) as running, many(running, 4) as pool:
+        for asking in [pool.submit(keep_asking, running, name) for name in "abab"]:
+            asking.result()
+        loaded = loads(running, "a") + loads(running, "b")
+    assert min(counts.values()) > 10
+    assert 3 <= loaded <= 7
+
+
+def test_an_operator_may_prefer_not_to_let_requests_wait(tmp_path: Path) -> None:
+    config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 0.5}}, "limits": {"load_seconds": 0}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        for stream in (False, True):
+            told = ask(client, CHAT, model="a", stream=stream)
+            refused(told, 503, code="model_loading")
+            assert int(told.headers["retry-after"]) >= 1
+        assert eventually(lambda: states(client)["a"] == "ready", 10)
+        assert text_of(ask(client, CHAT, model="a")) == "a " * 5
+        assert loads(running, "a") == 1
+
+
+def test_what_the_operator_wishes(tmp_path: Path) -> None:
+    slow = LIGHT | {"words": 30, "pace": 0.05}
+    broken = {"engine": "tests.server.engines:Exploding"}
+    config = {"models": {"first": FIRST, "org/a": slow, "broken": broken}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        loaded = client.post("/admin/models/org/a/load").json()
+        assert (loaded["id"], loaded["state"], loads(running, "org/a")) == ("org/a", "ready", 1)
+        assert client.post("/admin/models/ORG%2Fa/load").status_code == 200
+        with client.stream("POST", CHAT, json={"messages": HELLO, "model": "org/a", "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            unloading = threading.Thread(target=lambda: talking_post(running, "/admin/models/org/a/unload"))
+            unloading.start()
+            time.sleep(0.2)
+            assert states(client)["org/a"] == "ready"
+            rest = "\n".join(lines)
+        assert rest.rstrip().endswith("[DONE]")
+        unloading.join(10)
+        assert states(client)["org/a"] == "cold"
+        assert eventually(lambda: not running.children(), 2)
+        assert "no such device" in refused(client.post("/admin/models/broken/load"), 503, code="model_failed")
+        failed = client.get("/admin/models").json()["data"][2]
+        assert (failed["state"], failed["failure"]) == ("failed", "no such device")
+        refused(client.post("/admin/models/nobody/load"), 404, param="model", code="model_not_found")
+        refused(client.post("/admin/models/first/dance"), 404)
+        refused(client.post("/admin/models/load"), 404)
+        refused(client.post("/admin/models/first/unload", headers={"origin": "http://evil.example"}), 415)
+
+
+def talking_post(running: Running, path: str) -> httpx.Response:
+    with talking(running) as client:
+        return client.post(path)
+
+
+def test_the_operator_s_routes_need_a_key_where_there_are_keys(tmp_path: Path) -> None:
+    with serving(tmp_path, {"models": {"first": FIRST}, "api_keys": ["secret"]}) as running:
+        with talking(running) as client:
+            refused(client.get("/admin/models"), 401)
+            refused(client.post("/admin/reload"), 401)
+        with talking(running, {"x-api-key": "secret"}) as client:
+            assert client.get("/admin/models").status_code == 200
+
+
+def test_defaults_of_the_configuration_hold_where_a_request_is_silent(tmp_path: Path) -> None:
+    sampled = {"engine": "tests.server.engines:Sampled", "sampling": {"temperature": 0.5, "max_tokens": 9}}
+    config = {"models": {"sampled": sampled, "short": FIRST | {"sampling": {"max_tokens": 1}, "chunk": 2}}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert text_of(ask(client, CHAT)) == "0.5 None 9"
+        assert text_of(ask(client, CHAT, temperature=0, top_p=0.1, max_tokens=5)) == "0.0 0.1 5"
+        assert text_of(ask(client, CHAT, model="short")) == "he"
+        assert text_of(ask(client, CHAT, model="short", max_tokens=2)) == "hell"
+
+
+def test_names_that_are_near_are_told(tmp_path: Path) -> None:
+    config = {"models": {"smollm2": FIRST, "rehearsal": FIRST}, "aliases": {"my-alias": "smollm2"}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        message = refused(ask(client, CHAT, model="smolm2"), 404, param="model", code="model_not_found")
+        assert "did you mean smollm2? models: smollm2, rehearsal" in message
+        assert "did you mean my-alias?" in refused(ask(client, CHAT, model="my-alais"), 404, param="model")
+        assert "did you mean" not in refused(ask(client, CHAT, model="gpt-4o"), 404, param="model")
+        assert ask(client, CHAT, model=" SmolLM2:latest ").json()["model"] == "smollm2"
+
+
+def test_a_model_of_the_folder_is_served(tmp_path: Path, smollm2_path: Path) -> None:
+    config = {
+        "models": {"first": FIRST},
+        "models_dir": [str(smollm2_path.parent)],
+        "aliases": {"gpt-*": smollm2_path.stem},
+    }
+    with serving(tmp_path, config) as running, talking(running) as client:
+        listed = {model["id"]: model for model in client.get("/v1/models").json()["data"]}
+        shown = listed[smollm2_path.stem]
+        assert (shown["architecture"], shown["quantization"], shown["state"]) == ("llama", "Q4_1", "cold")
+        assert shown["size"] == smollm2_path.stat().st_size
+        reply = ask(client, CHAT, model=f"  {smollm2_path.stem.upper()}", max_tokens=4)
+        assert reply.json()["model"] == smollm2_path.stem
+        assert ask(client, CHAT, model="gpt-4o", max_tokens=4).json()["model"] == smollm2_path.stem
+        assert loads(running, smollm2_path.stem) == 1
+        for name in (f"../models/{smollm2_path.name}", str(smollm2_path), smollm2_path.name, "a\0b", "x" * 10**6):
+            refused(ask(client, CHAT, model=name), 404, param="model", code="model_not_found")
+
+
+def test_smollm2_under_two_names_in_a_budget_for_one(tmp_path: Path, home: Path, smollm2_path: Path) -> None:
+    one = {"path": str(smollm2_path), "context": 512, "slots": 2}
+    config = {"models": {"first": FIRST, "one": one, "two": one | {"slots": 1}}, "memory": "350MiB", "turn_seconds": 1}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        for name in ("one", "two", "one"):
+            reply = ask(client, CHAT, model=name, max_tokens=4, temperature=0)
+            assert reply.json()["model"] == name
+            assert len(running.children()) == 1
+        with client.stream(
+            "POST", CHAT, json={"messages": HELLO, "model": "two", "stream": True, "max_tokens": 3}
+        ) as it:
+            told = frames(it.read().decode())
+        assert told[-1] == "[DONE]"
+        assert (loads(running, "one"), loads(running, "two")) == (2, 2)
+        used = client.get("/admin/models").json()["used"]
+    # The file and the state at the least: the measured need, not the estimate.
+    assert smollm2_path.stat().st_size < used < 350 * 2**20
+    assert len(json.loads((home / "memory.json").read_text())) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "status"), [("127.0.0.1", 200), ("::1", 200), ("192.0.2.7", 401), ("", 200), (None, 200)]
+)
+def test_without_keys_the_operator_is_on_this_machine(address: str | None, status: int) -> None:
+    async def scenario() -> int:
+        transport = httpx.ASGITransport(create_app(Sampled()), client=(address, 1))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get("/admin/models")).status_code
+
+    assert asyncio.run(scenario()) == status
+
+
+def test_a_server_without_a_configuration_has_none_to_read_again() -> None:
+    async def scenario() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(Sampled()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/admin/reload")
+
+    refused(asyncio.run(scenario()), 501)

@@ -1,0 +1,161 @@
+"""A new configuration while requests are under way."""
+
+import json
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.serving import Running, serving
+
+SCRIPTED = {"engine": "scripted"}
+WORKER = {"engine": "tests.server.engines:Weighty"}
+
+
+def write(tmp_path: Path, running: Running, config: dict[str, Any]) -> None:
+    (tmp_path / "dragoman.json").write_text(json.dumps({"models_dir": []} | config))
+
+
+def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
+    before = {
+        "first": SCRIPTED,
+        "kept": WORKER | {"sampling": {"max_tokens": 4}},
+        "changed": WORKER | {"words": 3},
+        "gone": WORKER | {"words": 40, "pace": 0.05},
+    }
+    after = {
+        "models": {"first": SCRIPTED, "kept": WORKER, "changed": WORKER | {"words": 7}, "new": SCRIPTED},
+        "aliases": {"gone": "kept"},
+    }
+    answers: Counter[tuple[str, str]] = Counter()
+    ended = threading.Event()
+
+    def keep_asking(running: Running, name: str) -> None:
+        with talking(running) as client:
+            while not ended.is_set():
+                answers[name, text_of(ask(client, CHAT, model=name))] += 1
+
+    with serving(tmp_path, {"models": before}) as running, talking(running) as client:
+        for name in ("kept", "changed", "gone"):
+            client.post(f"/admin/models/{name}/load").raise_for_status()
+        workers = set(running.children())
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking, running, name) for name in ("first", "kept", "changed", "changed")]
+            try:
+                reload_amid(tmp_path, running, after)
+                time.sleep(0.5)
+            finally:
+                ended.set()
+            for task in asking:
+                task.result()
+        assert text_of(ask(client, CHAT, model="new")) == "hello"
+        # The worker of `kept` is still the same, those of the others have gone.
+        assert eventually(lambda: len(running.children()) == 2, 5)
+        assert len(workers & set(running.children())) == 1
+        assert running.log.read_text().count("model kept: loading") == 1
+    assert set(answers) == {
+        ("first", "hello"),
+        ("kept", "kept " * 4),
+        ("kept", "kept " * 5),
+        ("changed", "changed " * 3),
+        ("changed", "changed " * 7),
+    }
+
+
+def reload_amid(tmp_path: Path, running: Running, after: dict[str, Any]) -> None:
+    """While a model that will be gone is still talking."""
+    body = {"messages": HELLO, "model": "gone", "stream": True}
+    with talking(running) as client, client.stream("POST", CHAT, json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        write(tmp_path, running, after)
+        assert _post(running, "/admin/reload").json() == {
+            "models": ["first", "kept", "changed", "new"],
+            "added": ["new"],
+            "changed": ["kept", "changed"],
+            "removed": ["gone"],
+            "restart_needed": [],
+        }
+        assert text_of(_ask(running, "gone")) == "kept " * 5
+        rest = "\n".join(lines)
+    assert rest.count('"gone "') == 40
+    assert rest.rstrip().endswith("[DONE]")
+
+
+def _post(running: Running, path: str) -> httpx.Response:
+    with talking(running) as client:
+        return client.post(path)
+
+
+def _ask(running: Running, name: str) -> httpx.Response:
+    with talking(running) as client:
+        return ask(client, CHAT, model=name)
+
+
+@pytest.mark.parametrize("model", [WORKER, SCRIPTED | {"tokens_per_second": 20}], ids=["in a worker", "here"])
+def test_who_queues_for_a_model_that_goes_is_served_all_the_same(tmp_path: Path, model: dict[str, Any]) -> None:
+    slow = model | {"slots": 1} | ({"pace": 0.1} if model is WORKER else {"replies": [{"output": "tick" * 10}]})
+    with serving(tmp_path, {"models": {"first": SCRIPTED, "gone": slow}}) as running, talking(running) as client:
+        client.post("/admin/models/gone/load").raise_for_status()
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(_ask, running, "gone") for _ in range(4)]
+            assert eventually(lambda: client.get("/admin/models").json()["data"][1]["waiting"] == 3, 5)
+            write(tmp_path, running, {"models": {"first": SCRIPTED}})
+            assert client.post("/admin/reload").status_code == 200
+            for task in asking:
+                assert text_of(task.result())
+        refused(ask(client, CHAT, model="gone"), 404, param="model")
+        assert eventually(lambda: not running.children(), 5)
+
+
+def test_a_mistake_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    with serving(tmp_path, {"models": {"first": SCRIPTED}}) as running, talking(running) as client:
+        write(tmp_path, running, {"models": {"first": SCRIPTED | {"chunk": 0}, "b": "./gone.gguf"}, "port": "x"})
+        message = refused(client.post("/admin/reload"), 400, code="invalid_config")
+        assert "dragoman.json:1: models.first.chunk: expected int >= 1" in message
+        assert "dragoman.json:1: port: expected int, got str" in message
+        running.process.send_signal(signal.SIGHUP)
+        stays = "the configuration stays as it was: "
+        assert eventually(lambda: running.log.read_text().count(stays) == 2, 5)
+        write(tmp_path, running, {"models": {"first": SCRIPTED, "b": "./gone.gguf"}})
+        assert "model b: no file" in refused(client.post("/admin/reload"), 400, code="invalid_config")
+        assert text_of(ask(client, CHAT)) == "hello"
+        refused(ask(client, CHAT, model="b"), 404, param="model")
+
+
+def test_a_signal_has_it_read_again_and_what_needs_a_restart_is_told(tmp_path: Path) -> None:
+    with serving(tmp_path, {"models": {"first": SCRIPTED}}) as running, talking(running) as client:
+        changed = {"models": {"second": SCRIPTED}, "host": "localhost", "limits": {"write_seconds": 3, "choices": 2}}
+        write(tmp_path, running, changed | {"memory": "1GiB", "keep_alive": 5})
+        running.process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: "read again; models: second" in running.log.read_text(), 5)
+        assert "these hold only after a restart: host, limits.write_seconds" in running.log.read_text()
+        assert ask(client, CHAT).json()["model"] == "second"
+        refused(ask(client, CHAT, model="first"), 404, param="model")
+        refused(ask(client, CHAT, n=3), 400, param="n")
+        assert client.get("/admin/models").json()["memory"] == 2**30
+
+
+def test_new_keys_hold_from_then_on(tmp_path: Path) -> None:
+    with serving(tmp_path, {"models": {"first": SCRIPTED}}) as running, talking(running) as client:
+        write(tmp_path, running, {"models": {"first": SCRIPTED}, "api_keys": ["secret"]})
+        assert client.post("/admin/reload").status_code == 200
+        refused(ask(client, CHAT), 401)
+
+
+def test_a_stream_of_frames_is_not_disturbed_by_many_reloads(tmp_path: Path) -> None:
+    slow = SCRIPTED | {"tokens_per_second": 30, "replies": [{"output": "tick" * 30}]}
+    with serving(tmp_path, {"models": {"slow": slow}}) as running, talking(running) as client:
+        with client.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as stream:
+            for _ in range(5):
+                assert _post(running, "/admin/reload").status_code == 200
+            told = frames(stream.read().decode())
+        assert told[-1] == "[DONE]"
+        assert running.log.read_text().count("model slow: loading") == 1
