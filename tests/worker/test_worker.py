@@ -333,7 +333,15 @@ def test_one_that_starts_but_cannot_be_understood_is_ended() -> None:
 
 def children() -> set[int]:
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    return {int(pid) for task in tasks for pid in _started_by(task)}
+
+
+def _started_by(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except FileNotFoundError:
+        # The thread has just ended.
+        return []
 
 
 async def new_child(before: set[int]) -> int:
