@@ -24,7 +24,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser(
         "pull",
         help="download a model",
-        description="Download a model's file unless it is here already, check it, and find the layout that is fast here.",
+        description="Download a model's file unless it is here already, check it, and find the fastest layout here.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
