@@ -111,7 +111,7 @@ def test_the_real_model(smollm2_path: Path, home: Path) -> None:
     assert choice.tried is not None
     assert choice.tried.quality.tokens > 400
     assert choice.tried.quality.divergence < 0.015
-    assert choice.tried.quality.agreement > 0.94
+    assert choice.tried.quality.agreement > 0.92
     assert choice.tried.before.least > 0
     begun, ended = told.lines
     assert begun == f"{smollm2_path.name} is Q4_1, which may be slow here: trying it as Q8_0, once ..."
@@ -389,7 +389,7 @@ def test_a_terminal_has_a_bar_and_ctrl_c_ends_it(small: Path, home: Path) -> Non
         (Speed(110, 100, 110), CLOSE, "not clearly faster"),
         (Speed(200, 80, 150), CLOSE, "not clearly faster"),
         (Speed(200, 100, 150), Quality(500, 0.03, 0.97), "other things"),
-        (Speed(200, 100, 150), Quality(500, 0.005, 0.9), "other things"),
+        (Speed(200, 100, 150), Quality(500, 0.005, 0.89), "other things"),
     ],
 )
 def test_what_decides(after: Speed, quality: Quality, words: str | None) -> None:

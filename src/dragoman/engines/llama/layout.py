@@ -50,8 +50,8 @@ MOST_MEMORY = 0.5
 SPARE_DISK = 256 * 1024 * 1024
 
 LEAST_GAIN, LEAST_SPEED = 1.15, 0.9
-MOST_DIVERGENCE, LEAST_AGREEMENT = 0.02, 0.93
-LEAST_CORES = 0.6
+MOST_DIVERGENCE, LEAST_AGREEMENT = 0.02, 0.9
+LEAST_CORES = 0.5
 """Of their time: on a busier machine nothing can be found out."""
 SILENCE_SECONDS = 300.0
 """After which a trial is given up."""
