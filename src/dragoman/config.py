@@ -4,7 +4,8 @@
     models   := name: source
               | name: {engine: llama, source or path: SOURCE, ...the engine's own options}
     aliases  := pattern: name              `gpt-*: smollm2`
-    default, host, port, api_keys, strict, event_log, hosts, limits, grace_seconds
+    default, host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, grace_seconds, drain_seconds
+    keys, telemetry, cors, tls             sections of their own, see `operation`
 
 Rules
 1. A flag wins over the environment, the environment over the file.
@@ -24,6 +25,7 @@ import yaml
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
+from dragoman.operation import Cors, Keys, Telemetry, Tls, keys_located, located, tls_located
 from dragoman.sources import BUILT_IN, is_path
 
 FILE_NAME = "dragoman.yaml"
@@ -51,6 +53,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue: Annotated[int, msgspec.Meta(ge=0)] = 64
     """Requests that may wait for one model."""
     queue_seconds: Seconds = 60.0
+    request_seconds: Seconds = 3600.0
+    """From a request's first byte to the last of its reply; a caller may ask for less."""
     stall_seconds: Seconds = 600.0
     """Silence of an engine after which a request is given up."""
     write_seconds: Seconds = 30.0
@@ -77,6 +81,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The names by which clients may call the server; None: decided by `host`."""
     limits: Limits = Limits()
     grace_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How long new requests are still taken after the signal to stop, while `/ready` says no."""
+    socket: Word | None = None
+    """The path of a Unix socket to listen on, instead of the address."""
+    proxies: tuple[Word, ...] = ()
+    """Addresses and networks whose X-Forwarded headers are believed; `unix`: whoever comes by the socket."""
+    keys: Keys = Keys()
+    telemetry: Telemetry = Telemetry()
+    cors: Cors = Cors()
+    tls: Tls | None = None
 
 
 class Flags(msgspec.Struct, frozen=True):
@@ -90,6 +104,10 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    socket: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    anonymous: bool = False
 
 
 def load_settings(
@@ -117,6 +135,13 @@ def load_settings(
         hosts=settings.hosts,
         limits=settings.limits,
         grace_seconds=settings.grace_seconds,
+        drain_seconds=settings.drain_seconds,
+        socket=flags.socket or settings.socket,
+        proxies=settings.proxies,
+        keys=msgspec.structs.replace(settings.keys, anonymous=True) if flags.anonymous else settings.keys,
+        telemetry=settings.telemetry,
+        cors=settings.cors,
+        tls=_tls_flags(flags) or settings.tls,
     )
     _check_names(result, offered, flags, file)
     return result
@@ -138,6 +163,14 @@ def _check_names(settings: Settings, offered: Sequence[str], flags: Flags, file:
     if settings.default is not None and settings.default.lower() not in known:
         wrong = f"no model is called {settings.default!r}; {models}"
         raise ConfigError(f"--default: {wrong}") if flags.default else file.error("default", wrong)
+
+
+def _tls_flags(flags: Flags) -> Tls | None:
+    if flags.tls_certificate and flags.tls_key:
+        return Tls(flags.tls_certificate, flags.tls_key)
+    if flags.tls_certificate or flags.tls_key:
+        raise ConfigError("--tls-certificate and --tls-key belong together: give both")
+    return None
 
 
 def _model_flag(flag: str) -> tuple[str, ModelSpec]:
@@ -204,8 +237,17 @@ class _File:
         self.check_keys(self.mapping("limits"), Limits.__struct_fields__, "limits")
         apart = ("models", "aliases")
         plain = {key: value for key, value in self.values.items() if key not in apart and value is not None}
-        converted: Settings = self.convert(plain, Settings, "")
-        return converted
+        return self.settings_from_here(self.convert(plain, Settings, ""))
+
+    def settings_from_here(self, settings: Settings) -> Settings:
+        folder = self.folder
+        return msgspec.structs.replace(
+            settings,
+            event_log=None if settings.event_log is None else located(settings.event_log, folder),
+            socket=None if settings.socket is None else located(settings.socket, folder),
+            keys=keys_located(settings.keys, folder),
+            tls=tls_located(settings.tls, folder),
+        )
 
     def aliases(self) -> dict[str, str]:
         for pattern, name in self.mapping("aliases").items():
@@ -272,7 +314,11 @@ class _File:
     def from_here(self, source: str | None) -> str | None:
         if source is None or not is_path(source):
             return source
-        return str(Path(self.name).expanduser().parent / Path(source).expanduser())
+        return located(source, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.name).expanduser().parent
 
 
 def _required(struct: type[msgspec.Struct]) -> list[str]:

@@ -3,18 +3,20 @@
     DragomanError
     ├── BadRequest 400 ── ContextTooLong, InvalidSchema, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
+    ├── Forbidden 403
     ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
     ├── MethodNotAllowed 405
     ├── RequestTimeout 408
     ├── TooLarge 413
     ├── UnsupportedMedia 415
     ├── UpgradeRequired 426
+    ├── RateLimited 429 ── TokensLimited
     ├── HeadersTooLarge 431
     ├── EngineFailed 500
     ├── NotSupported 501
     ├── EngineDied 502
-    ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed
-    └── EngineTimeout 504
+    ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed, StorageUnavailable
+    └── EngineTimeout 504 ── DeadlineExceeded
     ConfigError            a mistake in a file, a flag or an engine's options: one line for the person who made it
 
 A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
@@ -72,6 +74,12 @@ class Unauthorized(DragomanError):
     code = "invalid_api_key"
 
 
+class Forbidden(DragomanError):
+    status = 403
+    type = "invalid_request_error"
+    code = "insufficient_permissions"
+
+
 class NotFound(DragomanError):
     status = 404
     type = "invalid_request_error"
@@ -114,6 +122,18 @@ class UpgradeRequired(DragomanError):
     status = 426
     type = "invalid_request_error"
     code = "upgrade_required"
+
+
+class RateLimited(DragomanError):
+    """`type` says of what there were too many, as OpenAI's clients expect it."""
+
+    status = 429
+    type = "requests"
+    code = "rate_limit_exceeded"
+
+
+class TokensLimited(RateLimited):
+    type = "tokens"
 
 
 class HeadersTooLarge(DragomanError):
@@ -160,10 +180,18 @@ class ModelFailed(Unavailable):
     code = "model_failed"
 
 
+class StorageUnavailable(Unavailable):
+    code = "storage_unavailable"
+
+
 class EngineTimeout(DragomanError):
     status = 504
     type = "inference_error"
     code = "engine_timeout"
+
+
+class DeadlineExceeded(EngineTimeout):
+    code = "deadline_exceeded"
 
 
 class ConfigError(Exception):

@@ -1,4 +1,4 @@
-"""The command line: `dragoman serve`, `dragoman models`, `dragoman pull`. One file per command.
+"""The command line: `dragoman serve`, `dragoman models`, `dragoman pull`, `dragoman keys`. One file per command.
 
 A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
 code. 0 is success, 2 a mistake of the user's in one line on stderr, 130 a Ctrl-C.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dragoman import __version__
-from dragoman.cli import models, pull, serve
+from dragoman.cli import keys, models, pull, serve
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -21,6 +21,7 @@ examples:
   dragoman serve --model smollm2 --model minilm
                                              two built-in models: one to chat, one for embeddings
   dragoman pull smollm2                      only download the built-in model
+  dragoman keys create anna                  a key for somebody
 
 `dragoman COMMAND --help` says more about a command.
 """
@@ -65,4 +66,5 @@ def _parser() -> argparse.ArgumentParser:
     serve.add(commands)
     models.add(commands)
     pull.add(commands)
+    keys.add(commands)
     return parser

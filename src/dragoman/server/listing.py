@@ -28,7 +28,7 @@ async def health(app: "App", exchange: Exchange) -> None:
 async def ready(app: "App", exchange: Exchange) -> None:
     """Ready: the default model can answer now. Asking is enough for it to be loaded."""
     default = app.catalog.resolve("")
-    is_ready = default.host.state == "ready"
+    is_ready = default.host.state == "ready" and not app.is_stopping
     if default.host.state == "cold":
         default.host.load()
     states = {model.name: model.host.state for model in app.catalog.models.values()}
@@ -51,7 +51,8 @@ async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    listed = [await _listed(app, model) for model in app.catalog.models.values()]
+    seen = [model for model in app.catalog.models.values() if exchange.caller.may_ask(model.name)]
+    listed = [await _listed(app, model) for model in seen]
     if exchange.family is ANTHROPIC:
         await exchange.reply_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:
@@ -59,7 +60,7 @@ async def models(app: "App", exchange: Exchange) -> None:
 
 
 async def one_model(app: "App", exchange: Exchange) -> None:
-    model = app.catalog.resolve(exchange.path.removeprefix("/v1/models/"))
+    model = app.model(exchange, exchange.path.removeprefix("/v1/models/"))
     is_anthropic = exchange.family is ANTHROPIC
     encode = wire_models.encode_anthropic_model if is_anthropic else wire_models.encode_model
     await exchange.reply_json(encode(await _listed(app, model)))
@@ -80,8 +81,7 @@ async def detokenize(app: "App", exchange: Exchange) -> None:
 
 async def _tokenizer(app: "App", exchange: Exchange, name: str) -> tuple[Model, Engine]:
     """The model and its engine, if it tells its tokens, with the time it has for it running."""
-    model = app.catalog.resolve(name)
-    exchange.record.model = model.name
+    model = app.model(exchange, name)
     engine = await model.host.ready()
     if "tokenize" not in model.host.supports:
         raise NotSupported(f"model '{model.name}' does not tell its tokens")

@@ -45,8 +45,7 @@ async def _prepared(
     app: "App", exchange: Exchange, decoded: GenerationRequest
 ) -> tuple[Engine, frozenset[str], GenerationRequest]:
     """The engine, what it supports and what it is asked, checked as it would be to be answered."""
-    model = app.catalog.resolve(decoded.model)
-    exchange.record.model = model.name
+    model = app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, id=exchange.record.id, model=model.name)
     engine = await model.host.ready()
     ignored = check(request, model.host.supports, app.is_strict(exchange))

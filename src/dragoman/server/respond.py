@@ -8,6 +8,7 @@ Rules
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,12 +24,15 @@ from dragoman.events import Event, Finished, Started
 from dragoman.generate import Take, cannot_honour, check, check_limits, generate
 from dragoman.protocols import Encoder, Protocol, Telling
 from dragoman.reply import Collection
+from dragoman.server.estimate import estimated
 from dragoman.server.exchange import Exchange
+from dragoman.telemetry.meter import Meter
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
 
 
+log = logging.getLogger("dragoman.prompts")
 Settle = Callable[[], Awaitable[None]]
 
 
@@ -46,9 +50,13 @@ async def reply_to(
     app: "App", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
 ) -> None:
     """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
-    model = app.catalog.resolve(decoded.model)
+    model = app.model(exchange, decoded.model)
     record = exchange.record
-    record.model = model.name
+    if exchange.lease is not None:
+        exchange.lease.reserve(estimated(decoded, exchange.weight))
+    if app.settings.telemetry.log_prompts:
+        asked = msgspec.json.encode(decoded.messages or decoded.prompts).decode()
+        log.info("request %s asks: %s", record.id, asked, extra={"request_id": record.id})
     request = msgspec.structs.replace(decoded, id=record.id, model=model.name, principal=record.principal)
     if request.delivery.stream:
         await _stream(app, exchange, model, request, telling.encoder(request, int(time.time())), settle)
@@ -71,10 +79,15 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
         exchange.ignore(ignored)
     # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
     exchange.streaming = request.delivery.stream
+    exchange.meter = meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
     slots = Slots(host.admission, request.principal)
     try:
-        if not slots.take_first():
+        if slots.take_first():
+            meter.queued(0)
+        else:
+            begun = time.monotonic()
             await slots.first()
+            meter.queued(time.monotonic() - begun)
         exchange.expect(limits.stall_seconds, silent_engine)
         await generate(engine, request, slots, take, exchange.note_running)
     finally:
@@ -83,7 +96,7 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
 
 def _collector(app: "App", exchange: Exchange, collection: Collection) -> Take:
     def take(choice: int, events: Sequence[Event]) -> None:
-        _note(app, exchange, events)
+        _note(app, exchange, choice, events)
         collection.add(choice, events)
 
     return take
@@ -119,7 +132,7 @@ def _frame_writer(app: "App", exchange: Exchange, encoder: Encoder) -> Take:
 
     def take(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
         nonlocal held
-        _note(app, exchange, events)
+        _note(app, exchange, choice, events)
         frames = encoder.feed(choice, events)
         if not exchange.begun and all(type(event) is Started for event in events):
             held += frames
@@ -134,19 +147,15 @@ def silent_engine(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine was silent for {seconds:g} s")
 
 
-def _note(app: "App", exchange: Exchange, events: Sequence[Event]) -> None:
+def _note(app: "App", exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
     exchange.note_progress()
-    record = exchange.record
+    assert exchange.meter is not None
+    exchange.meter.note(choice, events, exchange.heard)
     first, last = events[0], events[-1]
-    if record.first_event_us is None:
-        record.first_event_us = int((exchange.heard - exchange.started) * 1e6)
     if type(first) is Started and first.ignored:
         if app.is_strict(exchange):
-            raise cannot_honour(record.model or "", first.ignored[0])
+            raise cannot_honour(exchange.record.model or "", first.ignored[0])
         exchange.ignore(first.ignored)
     if type(last) is Finished:
-        record.finish = last.reason
         for words in last.warnings:
             exchange.warn(words)
-        if last.usage is not None:
-            record.count(last.usage)

@@ -1,18 +1,20 @@
-"""What happened, for the operator: one JSON line per event.
+"""What happened, as a file of JSON lines.
 
-    run_start  schema, time, host, version, models
-    request    id, time, route, model, principal, status, tokens, time to the first event, duration, finish, error,
-               number of warnings
+    run_start  schema, time, host, version, models, engines, config (without secrets)
+    request    id, time, route, scope, client, model, principal, status, tokens, times in microseconds (queue, first
+               event, first token, duration), finish, error, number of warnings
     run_end    time, totals
 
-The id of a request is the id of its response and its `x-request-id` header. No prompt and no reply is ever written.
+The id of a request is the id of its response and its `x-request-id` header. Every line is written at once: what is
+there when a process is killed stays there.
 """
 
 import logging
 import os
+import platform
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,35 +22,11 @@ import msgspec
 
 from dragoman import __version__
 from dragoman.errors import ConfigError
-from dragoman.events import Usage
+from dragoman.telemetry.record import RequestRecord
 
 SCHEMA = 1
+TOTALS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "unfinished_tokens")
 log = logging.getLogger("dragoman.telemetry")
-
-
-class RequestRecord(msgspec.Struct, omit_defaults=True):
-    """One request as it goes on; written when it has ended. Status 499: the client left before the end."""
-
-    id: str
-    route: str
-    principal: str = "anonymous"
-    model: str | None = None
-    status: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    first_event_us: int | None = None
-    duration_us: int = 0
-    finish: str | None = None
-    error: str | None = None
-    warnings: int = 0
-
-    def count(self, usage: Usage) -> None:
-        self.prompt_tokens += usage.prompt
-        self.completion_tokens += usage.completion
-        self.cached_tokens += usage.cached
-        self.reasoning_tokens += usage.reasoning
 
 
 class EventLog:
@@ -58,29 +36,35 @@ class EventLog:
         self._file = _open(path) if path else None
         self.requests = 0
         self.errors = 0
+        self.cancelled = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.reasoning_tokens = 0
+        self.unfinished_tokens = 0
 
-    def start(self, models: Sequence[str]) -> None:
-        host = {"name": socket.gethostname(), "pid": os.getpid(), "cpus": os.cpu_count()}
-        self._write("run_start", {"schema": SCHEMA, "version": __version__, "host": host, "models": list(models)})
+    def start(self, run: Mapping[str, Any]) -> None:
+        self._write("run_start", {"schema": SCHEMA, "version": __version__, "host": _host(), **run})
 
     def request(self, record: RequestRecord) -> None:
         self.requests += 1
         self.errors += record.error is not None
+        self.cancelled += record.status == 499
         self.prompt_tokens += record.prompt_tokens
         self.completion_tokens += record.completion_tokens
+        self.cached_tokens += record.cached_tokens
+        self.reasoning_tokens += record.reasoning_tokens
+        self.unfinished_tokens += record.unfinished_tokens
         if self._file is not None:
             self._write("request", msgspec.to_builtins(record))
 
+    def totals(self) -> dict[str, int]:
+        counts = {"requests": self.requests, "errors": self.errors, "cancelled": self.cancelled}
+        return counts | {name: getattr(self, name) for name in TOTALS}
+
     def close(self) -> None:
-        totals = {
-            "requests": self.requests,
-            "errors": self.errors,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
-        self._write("run_end", totals)
+        """Written once, however often the end is told."""
+        self._write("run_end", self.totals())
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -95,6 +79,16 @@ class EventLog:
             log.error("the event log cannot be written any more: %s", error.strerror)
             self._file.close()
             self._file = None
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "name": socket.gethostname(),
+        "pid": os.getpid(),
+        "cpus": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
 
 
 def _open(path: str) -> BinaryIO:
