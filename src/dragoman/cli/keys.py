@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import time
 from datetime import UTC, datetime
 from typing import Any, get_args
@@ -123,6 +124,8 @@ def revoke(arguments: argparse.Namespace) -> int:
 
 
 def _store(arguments: argparse.Namespace) -> KeyStore:
+    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109
     return KeyStore(store_path(load_settings(arguments.config, Flags(), os.environ).keys))
 
 

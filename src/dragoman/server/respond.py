@@ -79,15 +79,15 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
         exchange.ignore(ignored)
     # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
     exchange.streaming = request.delivery.stream
-    exchange.meter = meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
+    exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
     slots = Slots(host.admission, request.principal)
     try:
         if slots.take_first():
-            meter.queued(0)
+            exchange.record.queue_us = 0
         else:
             begun = time.monotonic()
             await slots.first()
-            meter.queued(time.monotonic() - begun)
+            exchange.record.queue_us = int((time.monotonic() - begun) * 1e6)
         exchange.expect(limits.stall_seconds, silent_engine)
         await generate(engine, request, slots, take, exchange.note_running)
     finally:

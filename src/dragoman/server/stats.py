@@ -39,7 +39,7 @@ async def stats(app: "App", exchange: Exchange) -> None:
             "version": __version__,
             "uptime_seconds": round(time.time() - counted.began, 3),
             "memory_bytes": memory_of(os.getpid()),
-            "totals": app.telemetry.events.totals(),
+            "totals": counted.totals(),
             "limited": dict(counted.limited),
             "models": {name: _stats(standing[name], counted.models.get(name)) for name in standing},
         }
@@ -60,6 +60,7 @@ def _standing(model: Model) -> Standing:
         running=host.admission.running,
         waiting=host.admission.waiting,
         slots=None if engine is None else engine.slots,
+        kv_used=None if engine is None else engine.kv_used,
         memory=memory_of(pid) if isinstance(pid, int) else None,
     )
 

@@ -51,6 +51,6 @@ class Telemetry:
             log.info("%s", record.line(), extra={"request": record})
 
     def close(self) -> None:
-        self.events.close()
+        self.events.close(self.metrics.totals())
         if self._traces is not None:
             self._traces.close()

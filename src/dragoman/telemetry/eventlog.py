@@ -25,51 +25,30 @@ from dragoman.errors import ConfigError
 from dragoman.telemetry.record import RequestRecord
 
 SCHEMA = 1
-TOTALS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "unfinished_tokens")
 log = logging.getLogger("dragoman.telemetry")
 
 
 class EventLog:
-    """Totals in memory, and the lines in a file where one is asked for."""
+    """Nothing at all where no file is asked for."""
 
     def __init__(self, path: str | None) -> None:
         self._file = _open(path) if path else None
-        self.requests = 0
-        self.errors = 0
-        self.cancelled = 0
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.reasoning_tokens = 0
-        self.unfinished_tokens = 0
 
     def start(self, run: Mapping[str, Any]) -> None:
         self._write("run_start", {"schema": SCHEMA, "version": __version__, "host": _host(), **run})
 
     def request(self, record: RequestRecord) -> None:
-        self.requests += 1
-        self.errors += record.error is not None
-        self.cancelled += record.status == 499
-        self.prompt_tokens += record.prompt_tokens
-        self.completion_tokens += record.completion_tokens
-        self.cached_tokens += record.cached_tokens
-        self.reasoning_tokens += record.reasoning_tokens
-        self.unfinished_tokens += record.unfinished_tokens
         if self._file is not None:
             self._write("request", msgspec.to_builtins(record))
 
-    def totals(self) -> dict[str, int]:
-        counts = {"requests": self.requests, "errors": self.errors, "cancelled": self.cancelled}
-        return counts | {name: getattr(self, name) for name in TOTALS}
-
-    def close(self) -> None:
+    def close(self, totals: Mapping[str, int]) -> None:
         """Written once, however often the end is told."""
-        self._write("run_end", self.totals())
+        self._write("run_end", totals)
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _write(self, event: str, fields: dict[str, Any]) -> None:
+    def _write(self, event: str, fields: Mapping[str, Any]) -> None:
         if self._file is None:
             return
         try:

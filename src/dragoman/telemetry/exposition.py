@@ -8,10 +8,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from dragoman import __version__
-from dragoman.telemetry.metrics import Histogram, Metrics, ModelMetrics
+from dragoman.telemetry.metrics import TOKENS, Histogram, Metrics, ModelMetrics
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-TOKENS = ("prompt", "completion", "cached", "reasoning", "unfinished")
 
 
 class Standing(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ A line about a request carries its id: `extra={"request_id": ...}`.
 """
 
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from typing import Any
@@ -15,13 +16,22 @@ import msgspec
 from dragoman.operation import Telemetry
 
 TEXT = "%(levelname)s %(name)s: %(message)s"
+STYLE = "DRAGOMAN_LOG_STYLE"
+"""How a child process hears of it, before it can hear anything else."""
 EXTRAS = ("request_id", "request")
 
 
 def configure(settings: Telemetry) -> None:
+    """Also for the processes that this one starts, which write to the same place."""
+    os.environ[STYLE] = f"{settings.log_format} {settings.log_level}"
+    configure_as_parent()
+
+
+def configure_as_parent() -> None:
+    form, _, level = os.environ.get(STYLE, "text info").partition(" ")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if settings.log_format == "json" else logging.Formatter(TEXT))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 class JsonLines(logging.Formatter):

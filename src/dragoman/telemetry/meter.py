@@ -16,57 +16,48 @@ COUNTED = (TextDelta, ReasoningDelta, ToolCallDelta)
 
 
 class Meter:
-    __slots__ = ("_begun", "_metrics", "_open", "_prompt", "_record")
+    __slots__ = ("_begun", "_gaps", "_open", "_prompt", "_record")
 
     def __init__(self, record: RequestRecord, metrics: ModelMetrics, begun: float) -> None:
         self._record = record
-        self._metrics = metrics
+        self._gaps = metrics.gaps
         self._begun = begun
         self._open: dict[int, list[float]] = {}
         """Of each choice that is not finished, when its last token came, and how many came."""
         self._prompt = 0
 
-    def queued(self, seconds: float) -> None:
-        self._record.queue_us = int(seconds * 1e6)
-        self._metrics.queue.add(seconds)
-
     def note(self, choice: int, events: Sequence[Event], now: float) -> None:
-        first, last = events[0], events[-1]
-        if type(first) is TextDelta and len(events) == 1:
+        last = events[-1]
+        if type(last) is TextDelta and len(events) == 1:
             # Nearly all there is.
-            tokens = first.count
+            tokens = last.count
         else:
             tokens = sum([event.count for event in events if isinstance(event, COUNTED)])
         state = self._open.get(choice)
-        if state is not None:
-            if tokens:
-                if state[1]:
-                    self._metrics.gaps.add_shared(now - state[0], tokens)
-                state[0] = now
-                state[1] += tokens
-        else:
-            self._begin(choice, first, tokens, now)
-        if tokens and self._record.first_token_us is None:
-            self._first_token(now)
+        if state is None:
+            self._begin(choice, events[0], tokens, now)
+        elif tokens:
+            if state[1]:
+                self._gaps.add_shared(now - state[0], tokens)
+            elif self._record.first_token_us is None:
+                self._record.first_token_us = int((now - self._begun) * 1e6)
+            state[0] = now
+            state[1] += tokens
         if type(last) is Finished:
-            self._finish(choice, last)
+            self._record.finish = last.reason
+            if last.usage is not None:
+                self._record.count(last.usage)
+                del self._open[choice]
 
     def _begin(self, choice: int, first: Event, tokens: int, now: float) -> None:
         self._open[choice] = [now, tokens]
-        if type(first) is Started:
-            self._prompt = max(self._prompt, first.prompt_tokens)
-        if self._record.first_event_us is None:
-            self._record.first_event_us = int((now - self._begun) * 1e6)
-
-    def _first_token(self, now: float) -> None:
-        self._record.first_token_us = int((now - self._begun) * 1e6)
-        self._metrics.first_token.add(now - self._begun)
-
-    def _finish(self, choice: int, last: Finished) -> None:
-        self._record.finish = last.reason
-        if last.usage is not None:
-            self._record.count(last.usage)
-            del self._open[choice]
+        if type(first) is Started and first.prompt_tokens > self._prompt:
+            self._prompt = first.prompt_tokens
+        record, passed = self._record, int((now - self._begun) * 1e6)
+        if record.first_event_us is None:
+            record.first_event_us = passed
+        if tokens and record.first_token_us is None:
+            record.first_token_us = passed
 
     def close(self) -> None:
         """The request has ended; what did not finish is counted as far as it came."""
