@@ -164,7 +164,7 @@ def test_an_engine_that_is_brought_along() -> None:
 
 MISTAKES = {
     "modles: {}": "1: modles: unknown key; keys: models, aliases, default, host, port, api_keys, strict, event_log, "
-    "hosts, limits, grace_seconds",
+    "hosts, limits, grace_seconds, drain_seconds, socket, proxies, keys, telemetry, cors, tls",
     "port: eighty": "1: port: expected int, got str",
     "\nport: 65536": "2: port: expected int <= 65535",
     "port: -1": "1: port: expected int >= 0",
@@ -174,7 +174,7 @@ MISTAKES = {
     "api_keys:\n  - good\n  - 12": "3: api_keys[1]: expected str, got int",
     "limits: {queue: -1}": "1: limits.queue: expected int >= 0",
     "limits:\n  que: 1": "2: limits.que: unknown key; keys: body_bytes, header_bytes, body_seconds, queue, "
-    "queue_seconds, stall_seconds, write_seconds, keepalive_seconds, choices, stop_strings, "
+    "queue_seconds, request_seconds, stall_seconds, write_seconds, keepalive_seconds, choices, stop_strings, "
     "kept_responses, kept_bytes, kept_seconds",
     "limits:\n  queue: 1\n  body_seconds: 0": "3: limits.body_seconds: expected float > 0.0",
     "limits: 5": "1: limits: expected a mapping, got int",
@@ -266,3 +266,48 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     (folder / "round.yaml").write_text("hosts: &a [*a]\n")
     with pytest.raises(ConfigError, match=r"^round.yaml: "):
         load_settings("round.yaml", Flags(), {})
+
+
+def test_the_sections_of_an_operator() -> None:
+    Path("etc").mkdir()
+    Path("etc/team.yaml").write_text(
+        "models: {smollm2: smollm2}\n"
+        "socket: run/dragoman.sock\n"
+        "event_log: events.jsonl\n"
+        "proxies: [10.0.0.0/8, unix]\n"
+        "keys:\n"
+        "  store: /var/lib/keys.db\n"
+        "  limits: {concurrency: 2}\n"
+        "  jwt: {algorithm: RS256, key_file: public.pem, routes: [chat]}\n"
+        "tls: {certificate: server.pem, key: server.key}\n"
+        "cors: {origins: ['https://app.example']}\n"
+        "telemetry: {log_format: json, traces: {endpoint: 'http://127.0.0.1:4318/v1/traces'}}\n"
+    )
+    settings = load_settings("etc/team.yaml", Flags(anonymous=True), {})
+    assert (settings.socket, settings.event_log) == ("etc/run/dragoman.sock", "etc/events.jsonl")
+    assert settings.keys.store == "/var/lib/keys.db"
+    assert settings.keys.anonymous
+    assert settings.keys.jwt is not None
+    assert settings.keys.jwt.key_file == "etc/public.pem"
+    assert settings.tls is not None
+    assert settings.tls.certificate == "etc/server.pem"
+    flags = Flags(tls_certificate="a.pem", tls_key="a.key", socket="here.sock")
+    assert load_settings("etc/team.yaml", flags, {}).socket == "here.sock"
+    with pytest.raises(ConfigError, match="give both"):
+        load_settings("etc/team.yaml", Flags(tls_key="a.key"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("keys:\n  stroe: x\n", "2: keys.stroe: unknown key"),
+        ("keys:\n  limits:\n    concurrency: 0\n", "3: keys.limits.concurrency: expected int >= 1"),
+        ("keys: {jwt: {algorithm: none, key_file: x}}\n", "1: keys.jwt.algorithm: invalid enum value"),
+        ("telemetry:\n  log_level: loud\n", "2: telemetry.log_level: invalid enum value"),
+        ("tls: {certificate: x}\n", "1: tls: key is missing"),
+    ],
+)
+def test_mistakes_in_these_sections(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value).startswith(f"dragoman.yaml:{words}")

@@ -25,7 +25,10 @@ from dragoman.server.serve import check_place, unix_socket
 from tests.server.talking import CHAT, HELLO, ask, eventually, recorded, refused, request_bytes, talking, text_of
 from tests.serving import Running, serving, serving_at
 
-MODELS: dict[str, Any] = {"echo": {"engine": "scripted"}, "slow": {"engine": "scripted", "tokens_per_second": 50}}
+MODELS: dict[str, Any] = {
+    "echo": {"engine": "scripted", "chunk": 4000},
+    "slow": {"engine": "scripted", "tokens_per_second": 50},
+}
 PAGE = "https://app.example"
 STREAM = {"messages": HELLO, "model": "slow", "stream": True}
 

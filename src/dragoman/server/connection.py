@@ -32,6 +32,7 @@ from dragoman.server.writing import Response
 from dragoman.telemetry import RequestRecord, Telemetry
 
 ASGI: ASGIVersions = {"version": "3.0", "spec_version": "2.3"}
+GOODBYE_SECONDS = 0.5
 LOOKS = 4
 """How often, in the time that a client has for reading, it is looked whether it reads."""
 
@@ -71,6 +72,18 @@ class _Connection(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.scheme == "https":
+            self.loop.call_later(GOODBYE_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        """A client that waits for nothing leaves TLS's goodbye unanswered: the server's end does not wait for it."""
+        if not self.transport.is_closing() or self.transport.get_write_buffer_size():
+            self.loop.call_later(GOODBYE_SECONDS, self._leave)
+        else:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
