@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,19 @@ def free_port() -> int:
 @contextmanager
 def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Running]:
     """`dragoman serve` with this configuration, from when it is ready until the end of the block."""
+    with serving_at(folder, config, _plain, *flags) as (running, _):
+        yield running
+
+
+def _plain(port: int) -> httpx.Client:
+    return httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+
+
+@contextmanager
+def serving_at(
+    folder: Path, config: Mapping[str, Any], connect: Callable[[int], httpx.Client], *flags: str
+) -> Iterator[tuple[Running, httpx.Client]]:
+    """The same where clients have to connect in a way of their own: with the client that does."""
     port = free_port()
     file = folder / "dragoman.json"
     # What the developer has pulled is no part of a test.
@@ -64,21 +77,22 @@ def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Ru
         )
     running = Running(port, process, log, event_log)
     try:
-        _wait_until_ready(running)
-        yield running
+        with connect(port) as client:
+            _wait_until_ready(running, client)
+            yield running, client
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
-def _wait_until_ready(running: Running) -> None:
+def _wait_until_ready(running: Running, client: httpx.Client) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if running.process.poll() is not None:
             raise AssertionError(f"the server ended:\n{running.log.read_text()}")
         try:
-            if httpx.get(f"{running.url}/ready", trust_env=False).status_code == 200:
+            if client.get("/ready").status_code == 200:
                 return
         except httpx.TransportError:
             pass

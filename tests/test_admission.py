@@ -137,3 +137,26 @@ def test_one_who_is_leaving_is_passed_over() -> None:
         assert admission.running == admission.waiting == 0
 
     asyncio.run(scenario())
+
+
+def test_who_is_turned_away_is_told_how_long_it_takes() -> None:
+    async def work() -> None:
+        admission = Admission(1, 2, 60)
+        await admission.enter("a")
+        waiting = [asyncio.create_task(admission.enter("a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as caught:
+            await admission.enter("b")
+        assert caught.value.retry_after == 1
+        for _ in range(20):
+            admission._left_at -= 5
+            admission.leave()
+            waiting.append(asyncio.create_task(admission.enter("a")))
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as later:
+            await admission.enter("b")
+        assert later.value.retry_after == pytest.approx(15, rel=0.1)
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(work())

@@ -2,7 +2,8 @@
 
 Rules
 1. At most `slots` requests run at once; None means no limit.
-2. At most `queue` wait. One more is told so at once, with a time after which to try again.
+2. At most `queue` wait. One more is told so at once, with a time after which to try again: about as long as those who
+   wait will take, by how fast slots have become free lately.
 3. Nobody waits longer than `seconds`.
 4. Principals take turns for a free slot; of one principal's requests the oldest comes first.
 5. Every choice of a request takes a slot. Only the first is subject to rules 2 and 3: the others belong to a request
@@ -10,9 +11,14 @@ Rules
 """
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 
 from dragoman.errors import QueueFull
+
+LATELY = 0.2
+"""How much the newest counts."""
+LONGEST_PATIENCE = 60.0
 
 
 class Admission:
@@ -20,6 +26,9 @@ class Admission:
         self.slots = slots
         self._queue = queue
         self._seconds = seconds
+        self._left_at = time.monotonic()
+        self._pause = 0.0
+        """Between two slots that became free, lately, in seconds."""
         self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self.running = 0
         self.waiting = 0
@@ -29,8 +38,13 @@ class Admission:
         if self.enter_now():
             return
         if not patient and self.waiting >= self._queue:
-            raise QueueFull(f"the queue of this model is full ({self._queue} requests wait); try again later")
+            words = f"the queue of this model is full ({self._queue} requests wait); try again later"
+            raise QueueFull(words, retry_after=self.patience())
         await self._wait(principal, None if patient else self._seconds)
+
+    def patience(self) -> float:
+        """Seconds after which it may be worth trying again."""
+        return min(LONGEST_PATIENCE, max(1.0, (self.waiting + 1) * self._pause))
 
     def enter_now(self) -> bool:
         """Whether a slot was free and nobody in line for it: then it is granted."""
@@ -53,6 +67,8 @@ class Admission:
 
     def leave(self) -> None:
         """The slot goes to the next in line, if there is one; `running` counts it all the while."""
+        if self._lines:
+            self._note_pace()
         while self._lines:
             principal, line = self._lines.popitem(last=False)
             turn = line.popleft()
@@ -64,6 +80,12 @@ class Admission:
                 turn.set_result(None)
                 return
         self.running -= 1
+
+    def _note_pace(self) -> None:
+        now = time.monotonic()
+        # Where nobody waited there was a pause that says nothing of the work.
+        self._pause += (min(now - self._left_at, LONGEST_PATIENCE) - self._pause) * LATELY
+        self._left_at = now
 
     async def _wait(self, principal: str, seconds: float | None) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,7 +101,8 @@ class Admission:
             else:
                 self._give_up(principal, turn)
             if isinstance(error, TimeoutError):
-                raise QueueFull(f"no slot became free within {seconds:g} s; try again later") from None
+                words = f"no slot became free within {seconds:g} s; try again later"
+                raise QueueFull(words, retry_after=self.patience()) from None
             raise
 
     def _give_up(self, principal: str, turn: asyncio.Future[None]) -> None:

@@ -10,7 +10,7 @@
     ├── TooLarge 413
     ├── UnsupportedMedia 415
     ├── UpgradeRequired 426
-    ├── RateLimited 429 ── QuotaExhausted
+    ├── RateLimited 429 ── TokensLimited, QuotaExhausted
     ├── HeadersTooLarge 431
     ├── EngineFailed 500 ── StepLimitReached
     ├── NotSupported 501
@@ -18,8 +18,8 @@
     ├── Unreachable 502
     ├── ServerFailed 502
     ├── BadAnswer 502 ── StreamCutOff, MalformedToolCall, OutputMismatch
-    ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed
-    ├── EngineTimeout 504
+    ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed, StorageUnavailable
+    ├── EngineTimeout 504 ── DeadlineExceeded
     └── AnswerTimeout 504
     ConfigError            mistakes in a file, a flag or an engine's options: a line each for the person who made them
 
@@ -107,8 +107,8 @@ class Unauthorized(DragomanError):
 
 class PermissionDenied(DragomanError):
     status = 403
-    type = "permission_error"
-    code = "permission_denied"
+    type = "invalid_request_error"
+    code = "insufficient_permissions"
 
 
 class NotFound(DragomanError):
@@ -156,14 +156,21 @@ class UpgradeRequired(DragomanError):
 
 
 class RateLimited(DragomanError):
+    """`type` says of what there were too many, as OpenAI's clients expect it."""
+
     status = 429
-    type = "rate_limit_error"
+    type = "requests"
     code = "rate_limit_exceeded"
+
+
+class TokensLimited(RateLimited):
+    type = "tokens"
 
 
 class QuotaExhausted(RateLimited):
     """There is nothing left to spend: to wait does not help."""
 
+    type = "insufficient_quota"
     code = "insufficient_quota"
 
 
@@ -261,10 +268,18 @@ class ModelFailed(Unavailable):
     code = "model_failed"
 
 
+class StorageUnavailable(Unavailable):
+    code = "storage_unavailable"
+
+
 class EngineTimeout(DragomanError):
     status = 504
     type = "inference_error"
     code = "engine_timeout"
+
+
+class DeadlineExceeded(EngineTimeout):
+    code = "deadline_exceeded"
 
 
 class AnswerTimeout(DragomanError):

@@ -27,5 +27,21 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     assert refused(run(tmp_path, "check")).startswith("model a: no file gone.gguf; a source is a path")
 
 
+def test_files_that_the_server_itself_needs(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("short")
+    (tmp_path / "keys.db").write_text("no database at all, but long enough to be taken for one" * 20)
+    (tmp_path / "dragoman.yaml").write_text(
+        "models: {a: {engine: scripted}}\n"
+        "tls: {certificate: gone.pem, key: gone.key}\n"
+        "keys: {store: keys.db, jwt: {algorithm: HS256, key_file: secret}}\n"
+    )
+    done = run(tmp_path, "check")
+    told = done.stderr.splitlines()
+    assert (done.returncode, len(told)) == (2, 3)
+    assert told[0] == "dragoman: tls: gone.pem and gone.key cannot be used: No such file or directory"
+    assert "at least 32 bytes" in told[1]
+    assert "keys.db cannot be read" in told[2]
+
+
 def test_no_such_configuration(tmp_path: Path) -> None:
     assert "cannot read the configuration none.yaml" in refused(run(tmp_path, "check", "--config", "none.yaml"))

@@ -1,14 +1,18 @@
 """`dragoman models`, as a user types it."""
 
 import json
+import ssl
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from dragoman.cli.models import Row, table
+from dragoman.store.keys import KeyStore
 from tests.cli.test_cli import refused, run
-from tests.serving import Running, free_port, serving
+from tests.server.test_connecting import certified
+from tests.serving import Running, free_port, serving, serving_at
 from tests.test_gguf import gguf, pair, text
 
 TEMPLATE = "{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}"
@@ -128,6 +132,57 @@ def test_a_running_server_wants_a_key(tmp_path: Path) -> None:
         assert "one" in listed(tmp_path, "--url", running.url, "--api-key", "secret")
         done = run(tmp_path, "models", "--url", running.url, environ={"DRAGOMAN_API_KEY": "secret"})
         assert done.returncode == 0
+
+
+def test_a_key_that_is_not_the_operator_s_lists_and_no_more(tmp_path: Path) -> None:
+    config = {"models": {"one": {"engine": "scripted", "slots": 3}}, "keys": {"store": "keys.db"}}
+    store = KeyStore(tmp_path / "keys.db")
+    plain, _ = store.create("anna")
+    operator, _ = store.create("ops", routes=["admin"])
+    with serving(tmp_path, config) as running:
+        (tmp_path / "dragoman.yaml").write_text(f"port: {running.port}\nmodels: {{other: {{engine: scripted}}}}\n")
+        assert refused(run(tmp_path, "models")).endswith("the server answered 401 Unauthorized; give --api-key")
+        assert listed(tmp_path, "--api-key", plain)["one"]["slots"] is None
+        assert listed(tmp_path, "--api-key", operator)["one"]["slots"] == 3
+        words = refused(run(tmp_path, "models", "unload", "one", "--api-key", plain))
+        assert "403 Forbidden: this key is not for admin; it is for: chat" in words
+        assert run(tmp_path, "models", "unload", "one", "--api-key", operator).stdout == "one: cold\n"
+
+
+@pytest.mark.parametrize("place", ["tls", "socket", "both"])
+def test_a_server_is_found_wherever_it_listens(tmp_path: Path, place: str) -> None:
+    tls = certified(tmp_path)
+    config: dict[str, Any] = {"models": {"one": {"engine": "scripted"}}, "hosts": ["models.example"]}
+    if place != "socket":
+        config["tls"] = {"certificate": "server.pem", "key": "server.key"}
+    if place != "tls":
+        config["socket"] = "here.sock"
+
+    def connect(port: int) -> httpx.Client:
+        trusted = ssl.create_default_context(cafile=tls.certificate) if place != "socket" else True
+        transport = httpx.HTTPTransport(verify=trusted, uds=None if place == "tls" else str(tmp_path / "here.sock"))
+        scheme = "http" if place == "socket" else "https"
+        address = f"{scheme}://localhost:{port}"
+        return httpx.Client(base_url=address, transport=transport, headers={"host": "models.example"})
+
+    with serving_at(tmp_path, config, connect) as (running, _):
+        (tmp_path / "dragoman.yaml").write_text(json.dumps(config | {"port": running.port}))
+        row = listed(tmp_path, "--config", "dragoman.yaml")["one"]
+        assert row["state"] == "ready"
+        done = run(tmp_path, "models", "unload", "one")
+        assert (done.returncode, done.stdout) == (0, "one: cold\n"), done.stderr
+        if place == "tls":
+            words = refused(run(tmp_path, "models", "--url", f"https://localhost:{running.port}"))
+            assert "a certificate of your own is believed if $SSL_CERT_FILE names it" in words
+
+
+def test_a_socket_by_its_path(tmp_path: Path) -> None:
+    def connect(_: int) -> httpx.Client:
+        return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(tmp_path / "here.sock")))
+
+    config = {"models": {"one": {"engine": "scripted"}}, "socket": "here.sock"}
+    with serving_at(tmp_path, config, connect):
+        assert "one" in listed(tmp_path, "--url", "unix:here.sock")
 
 
 @pytest.mark.parametrize(

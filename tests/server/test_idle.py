@@ -23,7 +23,7 @@ def test_the_time_of_an_idle_connection_begins_anew_with_every_request() -> None
         app = create_app(ScriptedEngine())
         config = server_for(app).config
         config.timeout_keep_alive = IDLE_SECONDS  # type: ignore[assignment]
-        connection, loop = guarded(app.settings.limits, app.log), asyncio.get_running_loop()
+        connection, loop = guarded(app.settings.limits, app.telemetry), asyncio.get_running_loop()
         listening = await loop.create_server(lambda: connection(config, ServerState(), {}), "127.0.0.1")
         async with listening:
             reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())

@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from dragoman import create_app
+from dragoman.config import Settings
+from dragoman.store.keys import KeyStore
 from tests.server.engines import Sampled
 from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
 from tests.serving import Running, serving
@@ -251,6 +253,50 @@ def test_without_keys_the_operator_is_on_this_machine(address: str | None, statu
             return (await client.get("/admin/models")).status_code
 
     assert asyncio.run(scenario()) == status
+
+
+@pytest.mark.parametrize(
+    ("proxies", "headers", "status"),
+    [
+        ((), {"x-forwarded-for": "127.0.0.1"}, 401),
+        ((), {"forwarded": "for=127.0.0.1"}, 401),
+        (("127.0.0.1",), {}, 200),
+        (("127.0.0.1",), {"x-forwarded-for": "127.0.0.1"}, 200),
+        (("127.0.0.1",), {"x-forwarded-for": "198.51.100.7"}, 401),
+        (("127.0.0.1",), {"x-forwarded-for": "127.0.0.1, 198.51.100.7"}, 401),
+        (("127.0.0.1",), {"x-forwarded-for": "198.51.100.7, 127.0.0.1"}, 401),
+        (("127.0.0.1",), {"x-forwarded-for": "unknown"}, 401),
+        (("127.0.0.1",), {"x-forwarded-for": ""}, 401),
+        (("127.0.0.1",), {"x-real-ip": "198.51.100.7"}, 401),
+    ],
+)
+def test_behind_a_proxy_the_operator_is_where_the_proxy_says(
+    proxies: tuple[str, ...], headers: dict[str, str], status: int
+) -> None:
+    async def scenario() -> int:
+        app = create_app(Sampled(), settings=Settings(models_dir=(), proxies=proxies))
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get("/admin/models", headers=headers)).status_code
+
+    assert asyncio.run(scenario()) == status
+
+
+def test_the_operator_s_routes_are_for_keys_that_say_so(tmp_path: Path) -> None:
+    store = KeyStore(tmp_path / "keys.db")
+    plain, _ = store.create("anna")
+    operator, _ = store.create("ops", routes=["admin"], models=["f*"])
+    config = {"models": {"first": FIRST, "second": FIRST}, "keys": {"store": "keys.db", "anonymous": True}}
+    with serving(tmp_path, config) as running:
+        for headers in ({}, {"x-api-key": plain}):
+            with talking(running, headers) as client:
+                refused(client.get("/admin/models"), 403, code="insufficient_permissions")
+                refused(client.post("/admin/reload"), 403, code="insufficient_permissions")
+        with talking(running, {"x-api-key": operator}) as client:
+            assert [model["id"] for model in client.get("/admin/models").json()["data"]] == ["first"]
+            assert client.post("/admin/models/first/unload").status_code == 200
+            refused(client.post("/admin/models/second/load"), 403, param="model", code="insufficient_permissions")
+            assert client.post("/admin/reload").status_code == 200
 
 
 def test_a_server_without_a_configuration_has_none_to_read_again() -> None:

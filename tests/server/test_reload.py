@@ -150,6 +150,43 @@ def test_new_keys_hold_from_then_on(tmp_path: Path) -> None:
         refused(ask(client, CHAT), 401)
 
 
+def test_what_an_operator_set_is_set_anew(tmp_path: Path) -> None:
+    keys = {"limits": {"requests_per_minute": 3}}
+    config: dict[str, Any] = {"models": {"first": SCRIPTED}, "api_keys": ["a", "b"], "keys": keys}
+    with serving(tmp_path, config) as running, talking(running, {"x-api-key": "a"}) as client:
+        assert ask(client, CHAT).headers["x-ratelimit-remaining-requests"] == "2"
+        changed = config | {
+            "keys": {"limits": {"requests_per_minute": 5}, "store": "other.db"},
+            "api_keys": ["a"],
+            "cors": {"origins": ["https://app.example"]},
+            "proxies": ["127.0.0.1"],
+            "telemetry": {"metrics": "off", "log_format": "json"},
+            "socket": "here.sock",
+            "drain_seconds": 1,
+        }
+        write(tmp_path, running, changed)
+        told = client.post("/admin/reload").json()
+        assert told["restart_needed"] == ["socket", "telemetry.log_format"]
+        # Read again: what does not hold yet is told again.
+        assert client.post("/admin/reload").json()["restart_needed"] == ["socket", "telemetry.log_format"]
+        reply = client.post(CHAT, json={"messages": HELLO}, headers={"origin": "https://app.example"})
+        # What was used before is still used: two questions and two reloads.
+        assert reply.headers["x-ratelimit-remaining-requests"] == "1"
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
+        refused(client.get("/metrics"), 404)
+        refused(client.get("/v1/models", headers={"x-api-key": "b"}), 401)
+
+
+def test_the_last_key_does_not_go_from_a_server_that_others_can_reach(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"models": {"first": SCRIPTED}, "api_keys": ["a"], "host": "0.0.0.0"}
+    with serving(tmp_path, config) as running, talking(running, {"x-api-key": "a"}) as client:
+        for host in ("0.0.0.0", "127.0.0.1"):
+            write(tmp_path, running, config | {"api_keys": [], "host": host})
+            assert "no API key is set" in refused(client.post("/admin/reload"), 400, code="invalid_config")
+        assert ask(client, CHAT).status_code == 200
+        refused(client.get("/v1/models", headers={"x-api-key": ""}), 401)
+
+
 def test_a_stream_of_frames_is_not_disturbed_by_many_reloads(tmp_path: Path) -> None:
     slow = SCRIPTED | {"tokens_per_second": 30, "replies": [{"output": "tick" * 30}]}
     with serving(tmp_path, {"models": {"slow": slow}}) as running, talking(running) as client:

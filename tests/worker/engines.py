@@ -44,6 +44,7 @@ class Obedient(Engine):
         if command == "print":
             print("this must not get among the messages", flush=True)
         for at in range(int(rest)):
+            self.kv_used = (at + 1) / 100
             yield [TextDelta(f"{at} ", tokens=(at,))]
             await asyncio.sleep(0.01 if command == "slowly" else 0)
 

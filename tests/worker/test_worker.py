@@ -78,6 +78,7 @@ def test_it_is_the_engine_it_runs() -> None:
         assert engine.supports() == {"chat", "completion", "render", "tokenize"}
         said = await events(engine, "count 3")
         assert said == [Started(), *(TextDelta(f"{at} ", tokens=(at,)) for at in range(3)), Finished()]
+        assert engine.kv_used == 0.03
         assert list(await engine.tokenize("héllo", True)) == [5, 1]
         assert await engine.detokenize([1, 2]) == "1 2"
 

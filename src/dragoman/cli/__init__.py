@@ -1,4 +1,4 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `models`, `pull`, `bench`. One file per command.
+"""The command line: `dragoman serve`, `check`, `chat`, `models`, `pull`, `keys`, `bench`. One file per command.
 
 A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
 code. 0 is success, 1 a failure that was told, 2 a mistake of the user's in one line on stderr (several in several),
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dragoman import __version__
-from dragoman.cli import bench, chat, check, models, pull, serve
+from dragoman.cli import bench, chat, check, keys, models, pull, serve
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -24,6 +24,7 @@ examples:
   dragoman serve --model smollm2 --model minilm
                                              two built-in models: one to chat, one for embeddings
   dragoman pull smollm2                      only download the built-in model
+  dragoman keys create anna                  a key for somebody
   dragoman bench --concurrency 1,4,16        how fast the server on http://127.0.0.1:8000 answers
 
 `dragoman COMMAND --help` says more about a command.
@@ -72,5 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     chat.add(commands)
     models.add(commands)
     pull.add(commands)
+    keys.add(commands)
     bench.add(commands)
     return parser

@@ -1,24 +1,41 @@
-"""A running server, asked by a command."""
+"""A running server, asked by a command: at an address that was given, or where the configuration has it listen."""
 
 import json
+import socket
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
+from dragoman.config import Settings
 from dragoman.errors import ConfigError
+from dragoman.operation import Tls
 
 PATIENCE_SECONDS = 10
 LOADING_SECONDS = 600
 """A model may take its time to be loaded."""
+UNIX = "unix:"
 
 
 class Server:
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self.url = url
-        self._address = _address(url)
+    """`place` is how its address is called in words."""
+
+    def __init__(
+        self,
+        place: str,
+        address: str,
+        opener: urllib.request.OpenerDirector,
+        key: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.place = place
+        self._address = address
+        self._opener = opener
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        if name is not None:
+            self._headers["host"] = name
 
     def is_there(self) -> bool:
         """Whether one of ours answers at all, whoever it lets in."""
@@ -35,22 +52,111 @@ class Server:
         return self._ask("POST", path, LOADING_SECONDS)
 
     def strange(self) -> ConfigError:
-        return ConfigError(f"--url {self.url}: what answers there is no list of models")
+        return ConfigError(f"{self.place}: what answers there is no list of models")
 
     def _ask(self, method: str, path: str, patience: float) -> Any:
         request = urllib.request.Request(  # noqa: S310 (it is http or https)
             f"{self._address}{path}", headers=self._headers, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=patience) as response:  # noqa: S310
+            with self._opener.open(request, timeout=patience) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            raise ConfigError(f"--url {self.url}: the server answered {_words(error)}") from error
+            raise ConfigError(f"{self.place}: the server answered {_words(error)}") from error
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise ConfigError(f"--url {self.url}: no answer: {reason}") from error
+            raise ConfigError(f"{self.place}: no answer: {reason}{_way_out(reason)}") from error
         except ValueError as error:
             raise self.strange() from error
+
+
+def at(url: str, key: str | None) -> Server:
+    """The server at an address, also where that of its API was given, or at `unix:PATH`."""
+    place = f"--url {url}"
+    if url.startswith(UNIX):
+        return Server(place, "http://localhost", _opener(url.removeprefix(UNIX), None), key)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{place}: expected an address such as http://127.0.0.1:8000, or unix:PATH")
+    return Server(place, url.rstrip("/").removesuffix("/v1"), urllib.request.build_opener(), key)
+
+
+def configured(settings: Settings, key: str | None) -> Server:
+    """The server that was started with these settings, on this machine."""
+    key = key or next(iter(settings.api_keys), None)
+    name = next(iter(settings.hosts or ()), None)
+    if settings.socket is not None:
+        opener = _opener(settings.socket, settings.tls)
+        return Server(f"the server at {UNIX}{settings.socket}", "http://localhost", opener, key, name)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (it is only asked)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"{'https' if settings.tls else 'http'}://{shown}:{settings.port}"
+    return Server(f"the server at {address}", address, _opener(None, settings.tls), key, name)
+
+
+def _opener(path: str | None, tls: Tls | None) -> urllib.request.OpenerDirector:
+    """Straight there: what is on this machine is not asked through a proxy."""
+    straight = urllib.request.ProxyHandler({})
+    context = None if tls is None else _only(tls)
+    if path is not None:
+        return urllib.request.build_opener(straight, _UnixHandler(path, context))
+    if context is None:
+        return urllib.request.build_opener(straight)
+    return urllib.request.build_opener(straight, urllib.request.HTTPSHandler(context=context))
+
+
+def _only(tls: Tls) -> ssl.SSLContext:
+    """Believes the server's own certificate and no other, for whatever names it was made."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(tls.certificate)
+    except OSError as error:
+        raise ConfigError(f"tls: {tls.certificate} cannot be used: {error.strerror or error}") from error
+    return context
+
+
+class _UnixConnection(HTTPConnection):
+    def __init__(self, path: str, context: ssl.SSLContext | None, seconds: float | None) -> None:
+        super().__init__("localhost", timeout=seconds)
+        self._path = path
+        self._context = context
+
+    def connect(self) -> None:
+        plain = socket.socket(socket.AF_UNIX)
+        try:
+            plain.settimeout(self.timeout)
+            plain.connect(self._path)
+            self.sock = plain if self._context is None else self._context.wrap_socket(plain)
+        except BaseException:
+            plain.close()
+            raise
+
+
+class _UnixHandler(urllib.request.HTTPHandler):
+    def __init__(self, path: str, context: ssl.SSLContext | None) -> None:
+        super().__init__()
+        self._path = path
+        self._context = context
+
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        def connection(
+            host: str,
+            /,
+            *,
+            port: int | None = None,
+            timeout: float = PATIENCE_SECONDS,
+            source_address: tuple[str, int] | None = None,
+            blocksize: int = 0,
+        ) -> HTTPConnection:
+            return _UnixConnection(self._path, self._context, timeout)
+
+        return self.do_open(connection, req)
 
 
 def _words(error: urllib.error.HTTPError) -> str:
@@ -64,13 +170,7 @@ def _words(error: urllib.error.HTTPError) -> str:
         return said
 
 
-def _address(url: str) -> str:
-    """The server's own, also where that of its API was given."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1")
+def _way_out(reason: object) -> str:
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return "; a certificate of your own is believed if $SSL_CERT_FILE names it"
+    return ""

@@ -35,7 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109
     settings = load_settings(arguments.config, Flags(), os.environ)
-    missing = missing_files(settings.models)
+    # Imported late: a mistake in the file is told without it.
+    from dragoman.server.serve import unusable_files
+
+    missing = [*missing_files(settings.models), *unusable_files(settings)]
     if missing:
         raise ConfigError(*missing)
     names = ", ".join(model.name for model in settings.models) or "those of the models folder"

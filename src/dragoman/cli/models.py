@@ -12,6 +12,7 @@ import msgspec
 
 from dragoman import sources
 from dragoman.catalog.foreseen import foreseen
+from dragoman.cli import asking
 from dragoman.cli.asking import Server
 from dragoman.config import Flags, ModelSpec, Settings, load_settings
 from dragoman.config.quantities import shown_size
@@ -27,8 +28,8 @@ examples:
   dragoman models load mine                      have it loaded before somebody asks; `unload` gives its memory back
 
 Without --config the file is found as for `dragoman serve`. If a server answers at the address in it, its models are
-shown as they are there, else those of the file, and with --configured in any case. A key may also be in
-$DRAGOMAN_API_KEY.
+shown as they are there, else those of the file, and with --configured in any case. Where the server asks for keys,
+--api-key or $DRAGOMAN_API_KEY has one; memory, slots, load and unload are for keys with the scope `admin`.
 """
 
 
@@ -60,7 +61,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("name", nargs="?", metavar="NAME", help="with which model")
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
-    of.add_argument("--url", help="the address of a running server")
+    of.add_argument("--url", help="the address of a running server, or unix:PATH")
     parser.add_argument("--api-key", metavar="KEY", help="a key for that server")
     parser.add_argument("--configured", action="store_true", help="what is configured, whether it is served or not")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
@@ -77,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _rows(arguments: argparse.Namespace) -> list[Row]:
     if arguments.url is not None:
-        return _served(Server(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY")))
+        return _served(_given_server(arguments))
     settings = _settings(arguments)
-    server = _configured_server(settings, arguments.api_key)
+    server = asking.configured(settings, arguments.api_key)
     if not arguments.configured and server.is_there():
         return _served(server)
     if arguments.api_key is not None:
@@ -93,19 +94,17 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return load_settings(arguments.config, Flags(), os.environ)
 
 
-def _configured_server(settings: Settings, key: str | None) -> Server:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (it is only asked)
-    address = f"[{host}]" if ":" in host else host
-    return Server(f"http://{address}:{settings.port}", key or next(iter(settings.api_keys), None))
+def _given_server(arguments: argparse.Namespace) -> Server:
+    return asking.at(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
 
 
 def _change(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         raise ConfigError(f"{arguments.action} what? give the NAME of a model")
     if arguments.url is not None:
-        server = Server(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
+        server = _given_server(arguments)
     else:
-        server = _configured_server(_settings(arguments), arguments.api_key)
+        server = asking.configured(_settings(arguments), arguments.api_key)
     name = urllib.parse.quote(arguments.name, safe="")
     row = _standing(server.post(f"/admin/models/{name}/{arguments.action}"))
     print(f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else ""))

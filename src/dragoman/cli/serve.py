@@ -75,6 +75,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default=[],
         help=f"let in only callers with this key; {many}",
     )
+    parser.add_argument("--anonymous", action="store_true", help="let in callers without a key, whatever the address")
+    parser.add_argument("--socket", metavar="PATH", help="listen on this Unix socket instead of an address")
+    parser.add_argument("--tls-certificate", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
+    parser.add_argument("--tls-key", metavar="FILE", help="and this private key")
     parser.add_argument("--strict", action="store_true", help="refuse parameters that a model cannot honour")
     parser.add_argument("--event-log", metavar="FILE", help="append one JSON line per request to this file")
     layout.add(parser, "GGUF models")
@@ -90,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dragoman.server import serve
 
     serve.check_exposure(settings)
-    serve.check_port(settings.host, settings.port)
+    serve.check_place(settings)
     _fetch_models(settings)
 
     def reread() -> Settings:
@@ -126,6 +130,10 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         api_keys=arguments.api_key,
         strict=arguments.strict,
         event_log=arguments.event_log,
+        socket=arguments.socket,
+        tls_certificate=arguments.tls_certificate,
+        tls_key=arguments.tls_key,
+        anonymous=arguments.anonymous,
         layout=arguments.layout,
     )
     offered = [model.name for engine in engines for model in engine.models()]

@@ -21,6 +21,7 @@ from dragoman.errors import (
     BadAnswer,
     BadRequest,
     ContextTooLong,
+    DeadlineExceeded,
     DragomanError,
     InvalidSchema,
     MethodNotAllowed,
@@ -35,6 +36,7 @@ from dragoman.errors import (
     RateLimited,
     RequestTimeout,
     ServerFailed,
+    TokensLimited,
     TooLarge,
     Unauthorized,
     Unavailable,
@@ -111,13 +113,14 @@ WORDS = (
         r"maximum pending requests exceeded",  # Ollama
         r"\boverloaded\b|server is busy|server busy|at capacity|queue is full",
     ),
-    _row(RateLimited, "rate_limit_exceeded rate_limit_error rate_limited too_many_requests", r"rate limit"),
+    _row(TokensLimited, "tokens"),  # OpenAI and Dragoman, as the type beside `rate_limit_exceeded`
+    _row(RateLimited, "rate_limit_exceeded rate_limit_error rate_limited too_many_requests requests", r"rate limit"),
     _row(
         Unauthorized,
         "invalid_api_key authentication_error invalid_authentication",
         r"(incorrect|invalid|missing|no) api[ -]?key|invalid x-api-key",
     ),
-    _row(PermissionDenied, "permission_error permission_denied"),
+    _row(PermissionDenied, "permission_error permission_denied insufficient_permissions"),
     _row(InvalidSchema, "invalid_schema invalid_json_schema invalid_function_parameters"),
     _row(
         UnsupportedParameter,
@@ -125,6 +128,7 @@ WORDS = (
         r"extra inputs are not permitted|extra_forbidden|unrecognized request argument",
     ),
     _row(TooLarge, "request_too_large"),
+    _row(DeadlineExceeded, "deadline_exceeded"),
     _row(AnswerTimeout, "timeout_error timeout"),
 )
 BY_STATUS: dict[int, type[DragomanError]] = {

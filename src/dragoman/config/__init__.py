@@ -5,7 +5,8 @@
               | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, ...the engine's own options}
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, memory, keep_alive, turn_seconds,
-    host, port, api_keys, strict, event_log, hosts, limits, grace_seconds
+    host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, grace_seconds, drain_seconds
+    keys, telemetry, cors, tls             sections of their own, see `operation`
 
 Rules
 1. A flag wins over the environment, the environment over the file.
@@ -31,6 +32,7 @@ from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, Word
 from dragoman.config.quantities import duration, size
 from dragoman.discovery import names_in
 from dragoman.errors import ConfigError
+from dragoman.operation import Cors, Keys, Telemetry, Tls, keys_located, located, network, tls_located
 from dragoman.sources import BUILT_IN, home
 
 __all__ = ["Flags", "Limits", "ModelSpec", "SamplingDefaults", "Settings", "load_settings"]
@@ -52,6 +54,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_seconds: Seconds = 60.0
     load_seconds: Annotated[float, msgspec.Meta(ge=0)] = 60.0
     """How long a request waits for its model to be loaded; 0: it is told at once to come again."""
+    request_seconds: Seconds = 3600.0
+    """From a request's first byte to the last of its reply; a caller may ask for less."""
     stall_seconds: Seconds = 600.0
     """Silence of an engine after which a request is given up."""
     write_seconds: Seconds = 30.0
@@ -87,6 +91,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The names by which clients may call the server; None: decided by `host`."""
     limits: Limits = Limits()
     grace_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How long new requests are still taken after the signal to stop, while `/ready` says no."""
+    socket: Word | None = None
+    """The path of a Unix socket to listen on, instead of the address."""
+    proxies: tuple[Word, ...] = ()
+    """Addresses and networks whose X-Forwarded headers are believed; `unix`: whoever comes by the socket."""
+    keys: Keys = Keys()
+    telemetry: Telemetry = Telemetry()
+    cors: Cors = Cors()
+    tls: Tls | None = None
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -109,6 +123,10 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    socket: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    anonymous: bool = False
     layout: str | None = None
     """Of the models that llama.cpp runs."""
 
@@ -153,6 +171,13 @@ def load_settings(
         hosts=settings.hosts,
         limits=settings.limits,
         grace_seconds=settings.grace_seconds,
+        drain_seconds=settings.drain_seconds,
+        socket=flags.socket or settings.socket,
+        proxies=settings.proxies,
+        keys=msgspec.structs.replace(settings.keys, anonymous=True) if flags.anonymous else settings.keys,
+        telemetry=settings.telemetry,
+        cors=settings.cors,
+        tls=reading.tls_flags() or settings.tls,
     )
     reading.check_names(result, offered, by_flag)
     reading.end()
@@ -212,18 +237,39 @@ class _Reading:
     def settings(self) -> Settings:
         """Those of the file, but for models and aliases."""
         file = self._file
-        file.check_keys(file.values, Settings.__struct_fields__)
-        given = {
-            name: file.values.get(name) for name in Settings.__struct_fields__ if name not in ("models", "aliases")
-        }
-        limits = file.mapping(file.values, "limits")
+        given = {name: value for name, value in file.values.items() if name not in ("models", "aliases")}
         given["memory"] = file.parsed(given, "memory", size)
         given["keep_alive"] = file.parsed(given, "keep_alive", duration)
         given["models_dir"] = self._folders()
-        file.check_keys(limits, Limits.__struct_fields__, "limits")
-        plain = {name: value for name, value in given.items() if name != "limits" and value is not None}
-        fitting = file.fitting(plain, Settings) | {"limits": file.fitting(limits, Limits, "limits")}
-        return msgspec.convert(fitting, Settings)
+        plain = {name: value for name, value in given.items() if value is not None}
+        settings = msgspec.convert(file.section(plain, Settings), Settings)
+        for at, entry in enumerate(settings.proxies):
+            self._check_proxy(entry, f"proxies[{at}]")
+        return self._from_here(settings)
+
+    def _check_proxy(self, entry: str, key: str) -> None:
+        try:
+            network(entry)
+        except ConfigError as error:
+            self._file.note(key, str(error))
+
+    def _from_here(self, settings: Settings) -> Settings:
+        folder = self._file.folder
+        return msgspec.structs.replace(
+            settings,
+            event_log=None if settings.event_log is None else located(settings.event_log, folder),
+            socket=None if settings.socket is None else located(settings.socket, folder),
+            keys=keys_located(settings.keys, folder),
+            tls=tls_located(settings.tls, folder),
+        )
+
+    def tls_flags(self) -> Tls | None:
+        certificate, key = self._flags.tls_certificate, self._flags.tls_key
+        if certificate and key:
+            return Tls(certificate, key)
+        if certificate or key:
+            self.note("--tls-certificate and --tls-key belong together: give both")
+        return None
 
     def _folders(self) -> list[Any] | None:
         """One may be written without the list."""

@@ -6,12 +6,13 @@ A mistake is noted and the reading goes on: whoever wrote the file hears of all 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
 
 from dragoman.errors import ConfigError
+from dragoman.operation import located
 from dragoman.sources import is_path
 
 Parse = Callable[[object], object]
@@ -76,6 +77,20 @@ class File:
                 self.note(key, f"{field.name} is missing")
         return fitting
 
+    def section(self, values: Mapping[str, Any], wanted: type[msgspec.Struct], key: str = "") -> dict[str, Any]:
+        """The same with the sections inside it, each of them mistake by mistake too; unknown keys are mistakes."""
+        self.check_keys(values, wanted.__struct_fields__, key)
+        sections = {field.name: inner for field in msgspec.structs.fields(wanted) if (inner := _struct_in(field.type))}
+        fitting = self.fitting({name: value for name, value in values.items() if name not in sections}, wanted, key)
+        for name, inner in sections.items():
+            given = self.mapping(values, name, key)
+            if isinstance(values.get(name), dict):
+                before = len(self._mistakes)
+                made = self.section(given, inner, f"{key}.{name}" if key else name)
+                if len(self._mistakes) == before:
+                    fitting[name] = made
+        return fitting
+
     def check_keys(self, keys: Mapping[str, Any], known: Sequence[str], key: str = "") -> None:
         for name in keys:
             if name not in known:
@@ -100,7 +115,17 @@ class File:
 
     def from_here(self, source: str) -> str:
         """A relative path starts from the folder of the file."""
-        return str(Path(self.name).expanduser().parent / Path(source).expanduser()) if is_path(source) else source
+        return located(source, self.folder) if is_path(source) else source
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.name).expanduser().parent
+
+
+def _struct_in(wanted: Any) -> type[msgspec.Struct] | None:
+    """The struct that a field is, or may be instead of nothing."""
+    kinds = get_args(wanted) or (wanted,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
 
 
 def kind(value: Any) -> str:

@@ -73,6 +73,8 @@ class Engine:
 
     device: str = "cpu"
     """What it computes on, as the model list shows it."""
+    kv_used: float | None = None
+    """The part, from 0 to 1, of its room for prompts and replies that is taken now; None: it does not tell."""
     slots: int | None = None
     """How many generations it takes at once; the others queue. None: as many as come."""
     progress: float | None = None

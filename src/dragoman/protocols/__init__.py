@@ -9,6 +9,7 @@ several have in common is beside them:
     thinking  how much to think                         chat, responses
     shape     the shape of a reply                      chat, completions
     pages     lists that are told in pages              responses, models
+    rates     how the limits of a key stand             every family
 
 `responses` is not in the table: between reading a request and decoding it somebody looks up what it refers to.
 """
@@ -21,7 +22,8 @@ from typing import Protocol as Interface
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError
 from dragoman.events import Event
-from dragoman.protocols import chat, completions, messages, openai
+from dragoman.protocols import chat, completions, messages, openai, rates
+from dragoman.quota import Rate
 from dragoman.reply import Reply
 
 
@@ -39,15 +41,17 @@ class Encoder(Interface):
 
 @dataclass(frozen=True)
 class Family:
-    """What the protocols of one origin share: how they tell of errors, and the request's id beside `x-request-id`."""
+    """What the protocols of one origin share: how they tell of errors and of limits, and the request's id beside
+    `x-request-id`."""
 
     encode_error: Callable[[DragomanError, str], dict[str, Any]]
     status: Callable[[DragomanError], int]
+    rate_headers: Callable[[Sequence[Rate]], list[tuple[bytes, bytes]]]
     id_header: bytes | None = None
 
 
-OPENAI = Family(lambda error, request_id: openai.encode_error(error), lambda error: error.status)
-ANTHROPIC = Family(messages.encode_error, messages.status, b"request-id")
+OPENAI = Family(lambda error, request_id: openai.encode_error(error), lambda error: error.status, rates.openai_headers)
+ANTHROPIC = Family(messages.encode_error, messages.status, rates.anthropic_headers, b"request-id")
 
 
 def family(path: str, headers: Mapping[bytes, bytes]) -> Family:

@@ -8,6 +8,12 @@ admin       the operator's: models loaded and unloaded, a new configuration
 prompts     the prompt of what is not answered, and its tokens
 responses   those that are kept, and the questions that refer to them
 auth        who is asking
+scopes      what a caller may ask for
+jwt         signed tokens as keys
+estimate    what a request may come to in tokens
+cors        web pages of other origins
+proxies     whose request it is, behind proxies
+stats       metrics, and how everything stands
 watch       what takes long: keep-alive comments, requests that are overdue, clients that leave
 serve       the app in uvicorn
 connection  what uvicorn's HTTP connection does not guard against by itself

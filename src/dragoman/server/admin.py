@@ -1,10 +1,9 @@
 """The operator's routes: which models are loaded, loading and unloading them, and a new configuration.
 
-They are for whoever has a key. Where there are no keys, they are for callers on this machine.
+They are for whoever has a key with the scope `admin`. Where no key is needed, they are for callers on this machine.
 """
 
 import asyncio
-import ipaddress
 import math
 import time
 from typing import TYPE_CHECKING
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING
 from dragoman.catalog import Model
 from dragoman.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized
 from dragoman.protocols import admin as wire
-from dragoman.server.auth import ANONYMOUS
 from dragoman.server.exchange import Exchange
+from dragoman.server.scopes import ANYBODY
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
@@ -23,27 +22,27 @@ LOOK_SECONDS = 0.05
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    _check_operator(exchange)
+    _check_operator(app, exchange)
     await app.catalog.look()
-    served = [await _served(app, model) for model in app.catalog.listed()]
+    seen = [model for model in app.catalog.listed() if exchange.caller.may_ask(model.name)]
+    served = [await _served(app, model) for model in seen]
     await exchange.reply_json(wire.encode_fleet(served, app.catalog.lifecycle.budget))
 
 
 async def change(app: "App", exchange: Exchange) -> None:
-    _check_operator(exchange)
+    _check_operator(app, exchange)
     # Its body means nothing; but no web page of another origin can send one that passes.
     await exchange.decoded(app.settings.limits, bytes)
     name, _, action = exchange.path.removeprefix(f"{ROOT}/").rpartition("/")
     if action not in ("load", "unload") or not name:
         raise NotFound(f"there is nothing at {exchange.path[:100]}; try {ROOT}/NAME/load or {ROOT}/NAME/unload")
-    model = await app.catalog.find(name)
-    exchange.record.model = model.name
+    model = await app.model(exchange, name)
     done = await (_load(app, model) if action == "load" else _unload(app, model))
     await exchange.reply_json(wire.encode_served(await _served(app, model)), 200 if done else 202)
 
 
 async def reload(app: "App", exchange: Exchange) -> None:
-    _check_operator(exchange)
+    _check_operator(app, exchange)
     await exchange.decoded(app.settings.limits, bytes)
     try:
         await exchange.reply_json(wire.encode_reloaded(await app.reload()))
@@ -94,15 +93,8 @@ async def _served(app: "App", model: Model) -> wire.ServedModel:
     )
 
 
-def _check_operator(exchange: Exchange) -> None:
-    if exchange.record.principal != ANONYMOUS or _is_local(exchange.client):
+def _check_operator(app: "App", exchange: Exchange) -> None:
+    """The scope of a key has been looked at; where no key is needed, that says nothing."""
+    if exchange.caller is not ANYBODY or app.is_local(exchange):
         return
     raise Unauthorized("this route is for callers on the server's own machine, or with a key; no key is configured")
-
-
-def _is_local(client: str | None) -> bool:
-    try:
-        return client is None or ipaddress.ip_address(client).is_loopback
-    except ValueError:
-        # A socket in the file system, or a test's own transport: not over a network.
-        return True

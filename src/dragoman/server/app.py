@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,24 +10,38 @@ from functools import partial
 
 import msgspec
 
-from dragoman.catalog import Catalog
+from dragoman.catalog import Catalog, Model
 from dragoman.config import Limits, Settings
 from dragoman.engines.interface import Engine
-from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported, Unavailable
+from dragoman.errors import (
+    ConfigError,
+    DragomanError,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotFound,
+    NotSupported,
+    RateLimited,
+    Unavailable,
+)
 from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol, family
 from dragoman.protocols.admin import Reloaded
 from dragoman.protocols.responses import PREFIX
-from dragoman.server import admin, embedding, listing, prompts, responses
-from dragoman.server.auth import Keys
+from dragoman.quota import Lease
+from dragoman.server import admin, embedding, listing, prompts, responses, stats
+from dragoman.server.auth import Access
+from dragoman.server.cors import Origins, is_preflight
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
+from dragoman.server.proxies import Proxies
 from dragoman.server.respond import answer, new_id
+from dragoman.server.scopes import scope_of
 from dragoman.server.watch import Watch
 from dragoman.store import ResponseStore
 from dragoman.store.memory import MemoryResponses
-from dragoman.telemetry import EventLog
+from dragoman.telemetry import Telemetry
 
 log = logging.getLogger("dragoman")
 
+STOPPING = "the server is stopping"
 Handler = Callable[["App", Exchange], Awaitable[None]]
 
 
@@ -63,6 +78,8 @@ ROUTES = {
     "/v1/rerank": {"POST": Route(embedding.rerank, "rerank-", OPENAI)},
     "/tokenize": {"POST": Route(listing.tokenize)},
     "/detokenize": {"POST": Route(listing.detokenize)},
+    stats.METRICS: {"GET": Route(stats.metrics)},
+    "/stats": {"GET": Route(stats.stats)},
     admin.ROOT: {"GET": Route(admin.models)},
     "/admin/reload": {"POST": Route(admin.reload)},
 }
@@ -82,7 +99,8 @@ ROUTES_BELOW = {
 
 Reread = Callable[[], Settings]
 
-FIXED = ("host", "port", "event_log", "grace_seconds")
+FIXED = ("host", "port", "socket", "tls", "event_log", "grace_seconds")
+FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "traces")
 FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
     *("kept_responses", "kept_bytes", "kept_seconds"),
@@ -91,10 +109,17 @@ FIXED_LIMITS = (
 
 
 def fixed_differences(before: Settings, after: Settings) -> tuple[str, ...]:
-    was, is_now = msgspec.structs.asdict(before), msgspec.structs.asdict(after)
-    limits_were, limits_are = msgspec.structs.asdict(before.limits), msgspec.structs.asdict(after.limits)
-    differing = [name for name in FIXED if was[name] != is_now[name]]
-    return (*differing, *(f"limits.{name}" for name in FIXED_LIMITS if limits_were[name] != limits_are[name]))
+    sections: tuple[tuple[str, tuple[str, ...], msgspec.Struct, msgspec.Struct], ...] = (
+        ("", FIXED, before, after),
+        ("telemetry.", FIXED_TELEMETRY, before.telemetry, after.telemetry),
+        ("limits.", FIXED_LIMITS, before.limits, after.limits),
+    )
+    return tuple(
+        f"{section}{name}"
+        for section, names, was, is_now in sections
+        for name in names
+        if getattr(was, name) != getattr(is_now, name)
+    )
 
 
 ONLY_ENGINES = Settings(models_dir=())
@@ -107,16 +132,22 @@ class App:
         self.settings = settings
         self.catalog = Catalog(settings, engines)
         self.watch = Watch(settings.limits)
-        self.log = EventLog(settings.event_log)
+        self.telemetry = Telemetry(settings.telemetry, settings.event_log)
+        self.is_stopping = False
         self.responses: ResponseStore = _response_store(settings.limits)
         self.created = int(time.time())
         self._started = False
+        self._stopped = False
         self._reread = reread
         self._reloading = asyncio.Lock()
-        self._apply(settings)
+        self._begun_with = settings
+        self._access = Access(settings)
+        self._apply(settings, self._access, Proxies(settings.proxies))
 
-    def _apply(self, settings: Settings) -> None:
-        self._keys = Keys(settings.api_keys)
+    def _apply(self, settings: Settings, access: Access, proxies: Proxies) -> None:
+        self._access = access
+        self._origins = Origins(settings.cors)
+        self._proxies = proxies
         self._hosts = None if settings.hosts is None else frozenset(name.lower().encode() for name in settings.hosts)
 
     @property
@@ -131,18 +162,28 @@ class App:
             settings = await asyncio.to_thread(self._reread)
             before = {spec.name: spec for spec in self.settings.models}
             after = {spec.name: spec for spec in settings.models}
-            self.catalog.reconfigure(settings)
-            self._apply(settings)
+            self._take_over(settings)
             told = Reloaded(
                 models=tuple(after),
                 added=tuple(name for name in after if name not in before),
                 changed=tuple(name for name in after if name in before and before[name] != after[name]),
                 removed=tuple(name for name in before if name not in after),
-                restart_needed=fixed_differences(self.settings, settings),
+                restart_needed=fixed_differences(self._begun_with, settings),
             )
             self.settings = settings
             log.info("the configuration was read again; models: %s", ", ".join(after) or "none")
         return told
+
+    def _take_over(self, settings: Settings) -> None:
+        """What may be refused comes first: then nothing has changed."""
+        access, proxies = Access(settings), Proxies(settings.proxies)
+        try:
+            self.catalog.reconfigure(settings)
+        except ConfigError:
+            access.close()
+            raise
+        access.follow(self._access)
+        self._apply(settings, access, proxies)
 
     def is_strict(self, exchange: Exchange) -> bool:
         asked = exchange.headers.get(b"x-dragoman-strict")
@@ -158,6 +199,8 @@ class App:
         if not self._started:
             self.start()
         exchange = Exchange(scope, receive, send)
+        if self.is_stopping:
+            exchange.stopping = Unavailable(STOPPING, retry_after=10)
         self.watch.add(exchange)
         try:
             await self._dispatch(exchange)
@@ -172,7 +215,7 @@ class App:
         finally:
             self.watch.discard(exchange)
             exchange.close()
-            self.log.request(exchange.record)
+            self.telemetry.request(exchange.record)
 
     async def _dispatch(self, exchange: Exchange) -> None:
         methods = _methods(exchange.path)
@@ -180,22 +223,73 @@ class App:
         exchange.record.id = new_id(route.id_prefix if route else "req-")
         exchange.speak(route.family if route and route.family else family(exchange.path, exchange.headers))
         exchange.check_host(self._hosts)
-        if route is None or not route.is_open:
-            exchange.record.principal = self._keys.principal(exchange.headers)
+        self._note_client(exchange)
+        if self._origins.greet(exchange) and is_preflight(exchange) and methods:
+            self._origins.allow(exchange, [*methods, *(["HEAD"] if "GET" in methods else [])])
+            await exchange.reply(b"", b"text/plain", 204)
+            return
+        if not self._is_open(exchange.path, route):
+            self._let_in(exchange)
         if route is None:
             raise _no_route(exchange, methods)
         await route.handler(self, exchange)
 
+    def _note_client(self, exchange: Exchange) -> None:
+        record, peer = exchange.record, exchange.peer
+        if self._proxies.is_empty:
+            record.client = peer
+        else:
+            record.client = self._proxies.client(peer, exchange.headers)
+            record.scheme = self._proxies.scheme(peer, exchange.headers)
+        if self.telemetry.is_tracing and b"traceparent" in exchange.headers:
+            record.trace = exchange.headers[b"traceparent"].decode("latin-1")[:100]
+
+    def _is_open(self, path: str, route: Route | None) -> bool:
+        is_open = route is not None and route.is_open
+        return is_open or (path == stats.METRICS and self.settings.telemetry.metrics == "open")
+
+    def _let_in(self, exchange: Exchange) -> None:
+        """Who is asking, and whether it may: now, and this."""
+        exchange.limit_time(self.settings.limits.request_seconds)
+        exchange.caller = caller = self._access.caller(exchange.headers)
+        exchange.record.principal = caller.principal
+        exchange.record.scope = scope_of(exchange.path)
+        caller.check_route(exchange.path)
+        if caller.quota is not None and exchange.method == "POST":
+            exchange.lease = Lease(caller.quota)
+            exchange.lease.enter()
+
+    def is_local(self, exchange: Exchange) -> bool:
+        """Whether whoever asks is on this machine."""
+        return self._proxies.is_local(exchange.peer, exchange.headers)
+
+    async def model(self, exchange: Exchange, name: str) -> Model:
+        """The model of this name, if the caller may ask it."""
+        caller = exchange.caller
+        try:
+            model = await self.catalog.find(name)
+        except ModelNotFound:
+            if caller.models is None:
+                raise
+            # Its words would name what is none of this caller's business.
+            words = f"model {name[:100]!r} is not served here; this key is for: {', '.join(caller.models) or 'none'}"
+            raise ModelNotFound(words, param="model") from None
+        exchange.record.model = model.name
+        caller.check_model(model.name)
+        return model
+
     async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
         status = exchange.family.status(error)
         exchange.record.status = status
+        if isinstance(error, RateLimited):
+            self.telemetry.metrics.limited[error.type] += 1
         if exchange.begun:
             return
         if error.status == NotSupported.status:
             # The SDKs try again after any 5xx; here nothing would be different.
             exchange.extra_headers.append((b"x-should-retry", b"false"))
         if error.retry_after is not None:
-            exchange.extra_headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
+            exchange.extra_headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
         await exchange.reply_json(exchange.family.encode_error(error, exchange.record.id), status)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
@@ -209,16 +303,22 @@ class App:
     def start(self) -> None:
         """Called by the lifespan; an app that is mounted into another has none, and starts with its first request."""
         self._started = True
-        self.log.start([model.name for model in self.catalog.models.values()])
+        self.telemetry.start(stats.described(self))
 
     def stop_requests(self) -> None:
         """What is cancelled from now on, is because the server ends; whoever waits is told so."""
+        self.is_stopping = True
         for exchange in self.watch.watched:
-            exchange.stopping = Unavailable("the server is stopping", retry_after=10)
+            exchange.stopping = Unavailable(STOPPING, retry_after=10)
 
     async def stop(self) -> None:
+        """To stop twice is to stop once."""
+        if self._stopped:
+            return
+        self._stopped = True
         await self.catalog.stop()
-        self.log.close()
+        self._access.close()
+        self.telemetry.close()
 
 
 def _response_store(limits: Limits) -> ResponseStore:

@@ -29,21 +29,22 @@ from dragoman.protocols import Family, family
 from dragoman.server.exchange import DIRECT, Scope
 from dragoman.server.respond import new_id
 from dragoman.server.writing import Response
-from dragoman.telemetry import EventLog, RequestRecord
+from dragoman.telemetry import RequestRecord, Telemetry
 
 ASGI: ASGIVersions = {"version": "3.0", "spec_version": "2.3"}
+GOODBYE_SECONDS = 0.5
 LOOKS = 4
 """How often, in the time that a client has for reading, it is looked whether it reads."""
 
 
-def guarded(limits: Limits, log: EventLog) -> type[HttpToolsProtocol]:
+def guarded(limits: Limits, telemetry: Telemetry) -> type[HttpToolsProtocol]:
     """The connection class for these limits."""
-    return type("GuardedConnection", (_Connection,), {"limits": limits, "log": log})
+    return type("GuardedConnection", (_Connection,), {"limits": limits, "telemetry": telemetry})
 
 
 class _Connection(HttpToolsProtocol):
     limits: Limits
-    log: EventLog
+    telemetry: Telemetry
     _answered: Response | None = None
     """The latest request to be answered; `cycle` is the latest to arrive, which may have to wait."""
     _is_too_large = False
@@ -71,6 +72,18 @@ class _Connection(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.scheme == "https":
+            self.loop.call_later(GOODBYE_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        """A client that waits for nothing leaves TLS's goodbye unanswered: the server's end does not wait for it."""
+        if not self.transport.is_closing() or self.transport.get_write_buffer_size():
+            self.loop.call_later(GOODBYE_SECONDS, self._leave)
+        else:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
@@ -235,7 +248,7 @@ class _Connection(HttpToolsProtocol):
         if self._may_refuse():
             record = RequestRecord(id=new_id("req-"), route="", status=error.status, error=error.code)
             self.transport.write(_response(error, record.id, family("", dict(self.headers or ()))))
-            self.log.request(record)
+            self.telemetry.request(record)
         self.transport.close()
 
     def _may_refuse(self) -> bool:

@@ -20,6 +20,7 @@ from dragoman.events import Usage
 from dragoman.generate import check
 from dragoman.protocols import embeddings as wire_embeddings
 from dragoman.protocols import rerank as wire_rerank
+from dragoman.server.estimate import estimated_text
 from dragoman.server.exchange import Exchange
 from dragoman.server.respond import silent_engine
 
@@ -33,7 +34,7 @@ PART_SIZE = 8 * 1024
 
 async def embeddings(app: "App", exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
-    model = await app.catalog.find(decoded.model)
+    model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
     made = await _embed(app, exchange, model, request)
     await exchange.reply_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, made))
@@ -41,7 +42,7 @@ async def embeddings(app: "App", exchange: Exchange) -> None:
 
 async def rerank(app: "App", exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
-    model = await app.catalog.find(decoded.model)
+    model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
     made = await _embed(app, exchange, model, request)
     request_id = exchange.record.id
@@ -52,7 +53,8 @@ async def _embed(
     app: "App", exchange: Exchange, model: Model, request: EmbeddingRequest | RerankRequest
 ) -> list[Embedding]:
     """The vectors of all inputs; the request holds a slot of its model meanwhile, as a generation does."""
-    exchange.record.model = model.name
+    if exchange.lease is not None:
+        exchange.lease.reserve(estimated_text(exchange.weight))
     host = model.host
     engine = None if host.is_known else await host.enter()
     slots = Slots(host.admission, exchange.record.principal)

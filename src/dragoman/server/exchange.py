@@ -22,6 +22,7 @@ import msgspec
 from dragoman.config import Limits
 from dragoman.errors import (
     BadRequest,
+    DeadlineExceeded,
     DragomanError,
     EngineFailed,
     ModelFailed,
@@ -30,7 +31,10 @@ from dragoman.errors import (
     UnsupportedMedia,
 )
 from dragoman.protocols import OPENAI, Family
+from dragoman.quota import Lease
+from dragoman.server.scopes import ANYBODY, Caller
 from dragoman.telemetry import RequestRecord
+from dragoman.telemetry.meter import Meter
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -89,6 +93,11 @@ class Exchange:
     due = math.inf
     stopping: DragomanError | None = None
     """Why this request would be cancelled by the server itself."""
+    caller: Caller = ANYBODY
+    lease: Lease | None = None
+    """What this request has of the limits of its key, if that has any."""
+    meter: Meter | None = None
+    deadline = math.inf
     weight = 0
     """Bytes of the body, and of what it refers to."""
     _body_read = False
@@ -129,10 +138,10 @@ class Exchange:
             raise BadRequest("the Host header does not name this server")
 
     @property
-    def client(self) -> str | None:
-        """The address that the connection comes from, where it has one."""
-        address = self._scope.get("client")
-        return address[0] if address else None
+    def peer(self) -> str | None:
+        """The address at the other end of the connection; a Unix socket has none."""
+        client = self._scope.get("client")
+        return client[0] if client else None
 
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
@@ -197,10 +206,12 @@ class Exchange:
     def told(self, error: Exception) -> DragomanError:
         """The error as the caller hears of it; one that nobody expected goes to the log with all it has."""
         if not isinstance(error, DragomanError):
-            log.error("request %s failed", self.record.id, exc_info=error)
+            log.error("request %s failed", self.record.id, exc_info=error, extra={"request_id": self.record.id})
             error = EngineFailed("an internal error; the server's log says more")
         elif isinstance(error, ModelFailed):
-            log.error("request %s: model %s: %s", self.record.id, self.record.model, error.__cause__ or error)
+            words = error.__cause__ or error
+            named = {"request_id": self.record.id}
+            log.error("request %s: model %s: %s", self.record.id, self.record.model, words, extra=named)
         self.record.error = error.code
         return error
 
@@ -221,9 +232,23 @@ class Exchange:
         if not count:
             self.due = math.inf
 
+    def limit_time(self, seconds: float) -> None:
+        """From beginning to end it takes no longer than that; the caller may have asked for less."""
+        asked = self.headers.get(b"x-dragoman-timeout")
+        if asked is not None:
+            seconds = min(seconds, _asked_seconds(asked))
+        self.deadline = self.started + seconds
+
+    def abort_late(self) -> None:
+        self._abort(DeadlineExceeded(f"the request took longer than {self.deadline - self.started:g} s"))
+
     def abort_overdue(self) -> None:
-        if self._aborted is None and self._overdue is not None and self._task is not None:
-            self._aborted = self._overdue(self._allowed)
+        if self._overdue is not None:
+            self._abort(self._overdue(self._allowed))
+
+    def _abort(self, error: DragomanError) -> None:
+        if self._aborted is None and self._task is not None:
+            self._aborted = error
             if not self._body_read:
                 # The rest of the body may go on coming for ever.
                 self.extra_headers.append((b"connection", b"close"))
@@ -243,7 +268,7 @@ class Exchange:
 
     def warn(self, words: str) -> None:
         """Something is odd about the reply; the log says so, and a header where it has not been sent."""
-        log.warning("request %s: %s", self.record.id, words)
+        log.warning("request %s: %s", self.record.id, words, extra={"request_id": self.record.id})
         self.record.warnings += 1
         self._warnings = tuple(dict.fromkeys((*self._warnings, words)))
 
@@ -255,6 +280,8 @@ class Exchange:
             headers.append((b"x-dragoman-ignored", _listed(self._ignored)))
         if self._warnings:
             headers.append((b"x-dragoman-warning", _listed(self._warnings)))
+        if self.lease is not None:
+            headers += self.family.rate_headers(self.lease.rates())
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
         return headers
 
@@ -272,10 +299,12 @@ class Exchange:
             sent.set()
 
     async def reply_json(self, payload: object, status: int = 200) -> None:
-        body = msgspec.json.encode(payload)
+        await self.reply(msgspec.json.encode(payload), JSON, status)
+
+    async def reply(self, body: bytes, content_type: bytes, status: int = 200) -> None:
         self.streaming = False
-        self.due = math.inf
-        headers = self._head(status, JSON, len(body))
+        self.due = self.deadline = math.inf
+        headers = self._head(status, content_type, len(body))
         if self._direct is None or not self._direct.reply(status, headers, body):
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
             await self._send({"type": "http.response.body", "body": body})
@@ -322,9 +351,23 @@ class Exchange:
         for task in (self._listener, self._pinging):
             if task is not None:
                 task.cancel()
+        if self.meter is not None:
+            self.meter.close()
+        if self.lease is not None:
+            self.lease.settle(self.record.spent_tokens)
         self.record.duration_us = int((time.monotonic() - self.started) * 1e6)
         if self.gone:
             self.record.status = CLIENT_LEFT
+
+
+def _asked_seconds(value: bytes) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise BadRequest("the header X-Dragoman-Timeout is a number of seconds, more than 0")
+    return seconds
 
 
 def _listed(words: Sequence[str]) -> bytes:

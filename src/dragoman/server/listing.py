@@ -30,11 +30,12 @@ async def health(app: "App", exchange: Exchange) -> None:
 async def ready(app: "App", exchange: Exchange) -> None:
     """Ready: the default model can answer, at once or, where it has been unloaded in between, after a moment.
 
-    Asking is enough for it to be loaded the first time.
+    Asking is enough for it to be loaded the first time. A server that is stopping is not ready.
     """
     default = await app.catalog.find("")
     host = default.host
-    is_ready = host.state == "ready" or (host.is_known and host.state != "failed")
+    can_answer = host.state == "ready" or (host.is_known and host.state != "failed")
+    is_ready = can_answer and not app.is_stopping
     if host.state == "cold" and not host.is_known:
         host.load()
     states = {model.name: model.host.state for model in app.catalog.models.values()}
@@ -63,7 +64,8 @@ async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
 
 async def models(app: "App", exchange: Exchange) -> None:
     await app.catalog.look()
-    listed = [await _listed(app, model) for model in app.catalog.listed()]
+    seen = [model for model in app.catalog.listed() if exchange.caller.may_ask(model.name)]
+    listed = [await _listed(app, model) for model in seen]
     if exchange.family is ANTHROPIC:
         await exchange.reply_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:
@@ -71,7 +73,7 @@ async def models(app: "App", exchange: Exchange) -> None:
 
 
 async def one_model(app: "App", exchange: Exchange) -> None:
-    model = await app.catalog.find(exchange.path.removeprefix("/v1/models/"))
+    model = await app.model(exchange, exchange.path.removeprefix("/v1/models/"))
     is_anthropic = exchange.family is ANTHROPIC
     encode = wire_models.encode_anthropic_model if is_anthropic else wire_models.encode_model
     await exchange.reply_json(encode(await _listed(app, model)))
@@ -95,8 +97,7 @@ async def detokenize(app: "App", exchange: Exchange) -> None:
 @asynccontextmanager
 async def _tokenizer(app: "App", exchange: Exchange, name: str) -> AsyncIterator[tuple[Model, Engine]]:
     """The model and its engine, if it tells its tokens, with the time it has for it running."""
-    model = await app.catalog.find(name)
-    exchange.record.model = model.name
+    model = await app.model(exchange, name)
     async with model.host.engaged() as engine:
         if "tokenize" not in model.host.supports:
             raise NotSupported(f"model '{model.name}' does not tell its tokens")

@@ -48,8 +48,7 @@ async def _prepared(
     app: "App", exchange: Exchange, decoded: GenerationRequest
 ) -> AsyncIterator[tuple[Engine, frozenset[str], GenerationRequest]]:
     """The engine, what it supports and what it is asked, checked as it would be to be answered."""
-    model = await app.catalog.find(decoded.model)
-    exchange.record.model = model.name
+    model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, id=exchange.record.id, model=model.name)
     async with model.host.engaged() as engine:
         ignored = check(request, model.host.supports, app.is_strict(exchange))

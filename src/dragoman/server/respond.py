@@ -8,6 +8,7 @@ Rules
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,12 +25,15 @@ from dragoman.events import Event, Finished, Started
 from dragoman.generate import Take, cannot_honour, check, check_limits, generate
 from dragoman.protocols import Encoder, Protocol, Telling
 from dragoman.reply import Collection
+from dragoman.server.estimate import estimated
 from dragoman.server.exchange import Exchange
+from dragoman.telemetry.meter import Meter
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
 
 
+log = logging.getLogger("dragoman.prompts")
 Settle = Callable[[], Awaitable[None]]
 
 
@@ -47,12 +51,16 @@ async def reply_to(
     app: "App", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
 ) -> None:
     """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
-    model = await app.catalog.find(decoded.model)
+    model = await app.model(exchange, decoded.model)
     record = exchange.record
-    record.model = model.name
     request = msgspec.structs.replace(
         with_defaults(decoded, model.sampling), id=record.id, model=model.name, principal=record.principal
     )
+    if exchange.lease is not None:
+        exchange.lease.reserve(estimated(request, exchange.weight))
+    if app.settings.telemetry.log_prompts:
+        asked = msgspec.json.encode(request.messages or request.prompts).decode()
+        log.info("request %s asks: %s", record.id, asked, extra={"request_id": record.id})
     if request.delivery.stream:
         await _stream(app, exchange, model, request, telling.encoder(request, int(time.time())), settle)
         return
@@ -85,8 +93,8 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
             exchange.ignore(ignored)
         # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
         exchange.streaming = request.delivery.stream
-        if not slots.take_first():
-            await slots.first()
+        exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
+        await _take_slot(slots, exchange)
         # Who waits for a slot does not keep the model from being swapped; who has one does.
         engine = engine or host.enter_now() or await host.enter()
         exchange.expect(limits.stall_seconds, silent_engine)
@@ -98,6 +106,15 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
             host.leave()
 
 
+async def _take_slot(slots: Slots, exchange: Exchange) -> None:
+    if slots.take_first():
+        exchange.record.queue_us = 0
+        return
+    begun = time.monotonic()
+    await slots.first()
+    exchange.record.queue_us = int((time.monotonic() - begun) * 1e6)
+
+
 def _note_speed(host: Host, exchange: Exchange) -> None:
     record = exchange.record
     begun = exchange.started + (record.first_event_us or 0) / 1e6
@@ -106,7 +123,7 @@ def _note_speed(host: Host, exchange: Exchange) -> None:
 
 def _collector(app: "App", exchange: Exchange, collection: Collection) -> Take:
     def take(choice: int, events: Sequence[Event]) -> None:
-        _note(app, exchange, events)
+        _note(app, exchange, choice, events)
         collection.add(choice, events)
 
     return take
@@ -142,7 +159,7 @@ def _frame_writer(app: "App", exchange: Exchange, encoder: Encoder) -> Take:
 
     def take(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
         nonlocal held
-        _note(app, exchange, events)
+        _note(app, exchange, choice, events)
         frames = encoder.feed(choice, events)
         if not exchange.begun and all(type(event) is Started for event in events):
             held += frames
@@ -157,19 +174,15 @@ def silent_engine(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine was silent for {seconds:g} s")
 
 
-def _note(app: "App", exchange: Exchange, events: Sequence[Event]) -> None:
+def _note(app: "App", exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
     exchange.note_progress()
-    record = exchange.record
+    assert exchange.meter is not None
+    exchange.meter.note(choice, events, exchange.heard)
     first, last = events[0], events[-1]
-    if record.first_event_us is None:
-        record.first_event_us = int((exchange.heard - exchange.started) * 1e6)
     if type(first) is Started and first.ignored:
         if app.is_strict(exchange):
-            raise cannot_honour(record.model or "", first.ignored[0])
+            raise cannot_honour(exchange.record.model or "", first.ignored[0])
         exchange.ignore(first.ignored)
     if type(last) is Finished:
-        record.finish = last.reason
         for words in last.warnings:
             exchange.warn(words)
-        if last.usage is not None:
-            record.count(last.usage)

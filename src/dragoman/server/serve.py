@@ -9,10 +9,11 @@ import math
 import os
 import signal
 import socket
-import sys
+import ssl
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -22,8 +23,12 @@ from dragoman.catalog import Host
 from dragoman.config import Settings
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
+from dragoman.operation import Tls
 from dragoman.server.app import ONLY_ENGINES, App, Reread
 from dragoman.server.connection import guarded
+from dragoman.server.jwt import Signed
+from dragoman.store.keys import KeyStore, store_path
+from dragoman.telemetry.logs import configure
 
 log = logging.getLogger("dragoman")
 
@@ -49,19 +54,106 @@ def run(settings: Settings, engines: Sequence[Engine] = (), reread: Reread | Non
     `reread` gives the settings as they are written down now, for SIGHUP and `POST /admin/reload`.
     """
     check_exposure(settings)
-    check_port(settings.host, settings.port)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    app = App(with_hosts(settings), engines, None if reread is None else lambda: with_hosts(reread()))
-    with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-        runner.run(_serve(app))
+    check_place(settings)
+    configure(settings.telemetry)
+    app = App(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
+            runner.run(_serve(app))
+    finally:
+        if settings.socket is not None:
+            Path(settings.socket).unlink(missing_ok=True)
+
+
+def _again(reread: Reread, begun: Settings) -> Reread:
+    """The settings as they are now, checked for the place where the server listens, which does not change."""
+
+    def read() -> Settings:
+        settings = reread()
+        here = msgspec.structs.replace(settings, host=begun.host, port=begun.port, socket=begun.socket)
+        check_exposure(here)
+        return msgspec.structs.replace(settings, hosts=with_hosts(here).hosts)
+
+    return read
 
 
 def check_exposure(settings: Settings) -> None:
-    if not settings.api_keys and not is_loopback(settings.host):
+    if settings.socket is not None or is_loopback(settings.host):
+        return
+    keys = settings.keys
+    if not (settings.api_keys or keys.anonymous or keys.jwt or KeyStore(store_path(keys)).all()):
         raise ConfigError(
             f"{settings.host} can be reached from other machines, and no API key is set; "
-            "give --api-key KEY or set DRAGOMAN_API_KEY"
+            "give --api-key KEY, set DRAGOMAN_API_KEY, make one with `dragoman keys create`, "
+            "or let everybody in with --anonymous"
         )
+
+
+def check_place(settings: Settings) -> None:
+    """Whether there is nothing in the way of listening there."""
+    if settings.tls is not None:
+        tls_context(settings.tls)
+    if settings.socket is not None:
+        check_socket(Path(settings.socket))
+    else:
+        check_port(settings.host, settings.port)
+
+
+def unusable_files(settings: Settings) -> list[str]:
+    """What is wrong with the files that the server itself needs, in words."""
+    keys, wrong = settings.keys, []
+    for check in (
+        lambda: settings.tls and tls_context(settings.tls),
+        lambda: keys.jwt and Signed(keys.jwt, keys.limits),
+        lambda: KeyStore(store_path(keys)).all(),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except OSError as error:
+        words = error.strerror or str(error)
+        raise ConfigError(f"tls: {tls.certificate} and {tls.key} cannot be used: {words}") from error
+    return context
+
+
+def check_socket(path: Path) -> None:
+    """A socket that nobody listens on was left behind by somebody who was killed, and is in nobody's way."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"socket {path}: there is no folder {path.parent}")
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigError(f"socket {path}: something else has this name; remove it or choose another")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        except OSError as error:
+            raise ConfigError(f"socket {path}: {error.strerror or error}") from error
+        else:
+            raise ConfigError(f"socket {path}: another server listens there; stop it or choose another")
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """For the owner and the group; nobody else, not even for a moment."""
+    listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o117)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        raise ConfigError(f"socket {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(before)
+    return listener
 
 
 def check_port(host: str, port: int) -> None:
@@ -89,7 +181,7 @@ def _bind_words(host: str, port: int, error: OSError) -> str:
 
 def with_hosts(settings: Settings) -> Settings:
     """On loopback only its own names are answered: a web page cannot reach the server through a name of its own."""
-    if settings.hosts is not None or not is_loopback(settings.host):
+    if settings.hosts is not None or not (settings.socket or is_loopback(settings.host)):
         return settings
     return msgspec.structs.replace(settings, hosts=(*LOOPBACK_NAMES, settings.host))
 
@@ -112,12 +204,21 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             names = ", ".join(model.name for model in self._app.catalog.models.values())
-            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-            log.info("serving %s on http://%s:%d/v1", names, host, self.config.port)
+            log.info("serving %s on %s", names, self._place())
+
+    def _place(self) -> str:
+        if self._app.settings.socket is not None:
+            return f"the Unix socket {self._app.settings.socket}"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"{'https' if self._app.settings.tls else 'http'}://{host}:{self.config.port}/v1"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        log.info("stopping; running requests have %g s to finish", self._app.settings.grace_seconds)
+        settings = self._app.settings
         self._app.stop_requests()
+        if settings.drain_seconds:
+            log.info("stopping; new requests are taken for another %g s", settings.drain_seconds)
+            await asyncio.sleep(settings.drain_seconds)
+        log.info("stopping; running requests have %g s to finish", self.config.timeout_graceful_shutdown)
         await super().shutdown(sockets)
 
     @contextmanager
@@ -135,11 +236,12 @@ class Server(uvicorn.Server):
 
 def server_for(app: App) -> Server:
     settings = app.settings
+    tls = settings.tls
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=guarded(settings.limits, app.log),
+        http=guarded(settings.limits, app.telemetry),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -149,6 +251,7 @@ def server_for(app: App) -> Server:
         proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=math.ceil(settings.grace_seconds),
+        ssl_context_factory=None if tls is None else lambda config, default: tls_context(tls),
     )
     return Server(app, config)
 
@@ -156,26 +259,38 @@ def server_for(app: App) -> Server:
 async def _serve(app: App) -> None:
     server = server_for(app)
     preload = asyncio.create_task(_preload(app, server))
+    path = app.settings.socket
+    sockets = None if path is None else [unix_socket(Path(path))]
+    try:
+        with _reloading(app):
+            await server.serve(sockets)
+    finally:
+        preload.cancel()
+        # Where somebody was in a hurry and sent the signal twice, nobody else has done it.
+        await app.stop()
+    if preload.done() and not preload.cancelled() and (error := preload.exception()):
+        raise error
+
+
+@contextmanager
+def _reloading(app: App) -> Generator[None, None, None]:
+    """SIGHUP has the configuration read again. Without one to read, the signal means what it always does."""
+    if not app.can_reload or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 
     def reload() -> None:
-        task = asyncio.create_task(_reload(app))
+        task = loop.create_task(_reload(app))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
-    loop = asyncio.get_running_loop()
-    # Without a configuration to read again the signal means what it always does.
-    takes_signal = app.can_reload and threading.current_thread() is threading.main_thread()
-    if takes_signal:
-        loop.add_signal_handler(signal.SIGHUP, reload)
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
-        await server.serve()
+        yield
     finally:
-        preload.cancel()
-        if takes_signal:
-            loop.remove_signal_handler(signal.SIGHUP)
-    if preload.done() and not preload.cancelled() and (error := preload.exception()):
-        raise error
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _reload(app: App) -> None:

@@ -1,7 +1,7 @@
 """What takes long: one timer looks at every request that is not answered yet.
 
 Rules
-1. A request past its `due` time is aborted with the error it has ready for that.
+1. A request past its `due` time is aborted with the error it has ready for that, one past its deadline in any case.
 2. A silent stream gets a comment frame, so that nobody in between closes it.
 3. Whether the client has left is listened for only from the first look on: most requests are answered before.
 """
@@ -18,7 +18,8 @@ LOOK_SECONDS = 0.25
 class Watch:
     def __init__(self, limits: Limits) -> None:
         self._keepalive = limits.keepalive_seconds
-        self._interval = min(LOOK_SECONDS, self._keepalive / 4, limits.stall_seconds / 4, limits.body_seconds / 4)
+        allowed = (self._keepalive, limits.stall_seconds, limits.body_seconds, limits.request_seconds)
+        self._interval = min(LOOK_SECONDS, min(allowed) / 4)
         self.watched: set[Exchange] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -35,7 +36,9 @@ class Watch:
         now = time.monotonic()
         for exchange in self.watched:
             exchange.listen()
-            if now > exchange.due:
+            if now > exchange.deadline:
+                exchange.abort_late()
+            elif now > exchange.due:
                 exchange.abort_overdue()
             elif exchange.streaming and now - exchange.written > self._keepalive:
                 exchange.ping()

@@ -24,6 +24,7 @@ from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import call, failed, run
 from dragoman.errors import ConfigError, DragomanError
+from dragoman.telemetry.logs import configure_as_parent
 from dragoman.worker.messages import (
     HEADER,
     Answer,
@@ -99,7 +100,7 @@ class Child:
         self._outbox.append(packed)
 
     def _flush(self) -> None:
-        step = PackedStep(tuple(self._outbox))
+        step = PackedStep(tuple(self._outbox), self._engine.kv_used)
         self._outbox.clear()
         self._write(encode(step))
 
@@ -203,7 +204,7 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    configure_as_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What the engine or a library prints must not get among the messages.

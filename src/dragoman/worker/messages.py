@@ -119,12 +119,14 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     progress: tuple[Progress, ...]
+    kv_used: float | None = None
 
 
 class PackedStep(msgspec.Struct, frozen=True, tag="Step"):
     """A `Step` as the child sends it: each part has been encoded already."""
 
     progress: tuple[msgspec.Raw, ...]
+    kv_used: float | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

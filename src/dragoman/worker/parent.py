@@ -354,6 +354,8 @@ class WorkerEngine(Engine):
         try:
             while isinstance(message := await child.read(), Step | Answer):
                 child.deliver(message)
+                if isinstance(message, Step):
+                    self.kv_used = message.kv_used
         finally:
             watch.cancel()
             self._child = None

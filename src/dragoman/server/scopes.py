@@ -1,0 +1,76 @@
+"""What a caller may ask for: routes by name, models by name or pattern."""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import get_args
+
+from dragoman.errors import PermissionDenied
+from dragoman.operation import RESERVED, RouteScope
+from dragoman.quota import Quota
+
+PATHS: tuple[tuple[str, RouteScope], ...] = (
+    ("/v1/chat/", "chat"),
+    ("/v1/completions", "completions"),
+    ("/v1/messages", "messages"),
+    ("/v1/responses", "responses"),
+    ("/v1/embeddings", "embeddings"),
+    ("/v1/rerank", "rerank"),
+    ("/v1/models", "models"),
+    ("/tokenize", "tokens"),
+    ("/detokenize", "tokens"),
+    ("/metrics", "stats"),
+    ("/stats", "stats"),
+    ("/admin/", "admin"),
+)
+"""The scope of every route whose path begins like this."""
+
+ALL: frozenset[RouteScope] = frozenset(get_args(RouteScope))
+USUAL = ALL - RESERVED
+
+
+@lru_cache(maxsize=256)
+def scope_of(path: str) -> RouteScope | None:
+    """None: nothing that needs one."""
+    return next((scope for prefix, scope in PATHS if path.startswith(prefix)), None)
+
+
+def routes_of(named: Iterable[RouteScope]) -> frozenset[RouteScope]:
+    """Those that are named, or the usual ones; every caller may see which models there are for it."""
+    return frozenset(named) | {"models"} if named else USUAL
+
+
+class Caller:
+    """Who is asking. `models` None: every model may be asked."""
+
+    __slots__ = ("models", "principal", "quota", "routes")
+
+    def __init__(
+        self,
+        principal: str,
+        routes: frozenset[RouteScope] = ALL,
+        models: Sequence[str] | None = None,
+        quota: Quota | None = None,
+    ) -> None:
+        self.principal = principal
+        self.routes = routes
+        self.models = None if models is None else tuple(pattern.lower() for pattern in models)
+        self.quota = quota
+
+    def check_route(self, path: str) -> None:
+        scope = scope_of(path)
+        if scope is not None and scope not in self.routes:
+            raise PermissionDenied(f"this key is not for {scope}; it is for: {', '.join(sorted(self.routes))}")
+
+    def may_ask(self, model: str) -> bool:
+        name = model.lower()
+        return self.models is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.models)
+
+    def check_model(self, model: str) -> None:
+        if not self.may_ask(model):
+            models = ", ".join(self.models or ()) or "none"
+            raise PermissionDenied(f"this key is not for model '{model}'; it is for: {models}", param="model")
+
+
+ANYBODY = Caller("anonymous")
+"""Who asks where no key is needed."""

@@ -1,0 +1,77 @@
+"""What happened, as a file of JSON lines.
+
+    run_start  schema, time, host, version, models, engines, config (without secrets)
+    request    id, time, route, scope, client, model, principal, status, tokens, times in microseconds (queue, first
+               event, first token, duration), finish, error, number of warnings
+    run_end    time, totals
+
+The id of a request is the id of its response and its `x-request-id` header. Every line is written at once: what is
+there when a process is killed stays there.
+"""
+
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from dragoman import __version__
+from dragoman.errors import ConfigError
+from dragoman.telemetry.record import RequestRecord
+
+SCHEMA = 1
+log = logging.getLogger("dragoman.telemetry")
+
+
+class EventLog:
+    """Nothing at all where no file is asked for."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file = _open(path) if path else None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        self._write("run_start", {"schema": SCHEMA, "version": __version__, "host": _host(), **run})
+
+    def request(self, record: RequestRecord) -> None:
+        if self._file is not None:
+            self._write("request", msgspec.to_builtins(record))
+
+    def close(self, totals: Mapping[str, int]) -> None:
+        """Written once, however often the end is told."""
+        self._write("run_end", totals)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, event: str, fields: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode({"event": event, "time": time.time(), **fields}) + b"\n")
+        except OSError as error:
+            # Requests are more important than their record.
+            log.error("the event log cannot be written any more: %s", error.strerror)
+            self._file.close()
+            self._file = None
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "name": socket.gethostname(),
+        "pid": os.getpid(),
+        "cpus": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return Path(path).open("ab", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"the event log {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,80 @@
+"""`dragoman keys` as an operator types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dragoman.cli import main
+from dragoman.operation import KeyLimits
+from dragoman.store.keys import KeyStore
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DRAGOMAN_CONFIG", raising=False)
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["keys", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_create_list_revoke(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert "no keys" in told(capsys, "list")
+    secret = told(capsys, "create", "anna").strip()
+    assert secret.startswith("dgm_")
+    options = ["--model", "smol*", "--route", "chat", "--route", "stats", "--concurrency", "2", "--days", "30"]
+    limits = ["--requests-per-minute", "60", "--tokens-per-minute", "1000", "--json"]
+    made = json.loads(told(capsys, "create", "agent:coder/anna", *options, *limits))
+    assert made["key"].startswith(f"dgm_{made['id']}_")
+    first, second = KeyStore(home / "keys.db").all()
+    assert second.limits == KeyLimits(2, 60, 1000)
+    assert (second.models, second.routes) == (("smol*",), ("chat", "stats"))
+    table = told(capsys, "list")
+    assert table.splitlines()[0].split()[:3] == ["ID", "PRINCIPAL", "STATE"]
+    assert "agent:coder/anna" in table
+    assert secret not in table
+    assert told(capsys, "revoke", first.id) == ""
+    listed = json.loads(told(capsys, "list", "--json"))
+    assert [entry["state"] for entry in listed] == ["revoked", "valid"]
+
+
+def test_a_store_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "team.yaml").write_text("models: {a: {engine: scripted}}\nkeys: {store: team.db}\n")
+    told(capsys, "create", "anna", "--config", "etc/team.yaml")
+    assert len(KeyStore(tmp_path / "etc" / "team.db").all()) == 1
+    assert "no keys" in told(capsys, "list")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["create", "a b"], "expected NAME"),
+        (["revoke", "3f9ab0c1d2e4"], "no key '3f9ab0c1d2e4'"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert main(["keys", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["create"],
+        ["create", "a", "--route", "kitchen"],
+        ["create", "a", "--concurrency", "0"],
+        ["create", "a", "--days", "x"],
+    ],
+)
+def test_mistakes_in_flags(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["keys", *arguments])
+    assert caught.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

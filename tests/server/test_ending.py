@@ -1,0 +1,134 @@
+"""How a server ends while it works, and how requests end that take too long."""
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking
+from tests.server.test_life import gone
+from tests.serving import Running, serving
+
+MODELS: dict[str, Any] = {
+    "echo": {"engine": "scripted"},
+    "brief": {"engine": "scripted", "tokens_per_second": 40, "replies": [{"output": "tick" * 30}]},
+    "endless": {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 4000}]},
+    "in-worker": {
+        "engine": "scripted",
+        "tokens_per_second": 20,
+        "crash_after": 100_000,
+        "replies": [{"output": "tick" * 4000}],
+    },
+    "single": {"engine": "scripted", "tokens_per_second": 20, "slots": 1, "replies": [{"output": "tick" * 4000}]},
+}
+
+
+async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    reply = await client.post(path, json=body)
+    return reply.status_code, reply.text
+
+
+async def _under_load(running: Running) -> list[tuple[str, bool, tuple[int, str]]]:
+    """Requests of every kind, a signal in the middle of them, and what each was told."""
+    plan = [(model, stream) for model in ("brief", "endless", "in-worker", "single") for stream in (True, False)] * 5
+    limits = httpx.Limits(max_connections=100)
+    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=30, limits=limits) as client:
+        tasks = [
+            asyncio.create_task(_ask(client, CHAT, {"model": model, "messages": HELLO, "stream": stream}))
+            for model, stream in plan
+        ]
+        message = {"model": "endless", "messages": HELLO, "stream": True, "max_tokens": 4000}
+        tasks.append(asyncio.create_task(_ask(client, "/v1/messages", message)))
+        await asyncio.sleep(0.6)
+        running.process.send_signal(signal.SIGTERM)
+        told = await asyncio.gather(*tasks)
+    return [(model, stream, reply) for (model, stream), reply in zip([*plan, ("messages", True)], told, strict=True)]
+
+
+def test_sigterm_under_load(tmp_path: Path) -> None:
+    with serving(tmp_path, {"models": MODELS, "grace_seconds": 2}) as running:
+        with talking(running) as client:
+            client.post(CHAT, json={"model": "in-worker", "messages": HELLO, "max_tokens": 1})
+        children = running.children()
+        began = time.monotonic()
+        told = asyncio.run(_under_load(running))
+        assert running.process.wait(10) == 0
+        assert time.monotonic() - began < 8
+        assert len(children) == 1
+        assert eventually(lambda: gone(children[0]), 2)
+    for model, stream, (status, text) in told:
+        if model == "brief":
+            assert status == 200
+            assert not stream or text.endswith("data: [DONE]\n\n")
+        elif model == "messages":
+            assert "event: error" in text
+            assert "message_stop" not in text
+        elif stream and status == 200:
+            assert "[DONE]" not in text
+            assert "the server is stopping" in json.loads(text.strip().rpartition("data: ")[2])["error"]["message"]
+        else:
+            assert status == 503, (model, text[:200])
+            assert "the server is stopping" in text
+    events = running.events()
+    assert events[-1]["event"] == "run_end"
+    requests = [event for event in events if event["event"] == "request"]
+    assert events[-1]["requests"] == len(requests)
+    for kind in ("completion_tokens", "unfinished_tokens"):
+        assert events[-1][kind] == sum(event.get(kind, 0) for event in requests) > 0
+    assert "Traceback" not in running.log.read_text()
+
+
+def test_unready_before_it_is_gone(tmp_path: Path) -> None:
+    config = {"models": {"echo": {"engine": "scripted"}}, "drain_seconds": 1}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert client.get("/ready").status_code == 200
+        running.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: client.get("/ready").status_code == 503, 0.7)
+        assert ask(client, CHAT).status_code == 200
+        assert running.process.wait(10) == 0
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    config = {"models": MODELS, "limits": {"request_seconds": 1}}
+    with serving(tmp_path_factory.mktemp("hasty"), config) as running:
+        yield running
+
+
+def test_a_request_has_an_end(hasty: Running) -> None:
+    with talking(hasty) as client:
+        began = time.monotonic()
+        refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
+        assert 0.9 < time.monotonic() - began < 2.5
+        body = {"model": "endless", "messages": HELLO, "stream": True}
+        text = client.post(CHAT, json=body).text
+        assert "longer than 1 s" in text
+        assert "[DONE]" not in text
+        reply = client.post("/v1/messages", json={"model": "endless", "messages": HELLO, "max_tokens": 4000})
+        assert reply.status_code == 504
+        assert reply.json()["error"]["type"] == "timeout_error"
+
+
+def test_a_caller_asks_for_less(hasty: Running) -> None:
+    with talking(hasty, {"x-dragoman-timeout": "0.3"}) as client:
+        began = time.monotonic()
+        assert "longer than 0.3 s" in refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
+        assert time.monotonic() - began < 0.95
+    with talking(hasty, {"x-dragoman-timeout": "100"}) as client:
+        refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
+    for wrong in ("soon", "0", "-1", "nan", "inf"):
+        with talking(hasty, {"x-dragoman-timeout": wrong}) as client:
+            refused(ask(client, CHAT), 400)
+
+
+def test_the_queue_counts(hasty: Running) -> None:
+    body = {"model": "single", "messages": HELLO, "stream": True}
+    patience = {"x-dragoman-timeout": "0.4"}
+    with talking(hasty) as one, talking(hasty, patience) as other, one.stream("POST", CHAT, json=body) as stream:
+        assert next(stream.iter_lines())
+        refused(ask(other, CHAT, model="single"), 504, code="deadline_exceeded")

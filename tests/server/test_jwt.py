@@ -1,0 +1,189 @@
+"""Signed tokens, and those who would like to have signed them."""
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from dragoman.config import Settings
+from dragoman.errors import ConfigError, Unauthorized
+from dragoman.operation import Jwt, KeyLimits, Keys
+from dragoman.server.auth import Access
+from dragoman.server.scopes import Caller
+from tests.server.talking import CHAT, ask, refused, talking, text_of
+from tests.serving import serving
+
+SECRET = "a secret of more than thirty-two bytes, and of more than sixty-four as well"
+
+
+@pytest.fixture(scope="module")
+def private() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(public_exponent=65537, key_size=2048)
+
+
+def public_pem(private: rsa.RSAPrivateKey) -> bytes:
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return private.public_key().public_bytes(serialization.Encoding.PEM, form)
+
+
+def claims(**others: Any) -> dict[str, Any]:
+    usual = {"sub": "user:anna", "exp": int(time.time()) + 60, "aud": "dragoman", "iss": "https://id.example"}
+    return {name: value for name, value in (usual | others).items() if value is not None}
+
+
+Take = Callable[[str], Caller]
+
+
+def accessing(folder: Path, key: bytes, algorithm: Any = "HS256", **fields: Any) -> Take:
+    file = folder / "jwt.key"
+    file.write_bytes(key)
+    usual = {"audience": "dragoman", "issuer": "https://id.example"}
+    signed = Jwt(algorithm=algorithm, key_file=str(file), **(usual | fields))
+    access = Access(Settings(keys=Keys(store=str(folder / "none.db"), jwt=signed)))
+    return lambda token: access.caller({b"authorization": b"Bearer " + token.encode()})
+
+
+@pytest.fixture
+def take(tmp_path: Path) -> Take:
+    return accessing(tmp_path, SECRET.encode())
+
+
+def token(secret: Any = SECRET, algorithm: str = "HS256", headers: dict[str, Any] | None = None, **others: Any) -> str:
+    return jwt.encode(claims(**others), secret, algorithm, headers=headers)
+
+
+def test_a_good_token(take: Take) -> None:
+    good = token(routes=["chat"], models=["smol*"])
+    for _ in range(2):
+        caller = take(good)
+        assert caller.principal == "user:anna"
+        assert caller.routes == {"chat", "models"}
+        assert caller.models == ("smol*",)
+    assert take(token(sub="agent:coder/anna")).principal == "agent:coder/anna"
+    assert take(token(sub="berta")).principal == "user:berta"
+    assert "admin" not in take(token()).routes
+
+
+def part(value: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=").decode()
+
+
+def unsigned(alg: str) -> str:
+    return f"{part({'alg': alg, 'typ': 'JWT'})}.{part(claims())}."
+
+
+def with_other_claims() -> str:
+    head, _, signature = token().split(".")
+    return f"{head}.{part(claims(sub='user:root'))}.{signature}"
+
+
+HOSTILE: dict[str, Callable[[], str]] = {
+    "alg none": lambda: unsigned("none"),
+    "alg None": lambda: unsigned("None"),
+    "alg NONE with the signature of another": lambda: unsigned("NONE") + token().rpartition(".")[2],
+    "no signature": lambda: token().rpartition(".")[0] + ".",
+    "another secret": lambda: token("b" * 40),
+    "another algorithm": lambda: token(algorithm="HS512"),
+    "expired": lambda: token(exp=int(time.time()) - 1),
+    "not yet": lambda: token(nbf=int(time.time()) + 60),
+    "no end": lambda: token(exp=None),
+    "another audience": lambda: token(aud="somebody-else"),
+    "no audience": lambda: token(aud=None),
+    "another issuer": lambda: token(iss="https://evil.example"),
+    "no issuer": lambda: token(iss=None),
+    "no subject": lambda: token(sub=None),
+    "a subject that is no name": lambda: token(sub="user:anna\nadmin"),
+    "a subject of another kind": lambda: token(sub="root:anna"),
+    "routes that there are not": lambda: token(routes=["everything"]),
+    "models that are no list": lambda: token(models="*"),
+    "other claims": with_other_claims,
+    "a critical header": lambda: token(headers={"crit": ["x"], "x": 1}),
+    "too long": lambda: token(filler="x" * 10_000),
+    "three dots": lambda: "a.b.c",
+    "nothing": lambda: "..",
+    "not even text": lambda: "\xff.\xfe.\xfd",
+}
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_tokens(take: Take, make: Callable[[], str]) -> None:
+    with pytest.raises(Unauthorized):
+        take(make())
+
+
+def test_rs256(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:
+    take = accessing(tmp_path, public_pem(private), "RS256")
+    assert take(token(private, "RS256")).principal == "user:anna"
+    other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    with pytest.raises(Unauthorized):
+        take(token(other, "RS256"))
+
+
+def test_the_public_key_is_no_secret(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:
+    take = accessing(tmp_path, public_pem(private), "RS256")
+    for key in (public_pem(private), public_pem(private).strip()):
+        signing = f"{part({'alg': 'HS256', 'typ': 'JWT'})}.{part(claims())}"
+        signature = hmac.new(key, signing.encode(), hashlib.sha256).digest()
+        with pytest.raises(Unauthorized):
+            take(f"{signing}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}")
+
+
+def test_a_token_ends_though_it_was_known(tmp_path: Path) -> None:
+    take = accessing(tmp_path, SECRET.encode())
+    short = token(exp=int(time.time()) + 2)
+    take(short)
+    time.sleep(2.1)
+    with pytest.raises(Unauthorized, match="expired"):
+        take(short)
+
+
+def test_a_token_only_narrows(tmp_path: Path) -> None:
+    take = accessing(tmp_path, SECRET.encode(), models=("smol*", "mine"), routes=("chat", "messages"))
+    assert take(token()).models == ("smol*", "mine")
+    assert take(token(routes=["admin", "chat"])).routes == {"chat", "models"}
+    assert take(token(models=["smollm2", "mine", "other"])).models == ("smollm2", "mine")
+    assert take(token(models=["*"])).models == ()
+    assert not take(token(models=["*"])).may_ask("mine")
+
+
+def test_limits_are_those_of_the_subject(tmp_path: Path) -> None:
+    take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(requests_per_minute=5))
+    assert take(token()).quota is take(token(jti="another")).quota is not None
+    assert take(token(sub="user:berta")).quota is not take(token()).quota
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "words"),
+    [
+        ("HS256", b"short", "at least 32 bytes"),
+        ("HS256", b"-----BEGIN PUBLIC KEY-----\n" + b"x" * 40, "not a secret"),
+        ("RS256", SECRET.encode(), "public key"),
+        ("RS256", b"-----BEGIN PRIVATE KEY-----", "public key"),
+    ],
+)
+def test_keys_that_would_be_a_mistake(tmp_path: Path, algorithm: str, key: bytes, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        accessing(tmp_path, key, algorithm)
+
+
+def test_over_the_wire(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(SECRET + "\n")
+    config = {
+        "models": {"echo": {"engine": "scripted"}},
+        "keys": {"store": "none.db", "jwt": {"algorithm": "HS256", "key_file": "secret", "audience": "dragoman"}},
+    }
+    with serving(tmp_path, config) as running:
+        with talking(running, {"authorization": f"Bearer {token()}"}) as client:
+            assert text_of(ask(client, CHAT)) == "hello"
+            refused(client.get("/stats"), 403)
+        with talking(running, {"authorization": f"Bearer {unsigned('none')}"}) as client:
+            refused(ask(client, CHAT), 401, code="invalid_api_key")

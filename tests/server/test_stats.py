@@ -1,0 +1,239 @@
+"""What an operator sees: metrics that a parser reads, sums that add up, logs that say no more than they should."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dragoman.config import ModelSpec, Settings
+from dragoman.operation import Jwt, Keys
+from dragoman.server.stats import without_secrets
+from tests.server.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
+from tests.serving import Running, serving
+
+CONFIG: dict[str, Any] = {
+    "models": {
+        "echo": {"engine": "scripted"},
+        "thinker": {
+            "engine": "scripted",
+            "format": "hermes",
+            "replies": [{"output": "<think>so many words to think of</think>yes"}],
+        },
+        "slow": {"engine": "scripted", "tokens_per_second": 50, "slots": 1, "replies": [{"output": "tick" * 12}]},
+        "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
+        "in-worker": {"engine": "scripted", "crash_after": 1000},
+    },
+    "telemetry": {"log_format": "json", "log_requests": True},
+}
+
+
+LABELS = ("model", "route", "kind", "code", "state", "status", "limit", "version", "le")
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("watched"), CONFIG) as running:
+        yield running
+
+
+def samples(client: httpx.Client) -> dict[str, dict[tuple[str, ...], float]]:
+    reply = client.get("/metrics")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(reply.text):
+        for sample in family.samples:
+            labels = tuple(sample.labels[name] for name in LABELS if name in sample.labels)
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def stream(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, **fields}
+    reply = client.post(CHAT, json=body)
+    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_the_sums_are_those_of_the_usages_returned(watched: Running) -> None:
+    with talking(watched) as client:
+        usages = [ask(client, CHAT, model="echo").json()["usage"]]
+        usages.append(ask(client, COMPLETIONS, model="echo", n=3).json()["usage"])
+        usages.append(ask(client, CHAT, model="thinker").json()["usage"])
+        usages.append(ask(client, CHAT, model="in-worker").json()["usage"])
+        usages.append(stream(client, model="slow")[-1]["usage"])
+        message = {"model": "echo", "max_tokens": 9, "messages": HELLO}
+        anthropic = client.post("/v1/messages", json=message).json()["usage"]
+        usages.append({"prompt_tokens": anthropic["input_tokens"], "completion_tokens": anthropic["output_tokens"]})
+        made = client.post("/v1/embeddings", json={"model": "echo", "input": ["one", "two"]}).json()["usage"]
+        usages.append({"prompt_tokens": made["prompt_tokens"], "completion_tokens": 0})
+        failed = ask(client, CHAT, model="failing")
+        broken = stream(client, model="failing")
+        assert failed.status_code == 500
+        assert "error" in broken[-1]
+        refused(ask(client, CHAT, model="nothing-like-it"), 404, param="model")
+        refused(client.get("/some/path/of/mine"), 404)
+
+        expected = {kind: sum(usage[f"{kind}_tokens"] for usage in usages) for kind in ("prompt", "completion")}
+        thought = usages[2]["completion_tokens_details"]["reasoning_tokens"]
+        assert thought > 0
+        recorded(watched, route="GET /some/path/of/mine")
+        events = [event for event in watched.events() if event["event"] == "request"]
+        for kind, total in expected.items():
+            assert sum(event.get(f"{kind}_tokens", 0) for event in events) == total
+        metrics = samples(client)
+        tokens = metrics["dragoman_tokens_total"]
+        for kind, total in (*expected.items(), ("reasoning", thought)):
+            assert sum(value for labels, value in tokens.items() if labels[1] == kind) == total
+        assert tokens["failing", "unfinished"] == sum(event.get("unfinished_tokens", 0) for event in events) > 0
+        totals = client.get("/stats").json()["totals"]
+        for kind, total in expected.items():
+            assert totals[f"{kind}_tokens"] == total
+        assert totals["errors"] == 4
+
+
+def test_metrics(watched: Running) -> None:
+    with talking(watched) as client:
+        stream(client, model="slow")
+        for name in ("made-up-1", "made-up-2", "../../etc/passwd"):
+            ask(client, CHAT, model=name)
+        client.get("/v1/models/made-up-3")
+        metrics = samples(client)
+        page = client.get("/metrics").text
+    assert "made-up" not in page
+    assert "passwd" not in page
+    models = set(CONFIG["models"])
+    for family in metrics.values():
+        assert {labels[0] for labels in family if labels} <= models | {"", "0.1.0", "requests", "tokens"}
+    assert metrics["dragoman_requests_total"]["slow", "chat", "200"] >= 1
+    assert metrics["dragoman_requests_total"]["", "chat", "404"] >= 3
+    gaps = metrics["dragoman_inter_token_seconds_count"]["slow",]
+    assert gaps >= 11
+    mean = metrics["dragoman_inter_token_seconds_sum"]["slow",] / gaps
+    assert 0.015 < mean < 0.05
+    assert metrics["dragoman_inter_token_seconds_bucket"]["slow", "+Inf"] == gaps
+    assert metrics["dragoman_time_to_first_token_seconds_count"]["slow",] >= 1
+    assert metrics["dragoman_queue_seconds_count"]["slow",] >= 1
+    assert metrics["dragoman_slots"] == {("slow",): 1}
+    assert metrics["dragoman_slots_busy"]["slow",] == 0
+    assert metrics["dragoman_memory_bytes"][()] > 1e7
+    assert metrics["dragoman_model_state"]["slow", "ready"] == 1
+
+
+def test_slots_queue_and_memory_while_it_works(watched: Running) -> None:
+    with talking(watched) as client, talking(watched) as other:
+        assert text_of(ask(client, CHAT, model="in-worker")) == "hello"
+        threads = [threading.Thread(target=lambda: httpx.post(f"{watched.url}{CHAT}", json=body)) for _ in range(2)]
+        body = {"messages": HELLO, "model": "slow"}
+        for thread in threads:
+            thread.start()
+
+        def busy() -> bool:
+            standing = other.get("/stats").json()["models"]["slow"]
+            return bool((standing["running"], standing["waiting"]) == (1, 1))
+
+        assert eventually(busy, 2)
+        metrics = samples(other)
+        assert metrics["dragoman_slots_busy"]["slow",] == 1
+        assert metrics["dragoman_queue_length"]["slow",] == 1
+        assert metrics["dragoman_model_memory_bytes"]["in-worker",] > 1e7
+        for thread in threads:
+            thread.join()
+        slow = other.get("/stats").json()["models"]["slow"]
+        assert slow["queue"]["p99"] > 0.1
+        assert slow["tokens_per_second"] > 0
+        assert slow["time_to_first_token"]["p50"] > 0
+
+
+def test_lines_of_the_log_are_json_and_tell_no_prompt(watched: Running) -> None:
+    secret = "a word that nobody else should read"
+    with talking(watched) as client:
+        reply = ask(client, CHAT, messages=[{"role": "user", "content": secret}])
+        ask(client, CHAT, model="failing", messages=[{"role": "user", "content": secret}])
+    request_id = reply.headers["x-request-id"]
+    assert eventually(lambda: request_id in watched.log.read_text(), 2)
+    lines = [json.loads(line) for line in watched.log.read_text().splitlines()]
+    [line] = [line for line in lines if line.get("request", {}).get("id") == request_id]
+    assert line["logger"] == "dragoman.requests"
+    assert line["request"]["status"] == 200
+    assert line["request"]["client"] == "127.0.0.1"
+    assert secret not in watched.log.read_text()
+    assert secret not in watched.event_log.read_text()
+
+
+def test_the_beginning_of_a_run(watched: Running) -> None:
+    start = watched.events()[0]
+    assert start["event"] == "run_start"
+    assert start["engines"]["slow"] == "scripted"
+    assert start["config"]["limits"]["queue"] == 64
+    assert start["host"]["python"]
+
+
+def test_a_configuration_without_its_secrets() -> None:
+    spec = ModelSpec("far", "scripted", None, {"api_key": "sk-secret", "chunk": 4, "deep": [{"Password": "p"}]})
+    settings = Settings(
+        models=(spec,), api_keys=("sk-one", "sk-two"), keys=Keys(jwt=Jwt("HS256", "/etc/dragoman/secret"))
+    )
+    told = without_secrets(settings)
+    text = json.dumps(told)
+    assert "sk-" not in text
+    assert told["api_keys"] == 2
+    assert told["models"][0]["options"] == {"api_key": "***", "chunk": 4, "deep": [{"Password": "***"}]}
+
+
+def test_prompts_only_where_they_are_asked_for_and_no_metrics_where_not(tmp_path: Path) -> None:
+    config = {
+        "models": {"echo": {"engine": "scripted"}},
+        "api_keys": ["sk-one"],
+        "telemetry": {"log_prompts": True, "metrics": "open"},
+    }
+    with serving(tmp_path, config) as running, talking(running, {"x-api-key": "sk-one"}) as client:
+        ask(client, CHAT, messages=[{"role": "user", "content": "what is asked"}])
+        assert eventually(lambda: "what is asked" in running.log.read_text(), 2)
+        assert httpx.get(f"{running.url}/metrics", trust_env=False).status_code == 200
+        assert httpx.get(f"{running.url}/stats", trust_env=False).status_code == 401
+    quiet = {"models": {"echo": {"engine": "scripted"}}, "telemetry": {"metrics": "off"}}
+    with serving(tmp_path, quiet) as running, talking(running) as client:
+        refused(client.get("/metrics"), 404)
+
+
+def test_spans_are_sent(tmp_path: Path) -> None:
+    received: list[bytes] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as receiver:
+        threading.Thread(target=receiver.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{receiver.server_port}/v1/traces"
+        config = {"models": {"echo": {"engine": "scripted"}}, "telemetry": {"traces": {"endpoint": endpoint}}}
+        with serving(tmp_path, config) as running, talking(running) as client:
+            reply = ask(client, CHAT)
+            assert running.stop() == 0
+        receiver.shutdown()
+    spans = [
+        span
+        for body in received
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    [span] = [span for span in spans if span.name == "chat echo"]
+    values = {entry.key: entry.value for entry in span.attributes}
+    assert values["gen_ai.response.id"].string_value == reply.json()["id"]
+    assert time.time() - span.end_time_unix_nano / 1e9 < 60
