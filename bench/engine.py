@@ -4,12 +4,15 @@
 
 The same model file, slots, context and threads for both, the same requests by the same client. The peer is
 `xllamacpp.Server` (bench/llamacpp.py), once as it is and once with n_batch 256; the better one of the two counts, for
-each figure. Servers take turns; medians of the rounds are shown.
+each figure. Servers take turns; medians of the rounds are shown. What drafts gain is measured against ourselves
+without them.
 
     shared         16 at once: 1,200 tokens in common, 20 of their own, 32 new
     conversations  8 of 6 turns each, interleaved; each turn's prompt is all that was said before and something new
     one, eight     streams of a short prompt each, 64 new tokens
     arrival        a prompt of 1,200 tokens arrives while another stream decodes
+    repeating      a reply of 200 tokens that repeats a text of its prompt, as an edited file does
+    original       a reply of 200 tokens drawn by chance, which repeats nothing
 """
 
 import argparse
@@ -34,7 +37,7 @@ from dragoman import sources
 
 SLOTS, CONTEXT = 16, 2048
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-OURS, PEER, PEER_256 = "dragoman", "llama.cpp", "llama.cpp, n_batch 256"
+OURS, PLAIN, PEER, PEER_256 = "dragoman", "dragoman, no speculation", "llama.cpp", "llama.cpp, n_batch 256"
 TOKENS = range(1000, 20000)
 """Ordinary words of SmolLM2's vocabulary."""
 
@@ -48,9 +51,10 @@ class Size(NamedTuple):
     conversations: int = 8
     turns: int = 6
     stream: int = 64
+    reply: int = 200
 
 
-QUICK = Size(requests=8, shared=400, new=16, conversations=3, turns=3, stream=32)
+QUICK = Size(requests=8, shared=400, new=16, conversations=3, turns=3, stream=32, reply=100)
 
 
 class Answer(NamedTuple):
@@ -81,8 +85,14 @@ class Client:
     def tokens(self, count: int) -> list[int]:
         return self.chance.choices(TOKENS, k=count)
 
-    async def ask(self, prompt: str | list[int], new: int, arrived: Callable[[int], None] | None = None) -> Answer:
-        body = {"model": "smollm2", "prompt": prompt, "max_tokens": new, "temperature": 0}
+    async def ask(
+        self,
+        prompt: str | list[int],
+        new: int,
+        arrived: Callable[[int], None] | None = None,
+        temperature: float = 0,
+    ) -> Answer:
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": new, "temperature": temperature, "seed": 7}
         begun, arrivals, texts = time.perf_counter(), [], []
         request = self.http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True, "stream": True})
         async with request as response:
@@ -150,13 +160,44 @@ async def arrival(client: Client, size: Size) -> Figures:
     return {"worst gap, s": gap, "prefill beside / alone": arrived.first / alone}
 
 
+async def repeating(client: Client, size: Size) -> Figures:
+    """Told three times, a model tells it a fourth time."""
+    told = " ".join(f"{client.chance.choice(NAMES)} {line}" for line in STORY)
+    answer = await client.ask(f"{told}\n\n" * 3, size.reply)
+    return {"tokens/s": _after_the_first(answer, size)}
+
+
+async def original(client: Client, size: Size) -> Figures:
+    opening = f"Once upon a time {client.chance.choice(NAMES)} met {client.chance.choice(NAMES)}, and"
+    return {"tokens/s": _after_the_first(await client.ask(opening, size.reply, temperature=1), size)}
+
+
+def _after_the_first(answer: Answer, size: Size) -> float:
+    """The prompt is none of it."""
+    return (size.reply - 1) / (answer.arrivals[-1] - answer.arrivals[0])
+
+
+NAMES = ["Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Hugo"]
+STORY = [
+    "was the first to see the smoke above the harbour that morning.",
+    "ran down the hill with two buckets and a coil of rope.",
+    "said that the ferry had left at six with nobody aboard.",
+    "did not believe a word of it and went to ask the baker.",
+    "found the key under the third stone behind the chapel.",
+    "counted eleven boats where there should have been twelve.",
+    "wrote all of it into the green book, page after page.",
+]
 WORKLOADS: dict[str, Callable[[Client, Size], Awaitable[Figures]]] = {
     "shared": shared,
     "conversations": conversations,
     "one": one,
     "eight": eight,
     "arrival": arrival,
+    "repeating": repeating,
+    "original": original,
 }
+RIVALS = {"repeating": (PLAIN,), "original": (PLAIN,)}
+"""Whom a workload is compared with, where it is not the peer."""
 TARGETS = {
     ("shared", "all done, s"): "at most 0.17",
     ("shared", "first token p50, s"): "at most 0.14",
@@ -165,6 +206,8 @@ TARGETS = {
     ("eight", "tokens/s"): "at least 1.1",
     ("arrival", "worst gap, s"): "at most 0.3 s",
     ("arrival", "prefill beside / alone"): "ours at most 1.2",
+    ("repeating", "tokens/s"): "at least 1.5",
+    ("original", "tokens/s"): "at least 0.97",
 }
 
 
@@ -197,12 +240,12 @@ def _healthy(port: int, path: str) -> bool:
 @contextmanager
 def server(name: str) -> Iterator[int]:
     port, model = free_port(), str(sources.fetch("smollm2"))
-    if name != OURS:
+    if name not in (OURS, PLAIN):
         arguments = [str(port), model, str(SLOTS), str(CONTEXT), str(THREADS), *(["256"] if name == PEER_256 else [])]
         with running([sys.executable, "-m", "bench.llamacpp", *arguments], port, "/health"):
             yield port
         return
-    options = {"source": model, "slots": SLOTS, "context": CONTEXT, "threads": THREADS}
+    options = {"source": model, "slots": SLOTS, "context": CONTEXT, "threads": THREADS, "speculation": name == OURS}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "dragoman.json"
         config.write_text(json.dumps({"models": {"smollm2": options}}))
@@ -227,12 +270,19 @@ Results = dict[tuple[str, str], dict[str, list[float]]]
 def run(workloads: Sequence[str], rounds: int, size: Size) -> Results:
     results: Results = {}
     for at in range(rounds):
-        for name in (OURS, PEER, PEER_256):
+        for name in (OURS, PLAIN, PEER, PEER_256):
+            concerned = [workload for workload in workloads if name == OURS or name in _rivals(workload)]
+            if not concerned:
+                continue
             with server(name) as port:
-                for workload in workloads:
+                for workload in concerned:
                     for figure, value in asyncio.run(measure(port, workload, at, size)).items():
                         results.setdefault((workload, figure), {}).setdefault(name, []).append(value)
     return results
+
+
+def _rivals(workload: str) -> Sequence[str]:
+    return RIVALS.get(workload, (PEER, PEER_256))
 
 
 def show(results: Results) -> None:
@@ -240,9 +290,9 @@ def show(results: Results) -> None:
     for (workload, figure), values in results.items():
         medians = {name: statistics.median(found) for name, found in values.items()}
         better = max if figure == "tokens/s" else min
-        best = better((PEER, PEER_256), key=lambda name: medians[name])
+        best = better(_rivals(workload), key=lambda name: medians[name])
         ours, peer = medians[OURS], medians[best]
-        which = "" if best == PEER else ", the peer with n_batch 256"
+        which = "" if best == PEER else f", the peer is {best}"
         target = TARGETS[workload, figure]
         print(f"{workload:16}{figure:26}{ours:9.2f}{peer:9.2f}{ours / peer:8.2f}   {target}{which}")
 
