@@ -4,13 +4,16 @@
 
 The same model file, slots, context and threads for both, the same requests by the same client. The peer is
 `xllamacpp.Server` (bench/llamacpp.py), once as it is and once with n_batch 256; the better one of the two counts, for
-each figure. Servers take turns; medians of the rounds are shown.
+each figure. Servers take turns; medians of the rounds are shown. What drafts gain is measured against ourselves
+without them.
 
     shared            16 at once: 1,200 tokens in common, 20 of their own, 32 new
     conversations     8 of 6 turns each, interleaved; each turn's prompt is all that was said before and something new
     one, eight, many  1, 8 and 32 streams of a short prompt each, 64 new tokens; also with `layout: auto`, and the
                       tokens after the first ones also against the bare loop (bench/bare.py)
     arrival           a prompt of 1,200 tokens arrives while another stream decodes
+    repeating         a reply of 200 tokens that repeats a text of its prompt, as an edited file does
+    original          a reply of 200 tokens drawn by chance, which repeats nothing
     cancel            how long until a slot is free whose request, being decoded or taken in, is not wanted any more
 
 What a schema costs is in bench/constraints.py.
@@ -38,7 +41,8 @@ from dragoman import sources
 
 SLOTS, CONTEXT = 32, 2048
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-OURS, AUTO, ONE_SLOT, BARE = "dragoman", "dragoman, layout auto", "dragoman, one slot", "bare loop"
+OURS, AUTO, PLAIN = "dragoman", "dragoman, layout auto", "dragoman, no speculation"
+ONE_SLOT, BARE = "dragoman, one slot", "bare loop"
 PEER, PEER_256 = "llama.cpp", "llama.cpp, n_batch 256"
 TOKENS = range(1000, 20000)
 """Ordinary words of SmolLM2's vocabulary."""
@@ -53,9 +57,10 @@ class Size(NamedTuple):
     conversations: int = 8
     turns: int = 6
     stream: int = 64
+    reply: int = 200
 
 
-QUICK = Size(requests=8, shared=400, new=16, conversations=3, turns=3, stream=32)
+QUICK = Size(requests=8, shared=400, new=16, conversations=3, turns=3, stream=32, reply=100)
 
 
 class Answer(NamedTuple):
@@ -86,8 +91,14 @@ class Client:
     def tokens(self, count: int) -> list[int]:
         return self.chance.choices(TOKENS, k=count)
 
-    async def ask(self, prompt: str | list[int], new: int, arrived: Callable[[int], None] | None = None) -> Answer:
-        body = {"model": "smollm2", "prompt": prompt, "max_tokens": new, "temperature": 0}
+    async def ask(
+        self,
+        prompt: str | list[int],
+        new: int,
+        arrived: Callable[[int], None] | None = None,
+        temperature: float = 0,
+    ) -> Answer:
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": new, "temperature": temperature, "seed": 7}
         begun, arrivals, texts = time.perf_counter(), [], []
         request = self.http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True, "stream": True})
         async with request as response:
@@ -179,6 +190,33 @@ async def arrival(client: Client, size: Size) -> Figures:
     return {"worst gap, s": gap, "prefill beside / alone": arrived.first / alone}
 
 
+async def repeating(client: Client, size: Size) -> Figures:
+    """Told three times, a model tells it a fourth time."""
+    told = " ".join(f"{client.chance.choice(NAMES)} {line}" for line in STORY)
+    answer = await client.ask(f"{told}\n\n" * 3, size.reply)
+    return {TOKENS_A_SECOND: _after_the_first(answer, size)}
+
+
+async def original(client: Client, size: Size) -> Figures:
+    opening = f"Once upon a time {client.chance.choice(NAMES)} met {client.chance.choice(NAMES)}, and"
+    return {TOKENS_A_SECOND: _after_the_first(await client.ask(opening, size.reply, temperature=1), size)}
+
+
+def _after_the_first(answer: Answer, size: Size) -> float:
+    """The prompt is none of it."""
+    return (size.reply - 1) / (answer.arrivals[-1] - answer.arrivals[0])
+
+
+NAMES = ["Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Hugo"]
+STORY = [
+    "was the first to see the smoke above the harbour that morning.",
+    "ran down the hill with two buckets and a coil of rope.",
+    "said that the ferry had left at six with nobody aboard.",
+    "did not believe a word of it and went to ask the baker.",
+    "found the key under the third stone behind the chapel.",
+    "counted eleven boats where there should have been twelve.",
+    "wrote all of it into the green book, page after page.",
+]
 WORKLOADS: dict[str, Callable[[Client, Size], Awaitable[Figures]]] = {
     "shared": shared,
     "conversations": conversations,
@@ -186,10 +224,13 @@ WORKLOADS: dict[str, Callable[[Client, Size], Awaitable[Figures]]] = {
     "eight": eight,
     "many": many,
     "arrival": arrival,
+    "repeating": repeating,
+    "original": original,
     "cancel": cancel,
 }
 TOKENS_A_SECOND, DECODED = "tokens/s", "decoded tokens/s"
 STREAMS = {"one": 1, "eight": 8, "many": 32}
+DRAFTING = ("repeating", "original")
 TARGETS = {
     ("shared", "all done, s"): "at most 0.17",
     ("shared", "first token p50, s"): "at most 0.14",
@@ -199,6 +240,8 @@ TARGETS = {
     ("many", TOKENS_A_SECOND): "at least 1.1",
     ("arrival", "worst gap, s"): "at most 0.3 s",
     ("arrival", "prefill beside / alone"): "ours at most 1.2",
+    ("repeating", TOKENS_A_SECOND): "at least 1.5",
+    ("original", TOKENS_A_SECOND): "at least 0.97",
     ("cancel", "decoding: free after, s"): "ours at most 0.2 s",
     ("cancel", "taken in: free after, s"): "ours at most 0.2 s",
 }
@@ -240,6 +283,7 @@ def server(name: str) -> Iterator[int]:
         return
     options = {"source": model, "slots": 1 if name == ONE_SLOT else SLOTS, "context": CONTEXT, "threads": THREADS}
     options["layout"] = "auto" if name == AUTO else "as-is"
+    options["speculation"] = name != PLAIN
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "dragoman.json"
         config.write_text(json.dumps({"models": {"smollm2": options}}))
@@ -269,7 +313,7 @@ def run(workloads: Sequence[str], rounds: int, size: Size) -> Results:
             results.setdefault((workload, figure), {}).setdefault(name, []).append(value)
 
     for at in range(rounds):
-        for name in (OURS, AUTO, PEER, PEER_256, ONE_SLOT):
+        for name in (OURS, AUTO, PLAIN, PEER, PEER_256, ONE_SLOT):
             if not (chosen := [workload for workload in workloads if name in measured_by(workload)]):
                 continue
             with server(name) as port:
@@ -283,6 +327,8 @@ def run(workloads: Sequence[str], rounds: int, size: Size) -> Results:
 def measured_by(workload: str) -> Sequence[str]:
     if workload == "cancel":
         return (ONE_SLOT,)
+    if workload in DRAFTING:
+        return (OURS, PLAIN)
     return (OURS, AUTO, PEER, PEER_256) if workload in STREAMS else (OURS, PEER, PEER_256)
 
 
@@ -311,6 +357,8 @@ def comparisons(workload: str, figure: str) -> Sequence[tuple[str, Sequence[str]
     """Whose figure is held against whose, and what the ratio ought to be."""
     if workload == "cancel":
         return [(ONE_SLOT, (), TARGETS[workload, figure])]
+    if workload in DRAFTING:
+        return [(OURS, (PLAIN,), TARGETS[workload, figure])]
     if figure == DECODED:
         return [(OURS, (BARE,), "at least 0.93")]
     found = [(OURS, (PEER, PEER_256), TARGETS[workload, figure])]

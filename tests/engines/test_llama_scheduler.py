@@ -12,6 +12,7 @@ from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Chunk, Job, Pla
 from dragoman.engines.llama.sequences import Clear, Copy, Trim
 
 SCHEDULES = 4000
+WRONG = 77
 Cell = tuple[int, str]
 """A token, and the principal whose job computed it."""
 
@@ -73,11 +74,21 @@ class World:
         self.ended.add(job)
         self.scheduler.end(job)
 
-    def step(self, budget: int, failing: frozenset[int] = frozenset()) -> Plan:
+    def draft(self, job: int, right: int, wrong: int) -> tuple[int, ...]:
+        """Tokens that the job will sample, and some that it will not."""
+        known = len(self.replies[job])
+        return (*(self.token(known + ahead) for ahead in range(right)), *[WRONG] * wrong)
+
+    def token(self, at: int) -> int:
+        return at % 3
+
+    def step(self, budget: int, failing: frozenset[int] = frozenset(), right: int = 0, wrong: int = 0) -> Plan:
         due = {job for job, reply in self.replies.items() if reply and job not in self.ended}
-        assert self.scheduler.decoding == bool(due)
-        plan = self.scheduler.plan(budget)
+        assert set(self.scheduler.decoding) == due
+        drafts = {job: self.draft(job, (right + job) % 5, (wrong + job) % 3) for job in due if right + wrong}
+        plan = self.scheduler.plan(budget, drafts)
         self.check(plan, budget, due)
+        self.check_drafts(plan, drafts)
         self.memory.prepare(plan)
         for chunk in plan.chunks:
             if chunk.job in failing:
@@ -102,28 +113,39 @@ class World:
         assert {chunk.job for chunk in plan.chunks if self.replies[chunk.job]} == due
         assert plan.chunks or self.scheduler.idle, "somebody always gets on"
 
+    def check_drafts(self, plan: Plan, drafts: dict[int, tuple[int, ...]]) -> None:
+        for chunk in plan.chunks:
+            if reply := self.replies[chunk.job]:
+                draft = () if plan.prefill_rows else drafts.get(chunk.job, ())
+                assert chunk.tokens == (reply[-1], *draft)
+                assert chunk.outputs == len(chunk.tokens)
+
     def check_memory(self) -> None:
         scheduler, sequences = self.scheduler, self.scheduler.sequences
         seats = [slot.sequence for slot in scheduler.slots.values() if slot.seated]
         assert len(scheduler.slots) <= self.slots
         assert len(seats) == len(set(seats))
         assert sequences.taken == set(seats)
+        trimmed = {effect.sequence: effect.length for effect in sequences.effects if isinstance(effect, Trim)}
+        assert len(trimmed) == len(sequences.effects), "between plans only drafts are cut"
         for sequence, cells in enumerate(self.memory.sequences):
             assert not cells or sequence in sequences.filled
             if sequence in sequences.held:
-                known, there = text(sequences.held, sequence), self.memory.tokens(sequence)
+                known, there = text(sequences.held, sequence), self.memory.tokens(sequence)[: trimmed.get(sequence)]
                 assert known == there[: len(known)]
                 assert sequence in sequences.taken or known == there
 
     def read(self, chunk: Chunk) -> None:
         job, reply = self.jobs[chunk.job], self.replies[chunk.job]
+        ahead = len(chunk.tokens) - 1 if reply else 0
         seen = self.memory.tokens(chunk.sequence)
+        seen = seen[: len(seen) - ahead]
         assert seen == [*job.prompt, *reply][: len(seen)]
         if self.scheduler.isolate:
             assert {principal for _, principal in self.memory.sequences[chunk.sequence]} == {job.principal}
         self.rows[job.id] += len(chunk.tokens)
         complete = len(seen) >= len(job.prompt)
-        assert chunk.outputs == (len(chunk.tokens) if job.prompt_outputs and not reply else int(complete))
+        assert chunk.outputs - ahead == (len(chunk.tokens) if job.prompt_outputs and not reply else int(complete))
         if not complete:
             return
         if not reply:
@@ -131,11 +153,17 @@ class World:
             assert self.scheduler.prompt_done(job.id)
             assert self.rows[job.id] + shared == len(job.prompt)
             assert not (shared and (job.prompt_outputs or not self.scheduler.sharing))
-        if len(reply) == self.limits[job.id]:
-            self.end(job.id)
-        else:
-            reply.append(len(reply) % 3)
-            self.scheduler.sampled(job.id, reply[-1])
+        self.sample(job.id, chunk.tokens[len(chunk.tokens) - ahead :])
+
+    def sample(self, job: int, draft: tuple[int, ...]) -> None:
+        reply = self.replies[job]
+        while len(reply) < self.limits[job]:
+            reply.append(self.token(len(reply)))
+            drafted, draft = draft[:1] == (reply[-1],), draft[1:]
+            assert self.scheduler.sampled(job, reply[-1]) == drafted
+            if not drafted:
+                return
+        self.end(job)
 
     def finish(self) -> None:
         for _ in range(10_000):
@@ -176,12 +204,13 @@ def happen(chance: random.Random, world: World) -> None:
         if world.jobs and chance.random() < 0.3:
             earlier = chance.choice(list(world.jobs))
             prompt = (*world.jobs[earlier].prompt, *world.replies[earlier], *prompt[:40])
-        world.add(prompt, chance.randrange(7), chance.random() < 0.1, chance.choice(["ann", "bob"]))
+        world.add(prompt, chance.randrange(12), chance.random() < 0.1, chance.choice(["ann", "bob"]))
     elif what < 0.45 and world.jobs:
         world.end(chance.choice(list(world.jobs)))
     else:
         failing = [chance.choice(list(world.jobs))] if world.jobs and chance.random() < 0.1 else []
-        world.step(chance.randint(1, 150), frozenset(failing))
+        drafting = (chance.randrange(5), chance.randrange(3)) if chance.random() < 0.6 else (0, 0)
+        world.step(chance.randint(1, 150), frozenset(failing), *drafting)
 
 
 PROMPTS = st.one_of(
@@ -190,8 +219,9 @@ PROMPTS = st.one_of(
 )
 ADD = st.tuples(st.just("add"), PROMPTS, st.integers(0, 6), st.booleans() | st.just(False))
 END = st.tuples(st.just("end"), st.integers(0, 30))
-STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(0, 30), max_size=2))
-CALM = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(), max_size=0))
+DRAFT = st.tuples(st.integers(0, 4), st.integers(0, 2))
+STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(0, 30), max_size=2), DRAFT)
+CALM = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(), max_size=0), DRAFT)
 
 
 @settings(max_examples=100, deadline=None)
@@ -204,8 +234,8 @@ def test_any_order_of_happenings(slots: int, happenings: list[tuple[object, ...]
                 world.add(prompt, limit, prompt_outputs)
             case "end", int(job) if job in world.jobs:
                 world.end(job)
-            case "step", int(budget), frozenset(failing):
-                world.step(budget, failing)
+            case "step", int(budget), frozenset(failing), (int(right), int(wrong)):
+                world.step(budget, failing, right, wrong)
     world.finish()
 
 
@@ -368,6 +398,47 @@ def test_without_sharing_everybody_prefills() -> None:
     for _ in range(2):
         world.add(tuple(range(50)), 0)
     assert chunks_of(world.step(100)) == [(0, 0, 50, 1), (1, 0, 50, 1)]
+
+
+def test_a_draft_is_kept_as_far_as_it_is_sampled_and_the_rest_cut_off() -> None:
+    world = World(2)
+    world.add(tuple(range(40)), 9)
+    world.step(64)
+    assert world.step(64, right=2, wrong=1).chunks[0].tokens == (0, 1, 2, WRONG)
+    assert world.replies[0] == [0, 1, 2, 0]
+    plan = world.step(64)
+    assert plan.effects == (Trim(0, 43),)
+    assert chunks_of(plan) == [(0, 43, 1, 1)]
+
+
+def test_a_draft_that_is_right_is_followed_at_once() -> None:
+    world = World(2)
+    world.add(tuple(range(40)), 9)
+    world.step(64)
+    world.step(64, right=3)
+    plan = world.step(64)
+    assert not plan.effects
+    assert chunks_of(plan) == [(0, 44, 1, 1)]
+
+
+def test_nobodys_prompt_waits_for_a_draft() -> None:
+    world = World(2)
+    world.add(tuple(range(40)), 9)
+    world.step(64)
+    world.add(tuple(range(100, 200)), 1)
+    assert chunks_of(world.step(64, right=3)) == [(0, 40, 1, 1), (1, 0, 64, 0)]
+
+
+def test_what_was_drafted_and_not_sampled_is_taken_by_nobody() -> None:
+    world = World(1)
+    world.add(tuple(range(40)), 3)
+    world.step(64)
+    world.step(64, right=4, wrong=2)
+    assert world.ended == {0}
+    world.add((*range(40), 0, 1, 2, 0, 1, 2, WRONG, WRONG), 1)
+    plan = world.step(64)
+    assert plan.effects == (Trim(0, 43), Trim(0, 43))
+    assert plan.chunks[0].start == 43
 
 
 def test_a_plan_must_be_answered() -> None:

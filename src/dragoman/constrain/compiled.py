@@ -79,7 +79,11 @@ class Guide:
 
     def lets(self, tokens: Sequence[int]) -> bool:
         """Whether the tokens may follow one another."""
-        return self.matcher.validate_tokens(list(tokens)) == len(tokens)
+        return self.fitting(tokens) == len(tokens)
+
+    def fitting(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens may follow one another, from the first on."""
+        return self.matcher.validate_tokens(list(tokens))
 
     def take(self, token: int) -> None:
         """The reply goes on with `token`. What may follow is not known before `compute`."""

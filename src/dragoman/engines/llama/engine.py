@@ -82,6 +82,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flash_attention: bool = True
     """Where it helps; without it long texts are written faster, short ones slower, and the log probabilities of a text
     are the same whoever else is being answered, nearly to the bit."""
+    speculation: bool = True
+    """Tokens that are likely to come as they came before in the text are decoded together, where that pays."""
     gap_ms: Count = 150
     """How long somebody who is being answered may wait for the next token while prompts are taken in."""
     layout: Layout = "auto"
@@ -256,7 +258,9 @@ def _load(
         schedule = partial(Scheduler, options.slots, cached, sharing=not model.forgets, isolate=options.isolate)
         runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns)
         syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
-        intake = Intake(model, min(length, context.length), syntax, options.template_options)
+        speculation = options.speculation and not model.forgets
+        fitting = min(length, context.length)
+        intake = Intake(model, fitting, syntax, options.template_options, speculation=speculation)
         embedder = _embedder(model, options, intake.context, turns, lambda: not runner.scheduler.idle)
         undo.pop_all()
         return model, _Loaded(model, context, intake, runner), embedder

@@ -10,11 +10,14 @@ Rules
    character is delivered at the end as the replacement character.
 4. A reply that is kept to a shape ends where the shape does, and nowhere before: neither a stop token nor the end of
    generation cuts it. Only the limit does, and then the reason says so.
-5. Calls that must be made end when one repeats the one before it word for word: a weak model would go on repeating it.
+5. Drafts change nothing: each token is picked from the logits of its own row, with the mask, the penalties and the
+   chance that are due there, in the order of the text, until one is not the one that was drafted.
+6. Calls that must be made end when one repeats the one before it word for word: a weak model would go on repeating it.
 """
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -25,6 +28,7 @@ from dragoman.conversation import GenerationRequest
 from dragoman.detokenize import Detokenizer
 from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.budget import Budget
+from dragoman.engines.llama.drafts import Lookup
 from dragoman.engines.llama.sampling import Allowed, Picker, Recipe, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
 from dragoman.errors import EngineFailed
@@ -48,8 +52,15 @@ class Bearings(msgspec.Struct, frozen=True):
 
 class Generation:
     def __init__(
-        self, request: GenerationRequest, model: Model, recipe: Recipe, prompt: tuple[int, ...], bearings: Bearings
+        self,
+        request: GenerationRequest,
+        model: Model,
+        recipe: Recipe,
+        prompt: tuple[int, ...],
+        bearings: Bearings,
+        lookup: Lookup | None = None,
     ) -> None:
+        """`lookup`, which knows the prompt, is what drafts come from; None: there are none."""
         self.model = model
         self.recipe = recipe
         self.bearings = bearings
@@ -66,6 +77,7 @@ class Generation:
         self.inbox = Mailbox()
         self.picker: Picker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.lookup = lookup
         self.detokenizer = Detokenizer()
         self.forced: deque[int] = deque()
         self.sections = Sections() if bearings.calls else None
@@ -102,6 +114,8 @@ class Generation:
         if self.guide is not None:
             self.guide.take(token)
         self.count += 1
+        if self.lookup is not None:
+            self.lookup.append(token)
         text = self.detokenizer.feed(self.model.text(token))
         if self.budget is not None and not self.forced:
             self.budget.read(text)
@@ -111,6 +125,17 @@ class Generation:
         elif self.count >= self.limit:
             events += self._finish("length")
         return token, events
+
+    def hopes(self) -> Sequence[float]:
+        """How likely one, two, three … further tokens are to come as they would be drafted."""
+        if self.lookup is None or self.forced:
+            return ()
+        return self.lookup.hopes(self.limit - self.count - 1)
+
+    def draft(self, count: int) -> Sequence[int]:
+        """So many tokens that may come next, fewer where the shape of the reply does not let them."""
+        tokens = () if self.lookup is None else self.lookup.guess(count)
+        return tokens if self.guide is None else tokens[: self.guide.fitting(tokens)]
 
     def close(self) -> None:
         if self.picker is not None:

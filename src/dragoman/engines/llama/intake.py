@@ -24,6 +24,7 @@ from dragoman.engines.interface import Rendered
 from dragoman.engines.llama import sampling
 from dragoman.engines.llama.binding import Model
 from dragoman.engines.llama.budget import Budget
+from dragoman.engines.llama.drafts import Lookup
 from dragoman.engines.llama.generation import Bearings, Generation
 from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.prompt import ChatTemplate, Segment
@@ -42,7 +43,16 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Intake:
-    def __init__(self, model: Model, context: int, syntax: ModelFormat, template_options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Model,
+        context: int,
+        syntax: ModelFormat,
+        template_options: Sequence[str] = (),
+        *,
+        speculation: bool = False,
+    ) -> None:
+        self.speculation = speculation
         self.model = model
         self.context = context
         self.format = syntax
@@ -85,7 +95,9 @@ class Intake:
             thinking=read.opener is not None,
             ignored=(*read.ignored, *(() if kept is None else kept.relaxed)),
         )
-        return Generation(request, self.model, recipe, read.tokens, bearings)
+        # Here, because indexing a long prompt takes its time, and others decode meanwhile.
+        lookup = Lookup(read.tokens) if self.speculation else None
+        return Generation(request, self.model, recipe, read.tokens, bearings, lookup)
 
     def render(self, request: GenerationRequest) -> Rendered:
         prompt = self.template.render(request)

@@ -2,9 +2,9 @@
 
     repeat
       take what came in from the event loop: jobs, cancellations
-      plan, and put the memory in order: clear, copy, trim
+      plan, with drafts that are likely to pay, and put the memory in order: clear, copy, trim
       decode, and find out meanwhile what grammars allow next
-      pick a token for every row that has logits
+      pick a token for every row that has logits, up to the first that was drafted wrongly
       hand all events of the step to the event loop in one call
 
 Rules
@@ -18,6 +18,7 @@ Rules
 """
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
@@ -27,6 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from dragoman.constrain.compiled import Guide
 from dragoman.engines.llama.binding import ABORTED, Context
+from dragoman.engines.llama.drafts import MOST_DRAFTED, Cost, worthwhile
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy
@@ -87,6 +89,10 @@ class Runner:
         self.turns = turns
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
+        self.gap = gap
+        self.most_drafted = min(batch, MOST_DRAFTED)
+        self.cost = Cost()
+        self.drafted = self.accepted = 0
         self.live: dict[int, Generation] = {}
         self.sole: Generation | None = None
         """The only one for whom the decode at hand is done."""
@@ -158,7 +164,7 @@ class Runner:
 
     def _step(self) -> None:
         pace = self.among_others if self.scheduler.decoding else self.alone
-        plan = self.scheduler.plan(pace.chunk)
+        plan = self.scheduler.plan(pace.chunk, self._drafts())
         self._prepare(plan)
         if not plan.chunks:
             return
@@ -168,8 +174,15 @@ class Runner:
             self._take_back(plan.chunks)
         elif code:
             self._decode_alone(plan.chunks, code)
-        else:
+        elif plan.prefill_rows:
             pace.took(plan.prefill_rows, time.monotonic() - begun)
+        else:
+            self.cost.took(sum(len(chunk.tokens) for chunk in plan.chunks), time.monotonic() - begun)
+
+    def _drafts(self) -> dict[int, Sequence[int]]:
+        hopes = {job: self.live[job].hopes() for job in self.scheduler.decoding}
+        counts = worthwhile(self.cost, hopes, self.gap, self.most_drafted)
+        return {job: self.live[job].draft(count) for job, count in counts.items()}
 
     def _prepare(self, plan: Plan) -> None:
         for effect in plan.effects:
@@ -239,13 +252,30 @@ class Runner:
         events: list[Event] = []
         if chunk.start < len(generation.job.prompt):
             events += generation.start(self.scheduler.shared(chunk.job))
+            first_row += len(chunk.tokens) - 1
+        else:
+            self.drafted += len(chunk.tokens) - 1
         if not events or type(events[-1]) is not Finished:
-            token, more = generation.step(self.context, first_row + len(chunk.tokens) - 1)
-            events += more
-            self.scheduler.sampled(chunk.job, token)
+            events += self._pick(generation, first_row)
         self.outbox.append((generation, events))
         if type(events[-1]) is Finished:
             self._end(generation)
+
+    def _pick(self, generation: Generation, row: int) -> list[Event]:
+        """The next token, and those after it as long as they are the drafted ones."""
+        events: list[Event] = []
+        for ahead in itertools.count():
+            try:
+                token, more = generation.step(self.context, row + ahead)
+            except EngineFailed:
+                if events:
+                    self.outbox.append((generation, events))
+                raise
+            events += more
+            if type(more[-1]) is Finished or not self.scheduler.sampled(generation.job.id, token):
+                break
+            self.accepted += 1
+        return events
 
     def _fail(self, generation: Generation, error: DragomanError) -> None:
         self.outbox.append((generation, error))

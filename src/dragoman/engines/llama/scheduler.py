@@ -5,14 +5,19 @@
 
 A job gets a slot, then a seat, which is a sequence of the decoder's memory (`sequences` decides which one, and what is
 in it already). Many jobs go through one decode: each one that decodes has one row, and those that still take in their
-prompts share a budget of rows. A job whose prompt begins as that of one who is just taking it in follows that leader:
-it waits for the common part instead of computing it a second time, and then takes it from there.
+prompts share a budget of rows. Where nobody does, a job that decodes may have rows for tokens that it is only thought
+to go on with: its draft, of which those remain that it really samples.
+
+A job whose prompt begins as that of one who is just taking it in follows that leader: it waits for the common part
+instead of computing it a second time, and then takes it from there.
 
 Rules
 1. A sequence belongs to one job at the most.
 2. The rows of a job are its prompt, then its sampled tokens, at positions 0, 1, 2, … without gap or repetition. What
-   was in its sequence when the job got it is `shared` and has no rows.
-3. Every job with a sampled token has exactly one row for it in the next plan; prefill never delays it by a plan.
+   was in its sequence when the job got it is `shared` and has no rows. Rows of a draft that were not sampled are cut
+   off before anything else is done to the memory, and nobody ever takes them from there.
+3. Every job with a sampled token has exactly one row for it in the next plan; prefill never delays it by a plan. Its
+   draft follows that row, unless the plan has prefill rows: nobody's prompt waits for somebody's guess.
 4. Prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill.
 5. Half of the budget is the oldest job's principal's, so that it gets done; the rest is shared evenly between the
    others, and each one's part in the same way between their jobs: nobody gets more by asking more often, and a short
@@ -27,7 +32,7 @@ Rules
 10. Rows are in the order of their sequences, as the decoder wants neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -71,6 +76,8 @@ class _Slot(msgspec.Struct):
     sampled: int | None = None
     reply: list[int] = []
     """The sampled tokens that are in memory."""
+    draft: tuple[int, ...] = ()
+    """Tokens that are in memory behind those, not sampled yet."""
     leader: int = -1
     common: int = 0
     """How much of the leader's prompt is worth waiting for."""
@@ -102,9 +109,9 @@ class Scheduler:
         return not self.waiting and not self.slots
 
     @property
-    def decoding(self) -> bool:
-        """Whether somebody waits for the token after the last one."""
-        return any(slot.sampled is not None for slot in self.slots.values())
+    def decoding(self) -> list[int]:
+        """The jobs that wait for the token after the last one."""
+        return [job for job, slot in self.slots.items() if slot.sampled is not None]
 
     def add(self, job: Job) -> None:
         self.waiting[job.id] = job
@@ -116,9 +123,11 @@ class Scheduler:
         slot = self.slots[chunk.job]
         if slot.missing > 0:
             self.sequences.grew(slot.sequence, chunk.tokens)
+            slot.done += len(chunk.tokens)
         else:
-            slot.reply.extend(chunk.tokens)
-        slot.done += len(chunk.tokens)
+            slot.reply.append(chunk.tokens[0])
+            slot.done += 1
+            slot.draft = chunk.tokens[1:]
         slot.sampled = None
         if slot.missing <= 0:
             self.promised.drop(chunk.job)
@@ -127,9 +136,17 @@ class Scheduler:
         """The chunk's rows are not in memory, and have to be planned again."""
         self.in_flight.pop(chunk.job, None)
 
-    def sampled(self, job: int, token: int) -> None:
-        """The job goes on with `token`."""
-        self.slots[job].sampled = token
+    def sampled(self, job: int, token: int) -> bool:
+        """The job goes on with `token`. Whether that was drafted, so that the next one can be sampled already."""
+        slot = self.slots[job]
+        if slot.draft[:1] == (token,):
+            slot.reply.append(token)
+            slot.done += 1
+            slot.draft = slot.draft[1:]
+            return True
+        self._cut_draft(slot)
+        slot.sampled = token
+        return False
 
     def end(self, job: int) -> None:
         """The job is done, failed or not wanted any more. One that is gone already may end again."""
@@ -138,6 +155,7 @@ class Scheduler:
         if slot is None or not slot.seated:
             return
         self.promised.drop(job)
+        self._cut_draft(slot)
         self.sequences.grew(slot.sequence, slot.reply)
         self.sequences.leave(slot.sequence, spoilt=self.in_flight.pop(job, None) is not None)
 
@@ -148,7 +166,8 @@ class Scheduler:
         """How many of its prompt's tokens the job did not have to decode itself."""
         return self.slots[job].shared
 
-    def plan(self, prefill_budget: int) -> Plan:
+    def plan(self, prefill_budget: int, drafts: Mapping[int, Sequence[int]] | None = None) -> Plan:
+        """`drafts`: by which tokens jobs that have sampled one are thought to go on."""
         if self.in_flight:
             raise RuntimeError(f"jobs {sorted(self.in_flight)} have not been heard of since the last plan")
         while self.waiting and len(self.slots) < self.limit:
@@ -158,7 +177,8 @@ class Scheduler:
             if not slot.seated and not self._follows(slot):
                 self._seat(slot)
         prefill = self._prefill(prefill_budget)
-        chunks = sorted((*self._next_rows(), *prefill), key=lambda chunk: chunk.sequence)
+        decoding = self._next_rows({} if prefill or drafts is None else drafts)
+        chunks = sorted((*decoding, *prefill), key=lambda chunk: chunk.sequence)
         self.in_flight = {chunk.job: chunk for chunk in chunks}
         return Plan(self.sequences.drain(), tuple(chunks), sum(len(chunk.tokens) for chunk in prefill))
 
@@ -189,12 +209,18 @@ class Scheduler:
         if self.sharing:
             self.promised.hold(job.id, job.prompt, self._salt(job))
 
-    def _next_rows(self) -> list[Chunk]:
-        return [
-            Chunk(slot.job.id, slot.sequence, slot.done, (slot.sampled,), 1)
-            for slot in self.slots.values()
-            if slot.sampled is not None
-        ]
+    def _cut_draft(self, slot: _Slot) -> None:
+        if slot.draft:
+            self.sequences.cut(slot.sequence, slot.done)
+            slot.draft = ()
+
+    def _next_rows(self, drafts: Mapping[int, Sequence[int]]) -> list[Chunk]:
+        chunks = []
+        for slot in self.slots.values():
+            if slot.sampled is not None:
+                tokens = (slot.sampled, *drafts.get(slot.job.id, ()))
+                chunks.append(Chunk(slot.job.id, slot.sequence, slot.done, tokens, len(tokens)))
+        return chunks
 
     def _prefill(self, budget: int) -> list[Chunk]:
         slots = [slot for slot in self.slots.values() if slot.seated and slot.missing > 0]

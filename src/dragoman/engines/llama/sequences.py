@@ -95,6 +95,10 @@ class Sequences:
         if self.sharing:
             self.held.extend(seat, tokens)
 
+    def cut(self, seat: int, length: int) -> None:
+        """What lies in memory behind so many tokens, of which nobody was told, is not wanted."""
+        self.effects.append(Trim(seat, length))
+
     def leave(self, seat: int, *, spoilt: bool) -> None:
         """The job is gone; `spoilt`: nobody knows what it left in memory."""
         self.taken.remove(seat)
