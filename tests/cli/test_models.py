@@ -11,7 +11,7 @@ import pytest
 from dragoman.cli.models import Row, table
 from dragoman.store.keys import KeyStore
 from tests.cli.test_cli import refused, run
-from tests.server.test_connecting import certified
+from tests.server.test_connecting import certified, listened_on
 from tests.serving import Running, free_port, serving, serving_at
 from tests.test_gguf import gguf, pair, text
 
@@ -159,6 +159,7 @@ def test_a_server_is_found_wherever_it_listens(tmp_path: Path, place: str) -> No
         config["socket"] = "here.sock"
 
     def connect(port: int) -> httpx.Client:
+        assert place == "tls" or listened_on(tmp_path / "here.sock")
         trusted = ssl.create_default_context(cafile=tls.certificate) if place != "socket" else True
         transport = httpx.HTTPTransport(verify=trusted, uds=None if place == "tls" else str(tmp_path / "here.sock"))
         scheme = "http" if place == "socket" else "https"
@@ -178,6 +179,7 @@ def test_a_server_is_found_wherever_it_listens(tmp_path: Path, place: str) -> No
 
 def test_a_socket_by_its_path(tmp_path: Path) -> None:
     def connect(_: int) -> httpx.Client:
+        assert listened_on(tmp_path / "here.sock")
         return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(tmp_path / "here.sock")))
 
     config = {"models": {"one": {"engine": "scripted"}}, "socket": "here.sock"}

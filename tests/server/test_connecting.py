@@ -86,16 +86,22 @@ def test_tls_files_that_cannot_be_used(tmp_path: Path) -> None:
             check_place(Settings(port=0, tls=tls))
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "dragoman.sock"
-    config = {"models": MODELS, "socket": "dragoman.sock", "proxies": ["unix"]}
+def listened_on(path: Path) -> bool:
+    """Soon, at least."""
 
     def listens() -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(path)) == 0
 
+    return eventually(listens, 30)
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "dragoman.sock"
+    config = {"models": MODELS, "socket": "dragoman.sock", "proxies": ["unix"]}
+
     def connect(_: int) -> httpx.Client:
-        assert eventually(listens, 30)
+        assert listened_on(path)
         transport = httpx.HTTPTransport(uds=str(path))
         return httpx.Client(base_url="http://localhost", transport=transport)
 
