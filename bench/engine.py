@@ -191,9 +191,10 @@ async def arrival(client: Client, size: Size) -> Figures:
 
 
 async def repeating(client: Client, size: Size) -> Figures:
-    """Told three times, a model tells it a fourth time."""
-    told = " ".join(f"{client.chance.choice(NAMES)} {line}" for line in STORY)
-    answer = await client.ask(f"{told}\n\n" * 3, size.reply)
+    """Told three times and begun once more, it is told on."""
+    lines = [f"{client.chance.choice(NAMES)} {line}" for line in STORY]
+    told = " ".join(lines)
+    answer = await client.ask(f"{told}\n\n" * 3 + lines[0], size.reply)
     return {TOKENS_A_SECOND: _after_the_first(answer, size)}
 
 

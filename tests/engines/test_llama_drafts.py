@@ -87,9 +87,27 @@ def test_the_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> Non
     for _ in range(400):
         rows = chance.choice([1, 1, 2, 5, 8])
         noise = 10 if chance.random() < 0.01 else chance.uniform(0.95, 1.05)
-        cost.took(rows, (fixed + row * rows) * noise)
+        cost.took(rows, rows - 1, (fixed + row * rows) * noise)
     for rows in (1, 8):
         assert cost.seconds(rows) == pytest.approx(fixed + row * rows, rel=0.25)
+
+
+def test_a_wrong_belief_about_rows_is_forgotten_where_nothing_is_drafted() -> None:
+    certain = [0.98**ahead for ahead in range(1, 8)]
+    cost = cost_of(0.0, 0.012)
+    assert worthwhile(cost, {0: certain}, 0.15) == {}
+    for _ in range(100):
+        cost.took(1, 0, 0.012)
+    assert cost.seconds(1) == pytest.approx(0.012)
+    assert worthwhile(cost, {0: certain}, 0.15)[0] >= 2
+
+
+def test_a_busy_machine_says_nothing_about_rows() -> None:
+    chance = random.Random(3)
+    cost = cost_of(*CPU)
+    for _ in range(300):
+        cost.took(1, 0, chance.choice([0.005, 0.012, 0.05]))
+    assert 0.4 < cost.row / cost.seconds(1) < 0.6
 
 
 def test_nothing_is_drafted_before_anything_is_known() -> None:

@@ -38,7 +38,7 @@ def make_rows_free(engine: LlamaEngine) -> None:
     """Whatever may be drafted is, so that much of it is wrong."""
     cost = runner_of(engine).cost
     cost.fixed, cost.row = 1.0, 1e-9
-    cost.took = lambda rows, seconds: None  # type: ignore[method-assign]
+    cost.took = lambda rows, drafted, seconds: None  # type: ignore[method-assign]
 
 
 @cache

@@ -34,7 +34,7 @@ MEMORY = 0.95
 LEAST_GAIN = 1.05
 """Less is within what the measuring is wrong by."""
 LEAST_SHARE = 0.8
-LEARNING = 0.25
+LEARNING, FORGETTING = 0.25, 0.01
 TOKEN_BITS = 24
 GRAM_MASK = (1 << GRAM * TOKEN_BITS) - 1
 NOWHERE = -1
@@ -116,18 +116,26 @@ class Cost:
     def seconds(self, rows: int) -> float:
         return self.fixed + self.row * rows
 
-    def took(self, rows: int, seconds: float) -> None:
+    def took(self, rows: int, drafted: int, seconds: float) -> None:
+        """A step with so many rows, of which some were drafted, lasted so long."""
         expected = self.seconds(rows)
         if not expected:
-            # Half of a first row is a guess between a CPU, where it is more, and a GPU, where it is nearly all.
+            # Half of a first row is a guess between a CPU, where it is more, and a GPU, where it is nearly nothing.
             self.fixed = self.row = seconds / (1 + rows)
             return
-        # A slow step may only mean that the machine was busy, so no step says too much. Both parts are moved, the one
-        # that had more to do with the step moves more.
-        surprise = min(max(seconds - expected, -expected / 2), expected / 2)
-        step = LEARNING * surprise / (1 + rows * rows)
-        self.fixed = max(self.fixed + step, 0.0)
-        self.row = max(self.row + step * rows, 0.0)
+        # A slow step may only mean that the machine was busy, so no step says too much.
+        surprise = LEARNING * min(max(seconds - expected, -expected / 2), expected / 2)
+        if drafted:
+            step = surprise / (1 + rows * rows)
+            self.fixed = max(self.fixed + step, 0.0)
+            self.row = max(self.row + step * rows, 0.0)
+        else:
+            self._scale(1 + surprise / expected, expected / (1 + rows))
+
+    def _scale(self, factor: float, even: float) -> None:
+        """What a row costs is not seen without drafts, and forgotten slowly: it is found out again now and then."""
+        self.fixed = (self.fixed + FORGETTING * (even - self.fixed)) * factor
+        self.row = (self.row + FORGETTING * (even - self.row)) * factor
 
 
 def worthwhile(

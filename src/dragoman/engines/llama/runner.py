@@ -177,7 +177,8 @@ class Runner:
         elif plan.prefill_rows:
             pace.took(plan.prefill_rows, time.monotonic() - begun)
         else:
-            self.cost.took(sum(len(chunk.tokens) for chunk in plan.chunks), time.monotonic() - begun)
+            rows = sum(len(chunk.tokens) for chunk in plan.chunks)
+            self.cost.took(rows, rows - len(plan.chunks), time.monotonic() - begun)
 
     def _drafts(self) -> dict[int, Sequence[int]]:
         hopes = {job: self.live[job].hopes() for job in self.scheduler.decoding}
