@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dragoman.conversation import Sampling
-from dragoman.engines.llama import engine as engine_module
+from dragoman.engines.llama import room as room_module
 from dragoman.engines.llama.binding import Model
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
 from dragoman.errors import ConfigError, EngineFailed
@@ -150,7 +150,7 @@ def test_a_containers_limit_is_the_memory_there_is(
     path = tmp_path / "memory.max"
     if limit is not None:
         path.write_text(limit)
-    monkeypatch.setattr(engine_module, "MEMORY_LIMIT", path)
+    monkeypatch.setattr(room_module, "MEMORY_LIMIT", path)
     engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1))
 
     async def start() -> None:
@@ -185,20 +185,6 @@ def test_more_sequences_than_there_can_be_are_refused(smollm2_path: Path) -> Non
     options = LlamaOptions(path=str(smollm2_path), slots=200, cache_sequences=57, context=64)
     with pytest.raises(ConfigError, match="slots and cache_sequences together"):
         asyncio.run(LlamaEngine("many", options).start())
-
-
-@pytest.mark.parametrize(("memory", "kept"), [(2**62, 4), (4 * 6 * 64 * 23040, 2), (4 * 3 * 64 * 23040, 0)])
-def test_the_cache_is_as_large_as_the_memory_allows(
-    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, kept: int
-) -> None:
-    model = Model(smollm2_path)
-    assert model.state_bytes == 23040
-    monkeypatch.setattr(engine_module, "_memory", lambda: memory)
-    options = LlamaOptions(path=str(smollm2_path), slots=4)
-    assert engine_module._cache_sequences(model, options, 64) == kept
-    asked = msgspec.structs.replace(options, cache_sequences=3)
-    assert engine_module._cache_sequences(model, asked, 64) == 3
-    model.close()
 
 
 def test_long_text_is_tokenised_in_parts_as_if_it_were_not(smollm2_path: Path) -> None:

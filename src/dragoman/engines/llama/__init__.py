@@ -8,6 +8,7 @@ runner      the thread that owns the decoder: takes jobs, runs plans, hands out 
 scheduler   which rows the next decode has: pure, without model, thread or clock
 sequences   which sequence of the memory holds what, and which one a job gets: pure
 radix       who holds which beginning of a text: pure
+room        how much memory texts take, and how much there is
 sampling    from logits to a token, and log probabilities
 binding     a model, its decoder, its samplers
 library     the C functions

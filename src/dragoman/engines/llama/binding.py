@@ -29,6 +29,11 @@ POOLING = {"1": "mean", "2": "first", "3": "last"}
 """How a model's file says that its vectors of a text's tokens become one; a chat model's says nothing."""
 NO_POOLING, RANKING = 0, "4"
 
+KV_TYPES = {"f16": 1, "q8_0": 8}
+"""ggml's numbers of the types in which keys and values are kept."""
+BLOCKS = {"f16": (2, 1), "q8_0": (34, 32)}
+"""Bytes, and how many numbers are in them."""
+
 ATTRIBUTE_UNKNOWN, ATTRIBUTE_CONTROL = 1, 8
 NO_TOKEN = -1
 
@@ -113,13 +118,13 @@ class Model:
         c, handle = self.library, self.handle
         return bool(c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle))
 
-    @property
-    def state_bytes(self) -> int:
-        """About how much memory a token in a sequence takes: a key and a value of half floats per layer."""
+    def state_bytes(self, kv: str) -> int:
+        """About how much memory a token in a sequence takes: a key and a value per layer."""
         c, handle = self.library, self.handle
         heads = max(c.llama_model_n_head(handle), 1)
         width = c.llama_model_n_embd(handle) * c.llama_model_n_head_kv(handle) // heads
-        return max(4 * int(width) * int(c.llama_model_n_layer(handle)), 1)
+        per_block, block = BLOCKS[kv]
+        return max(2 * int(width) * int(c.llama_model_n_layer(handle)) * per_block // block, 1)
 
     def name(self, token: int) -> str:
         return "" if token == NO_TOKEN else self.pieces[token].decode("utf-8", "replace")
@@ -242,6 +247,7 @@ class Context:
         outputs: int,
         threads: int,
         flash_attention: bool = True,
+        kv: str = "f16",
         vectors: bool = False,
     ) -> None:
         """`rows` is the largest batch, `outputs` the most rows of it that may ask for logits."""
@@ -253,6 +259,7 @@ class Context:
         params.n_batch = params.n_ubatch = rows
         if not flash_attention:
             params.flash_attn_type = FLASH_ATTENTION_OFF
+        params.type_k = params.type_v = KV_TYPES[kv]
         params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, rows), 0
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = params.embeddings = vectors
@@ -264,7 +271,7 @@ class Context:
         if not self.handle:
             raise ConfigError(
                 f"llama: no room for {sequences} texts of {length} tokens ({log.reason()}): "
-                "lower context or slots or cache_sequences"
+                f"lower context or slots or cache_sequences{'' if kv == 'f16' else ', or leave out kv: ' + kv}"
             )
         self.memory = c.llama_get_memory(self.handle)
         if not self.memory and not vectors:

@@ -10,7 +10,6 @@ looks ahead does nothing else.
 import asyncio
 import contextlib
 import logging
-import math
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake, detokenize, tokenize
+from dragoman.engines.llama.room import Kv, room
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
 from dragoman.engines.llama.turns import Turns
@@ -41,15 +41,10 @@ T = TypeVar("T")
 MAX_DEFAULT_THREADS = 16
 """Decoding is bound by memory: more threads rarely help, and on machines with many cores they hurt."""
 
-DEFAULT_MEMORY_SHARE = 0.25
-"""How much of the machine's memory the slots may take where the configuration does not say their size."""
-LEAST_DEFAULT_CONTEXT = 4096
 MOST_DEFAULT_WHOLE = 2048
 """Tokens of a text that goes in whole: the memory for it grows with their square."""
 EMBEDDED_AT_ONCE = 16
 """Texts."""
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""A container's limit, which is often far below the machine's memory."""
 
 VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
 FEATURES = VECTOR_FEATURES | frozenset(
@@ -87,6 +82,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flash_attention: bool = True
     """Where it helps; without it long texts are written faster, short ones slower, and the log probabilities of a text
     are the same whoever else is being answered, nearly to the bit."""
+    kv: Kv = "f16"
+    """How exactly the state of texts is kept: with q8_0 it takes little more than half of the memory."""
     gap_ms: Count = 150
     """How long somebody who is being answered may wait for the next token while prompts are taken in."""
 
@@ -224,6 +221,8 @@ def _load(
     options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns
 ) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
+    if options.kv != "f16" and not options.flash_attention:
+        raise ConfigError(f"llama: kv: {options.kv} needs flash attention: leave out flash_attention: false")
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     with contextlib.ExitStack() as undo:
@@ -237,24 +236,23 @@ def _load(
             embedder = _whole_embedder(model, options, turns)
             undo.pop_all()
             return model, None, embedder
-        length = options.context or _default_context(model, options.slots)
-        cached = _cache_sequences(model, options, length)
-        _check_memory(model, options.slots, cached, length)
+        space = room(model, slots=options.slots, length=options.context, cached=options.cache_sequences, kv=options.kv)
         context = Context(
             model,
-            sequences=options.slots + cached,
-            length=length,
+            sequences=space.sequences,
+            length=space.length,
             rows=options.batch + options.slots,
             outputs=MAX_PROMPT_OUTPUTS + options.slots,
             threads=options.threads or _default_threads(),
             flash_attention=options.flash_attention,
+            kv=options.kv,
         )
         undo.callback(context.close)
-        turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, length))
-        schedule = partial(Scheduler, options.slots, cached, sharing=not model.forgets, isolate=options.isolate)
+        turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, space.length))
+        schedule = partial(Scheduler, options.slots, space.cached, sharing=not model.forgets, isolate=options.isolate)
         runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns)
         syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
-        intake = Intake(model, min(length, context.length), syntax, options.template_options)
+        intake = Intake(model, min(space.length, context.length), syntax, options.template_options)
         embedder = _embedder(model, options, intake.context, turns, lambda: not runner.scheduler.idle)
         undo.pop_all()
         return model, _Loaded(model, context, intake, runner), embedder
@@ -318,60 +316,6 @@ def _checked(generation: Generation, finished: Finished) -> Finished:
         return finished
     found = warnings(checks, guide.captures())
     return msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
-
-
-def _cache_sequences(model: Model, options: LlamaOptions, length: int) -> int:
-    """Where nothing is said, no more than there is room for in the share of the memory that is meant for state."""
-    if model.forgets:
-        return 0
-    room = MAX_SEQUENCES - options.slots
-    if options.cache_sequences is not None:
-        if options.cache_sequences > room:
-            raise ConfigError(f"llama: slots and cache_sequences together must be at most {MAX_SEQUENCES}")
-        return options.cache_sequences
-    fitting = _memory() * DEFAULT_MEMORY_SHARE / (length * model.state_bytes) - options.slots
-    return int(max(min(options.slots, fitting, room), 0))
-
-
-def _check_memory(model: Model, slots: int, cached: int, length: int) -> None:
-    """llama.cpp would try, and the system would kill the process."""
-    needed = (slots + cached) * length * model.state_bytes
-    if needed > _memory() and not model.forgets:
-        kept = f" and {cached} cache_sequences" if cached else ""
-        raise ConfigError(
-            f"llama: {slots} slots{kept} of {length} tokens need {needed / 1e9:.0f} GB of memory, "
-            f"there are {_memory() / 1e9:.0f}: lower context or slots{' or cache_sequences' if cached else ''}"
-        )
-
-
-def _default_context(model: Model, slots: int) -> int:
-    length = model.trained_context
-    room = _memory() * DEFAULT_MEMORY_SHARE / (slots * model.state_bytes)
-    while length > max(room, LEAST_DEFAULT_CONTEXT):
-        length //= 2
-    if length < model.trained_context:
-        log.warning(
-            "the memory is too small for %d slots of %d tokens: each has %d; set context or slots to choose yourself",
-            *(slots, model.trained_context, length),
-        )
-    return length
-
-
-def _memory() -> float:
-    """Bytes of memory that the process may have; infinite where the system does not say."""
-    try:
-        machine: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        machine = math.inf
-    return min(machine, _container_limit())
-
-
-def _container_limit() -> float:
-    try:
-        return int(MEMORY_LIMIT.read_text())
-    except (OSError, ValueError):
-        # No control groups of version 2 here, or "max".
-        return math.inf
 
 
 def _default_threads() -> int:
