@@ -10,6 +10,7 @@ sequences   which sequence of the memory holds what, and which one a job gets: p
 radix       who holds which beginning of a text: pure
 room        how much memory texts take, and how much there is
 sampling    from logits to a token, and log probabilities
+threads     how many threads compute
 binding     a model, its decoder, its samplers
 library     the C functions
 """

@@ -281,6 +281,7 @@ class Context:
         self._allocate(rows)
 
     def _allocate(self, rows: int) -> None:
+        self.rows = rows
         self.tokens = np.zeros(rows, dtype=np.int32)
         self.positions = np.zeros(rows, dtype=np.int32)
         self.sequences = np.zeros(rows, dtype=np.int32)
@@ -309,6 +310,10 @@ class Context:
         run = self.library.llama_decode if self.memory else self.library.llama_encode
         code: int = run(self.handle, self.batch)
         return code
+
+    def use_threads(self, single: int, many: int) -> None:
+        """For batches of one row, and for larger ones."""
+        self.library.llama_set_n_threads(self.handle, single, many)
 
     def vectors(self, rows: int) -> Vectors:
         """Those of the first rows of the last batch, all of which asked for them: a view, until the next one."""

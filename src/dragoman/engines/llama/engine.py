@@ -10,7 +10,6 @@ looks ahead does nothing else.
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -23,6 +22,7 @@ from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
+from dragoman.engines.llama import threads
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
@@ -37,9 +37,6 @@ from dragoman.formats import detect, named
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
-
-MAX_DEFAULT_THREADS = 16
-"""Decoding is bound by memory: more threads rarely help, and on machines with many cores they hurt."""
 
 MOST_DEFAULT_WHOLE = 2048
 """Tokens of a text that goes in whole: the memory for it grows with their square."""
@@ -71,6 +68,7 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of prompt and reply together; None: as many as the model was trained for, if the memory is large."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 4
     threads: Count | None = None
+    """Those that compute; None: as many as are fastest, which is tried out."""
     batch: Count = 512
     """The most prompt tokens that are taken in at once."""
     cache_sequences: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCES)] | None = None
@@ -243,28 +241,29 @@ def _load(
             length=space.length,
             rows=options.batch + options.slots,
             outputs=MAX_PROMPT_OUTPUTS + options.slots,
-            threads=options.threads or _default_threads(),
+            threads=options.threads or threads.allowed(),
             flash_attention=options.flash_attention,
             kv=options.kv,
         )
         undo.callback(context.close)
         turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, space.length))
+        many = options.threads or turns.run(_choose_threads, context, path)
         schedule = partial(Scheduler, options.slots, space.cached, sharing=not model.forgets, isolate=options.isolate)
         runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns)
         syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
         intake = Intake(model, min(space.length, context.length), syntax, options.template_options)
-        embedder = _embedder(model, options, intake.context, turns, lambda: not runner.scheduler.idle)
+        embedder = _embedder(model, options, intake.context, turns, many, lambda: not runner.scheduler.idle)
         undo.pop_all()
         return model, _Loaded(model, context, intake, runner), embedder
 
 
 def _embedder(
-    model: Model, options: LlamaOptions, length: int, turns: Turns, is_writing: Callable[[], bool]
+    model: Model, options: LlamaOptions, length: int, turns: Turns, many: int, is_writing: Callable[[], bool]
 ) -> Embedder:
     """Its decoder has room for one text as long as a slot, or for several that are shorter."""
 
     def make() -> Context:
-        return _vector_context(model, options, length, options.batch)
+        return _vector_context(model, length, options.batch, many)
 
     return Embedder(
         model,
@@ -283,7 +282,7 @@ def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedd
     rows = max(length, options.batch)
     embedder = Embedder(
         model,
-        lambda: _vector_context(model, options, rows, rows),
+        lambda: _vector_context(model, rows, rows, options.threads or threads.default()),
         length=length,
         sequences=EMBEDDED_AT_ONCE,
         rows=rows,
@@ -297,14 +296,14 @@ def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedd
     return embedder
 
 
-def _vector_context(model: Model, options: LlamaOptions, length: int, rows: int) -> Context:
+def _vector_context(model: Model, length: int, rows: int, threads: int) -> Context:
     return Context(
         model,
         sequences=EMBEDDED_AT_ONCE,
         length=length,
         rows=rows,
         outputs=rows,
-        threads=options.threads or _default_threads(),
+        threads=threads,
         vectors=True,
     )
 
@@ -318,9 +317,11 @@ def _checked(generation: Generation, finished: Finished) -> Finished:
     return msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
 
 
-def _default_threads() -> int:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, MAX_DEFAULT_THREADS)
+def _choose_threads(context: Context, path: Path) -> int:
+    """As many as are fastest; those for many rows at once."""
+    found = threads.chosen(context, path)
+    context.use_threads(found.single, found.many)
+    return found.many
 
 
 def _warm_up(context: Context, rows: int) -> None:

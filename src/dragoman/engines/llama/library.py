@@ -146,6 +146,7 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "llama_detokenize": (c_int32, c_void_p, c_void_p, c_int32, c_char_p, c_int32, c_bool, c_bool),
     "llama_init_from_model": (c_void_p, c_void_p, _ContextParams),
     "llama_free": (None, c_void_p),
+    "llama_set_n_threads": (None, c_void_p, c_int32, c_int32),
     "llama_n_ctx_seq": (c_uint32, c_void_p),
     "llama_get_memory": (c_void_p, c_void_p),
     "llama_memory_clear": (None, c_void_p, c_bool),
