@@ -208,7 +208,7 @@ class Catalog:
         for engine in engines:
             self._add([info.name for info in engine.models()], _as_is(engine), settings.limits)
         for spec in settings.models:
-            self._add([spec.name], _from(spec, settings.limits), settings.limits, spec)
+            self._add(spec.names, _from(spec, settings.limits), settings.limits, spec)
         self._aliases: dict[str, str] = {pattern.lower(): target for pattern, target in settings.aliases.items()}
         self.default = settings.default or next(iter(self.models), None)
 

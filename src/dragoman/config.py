@@ -3,6 +3,7 @@
     file     := --config, or $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one (JSON is YAML)
     models   := name: source
               | name: {engine: llama, source or path: SOURCE, ...the engine's own options}
+    adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
     default, host, port, api_keys, strict, event_log, hosts, limits, grace_seconds
 
@@ -36,12 +37,18 @@ Word = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """`options` are for the engine; `source` says where its file comes from."""
+    """`options` are for the engine; `source` says where its file comes from. `adapters` are the names of the models
+    that its engine makes of it, beside itself."""
 
     name: str
     engine: str
     source: str | None = None
     options: Mapping[str, Any] = {}
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.adapters)
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,7 +131,7 @@ def load_settings(
 
 def _check_names(settings: Settings, offered: Sequence[str], flags: Flags, file: "_File") -> None:
     """Aliases and the default name models that there are. Upper and lower case are the same here."""
-    names = [*(model.name for model in settings.models), *offered]
+    names = [*(name for model in settings.models for name in model.names), *offered]
     known = {name.lower() for name in names}
     models = f"models: {', '.join(names)}"
     by_flag = dict(map(_alias_flag, flags.aliases))
@@ -219,13 +226,20 @@ class _File:
         seen: dict[str, str] = {}
         for name, entry in self.mapping("models").items():
             key = f"models.{name}"
-            if not MODEL_NAME.fullmatch(name):
-                raise self.error(key, "a model's name has letters, digits and . _ - : / only, and begins with no /")
-            if name.lower() in seen:
-                raise self.error(key, f"{seen[name.lower()]} is the same name but for its case")
-            seen[name.lower()] = name
+            self.check_name(name, seen, key)
             models[name] = self.model(name, {} if entry is None else entry, key)
+        for name, model in models.items():
+            for adapter in model.adapters:
+                self.check_name(adapter, seen, f"models.{name}.adapters.{adapter}")
         return models
+
+    def check_name(self, name: str, seen: dict[str, str], key: str) -> None:
+        if not MODEL_NAME.fullmatch(name):
+            raise self.error(key, "a model's name has letters, digits and . _ - : / only, and begins with no /")
+        if (other := seen.get(name.lower())) is not None:
+            same = "another model has this name" if other == name else f"{other} is the same name but for its case"
+            raise self.error(key, same)
+        seen[name.lower()] = name
 
     def model(self, name: str, entry: Any, key: str) -> ModelSpec:
         if isinstance(entry, str):
@@ -241,7 +255,14 @@ class _File:
             source = name
         options = {option: value for option, value in entry.items() if option not in ("engine", "path", "source")}
         self.check_options(engine, source, options, key)
-        return ModelSpec(name, engine, self.from_here(source), options)
+        if engine in ENGINES and "adapters" in options:
+            options["adapters"] = {adapter: self.adapter(entry) for adapter, entry in options["adapters"].items()}
+        adapters = tuple(options.get("adapters", ())) if engine in ENGINES else ()
+        return ModelSpec(name, engine, self.from_here(source), options, adapters)
+
+    def adapter(self, entry: Any) -> Any:
+        """With its path from here; what it looks like has been checked."""
+        return self.path(entry) if isinstance(entry, str) else {**entry, "path": self.path(entry["path"])}
 
     def check_options(self, engine: str, source: str | None, options: dict[str, Any], key: str) -> None:
         try:
@@ -272,7 +293,10 @@ class _File:
     def from_here(self, source: str | None) -> str | None:
         if source is None or not is_path(source):
             return source
-        return str(Path(self.name).expanduser().parent / Path(source).expanduser())
+        return self.path(source)
+
+    def path(self, given: str) -> str:
+        return str(Path(self.name).expanduser().parent / Path(given).expanduser())
 
 
 def _required(struct: type[msgspec.Struct]) -> list[str]:

@@ -48,18 +48,18 @@ def test_the_cache_is_as_large_as_the_memory_allows(
     model: Model, monkeypatch: pytest.MonkeyPatch, memory: int, kv: Kv, kept: int
 ) -> None:
     monkeypatch.setattr(room_module, "memory", lambda: memory)
-    assert room(model, slots=4, length=64, cached=None, kv=kv) == Room(64, 4, kept)
-    assert room(model, slots=4, length=64, cached=3, kv=kv).cached == 3
+    assert room(model, 4, 64, None, kv) == Room(64, 4, kept)
+    assert room(model, 4, 64, 3, kv).cached == 3
 
 
 def test_a_context_is_as_long_as_the_memory_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (model.state_bytes("f16"), model.state_bytes("q8_0")) == (HALF, EIGHTH)
     monkeypatch.setattr(room_module, "memory", lambda: 4 * 4 * 5000 * HALF)
-    assert room(model, slots=4, length=None, cached=None, kv="f16").length == LEAST_DEFAULT_CONTEXT
-    assert room(model, slots=4, length=None, cached=None, kv="q8_0").length == model.trained_context
+    assert room(model, 4, None, None, "f16").length == LEAST_DEFAULT_CONTEXT
+    assert room(model, 4, None, None, "q8_0").length == model.trained_context
     with pytest.raises(ConfigError, match="lower context or slots or cache_sequences"):
-        room(model, slots=4, length=8192, cached=20, kv="f16")
-    assert room(model, slots=4, length=8192, cached=4, kv="q8_0").sequences == 8
+        room(model, 4, 8192, 20, "f16")
+    assert room(model, 4, 8192, 4, "q8_0").sequences == 8
 
 
 def test_the_memory_that_a_context_takes_is_the_one_that_was_foreseen(model: Model) -> None:

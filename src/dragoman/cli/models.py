@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
-        rows = [_configured(spec) for spec in load_settings(arguments.config, Flags(), os.environ).models]
+        specs = load_settings(arguments.config, Flags(), os.environ).models
+        rows = [_configured(spec, name) for spec in specs for name in spec.names]
     print(json.dumps(msgspec.to_builtins(rows), indent=2) if arguments.json else table(rows))
     return 0
 
@@ -81,12 +82,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def _configured(spec: ModelSpec) -> Row:
+def _configured(spec: ModelSpec, name: str) -> Row:
     known = foreseen(spec)
     # A model whose file cannot be read yet has a format all the same, if its engine has any.
     unread = "auto" if "format" in engine_class(spec.engine).Options.__struct_fields__ else None
     return Row(
-        name=spec.name,
+        name=name,
         engine=spec.engine,
         format=known.format or (unread if known.writes else None),
         context=known.context,

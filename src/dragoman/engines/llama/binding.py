@@ -230,6 +230,19 @@ class Model:
             room = length + 1
 
 
+class Adapter:
+    """Changes to the weights of a model, from a file; freed with the model."""
+
+    def __init__(self, model: Model, path: Path) -> None:
+        c = model.library
+        log.errors.clear()
+        self.handle = c.llama_adapter_lora_init(model.handle, str(path).encode())
+        if not self.handle:
+            raise ConfigError(f"llama: {path} is not an adapter for this model: {log.reason()}")
+        if c.llama_adapter_get_alora_n_invocation_tokens(self.handle):
+            raise ConfigError(f"llama: {path} is an adapter that certain tokens switch on, which is not supported")
+
+
 class Context:
     """The memory of `sequences` independent token sequences of up to `length` tokens, and the decoder over it.
 
@@ -310,6 +323,11 @@ class Context:
         run = self.library.llama_decode if self.memory else self.library.llama_encode
         code: int = run(self.handle, self.batch)
         return code
+
+    def adapt(self, adapter: Adapter, scale: float) -> None:
+        """Decode from now on with the adapter's changes, so many times as strong."""
+        handles, scales = (ctypes.c_void_p * 1)(adapter.handle), (ctypes.c_float * 1)(scale)
+        self.library.llama_set_adapters_lora(self.handle, handles, 1, scales)
 
     def use_threads(self, single: int, many: int) -> None:
         """For batches of one row, and for larger ones."""

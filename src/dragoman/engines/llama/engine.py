@@ -3,6 +3,9 @@
 A slot has room for `context` tokens of prompt and reply together, and so has each of the `cache_sequences` in which
 beginnings of texts are kept: the memory that the model's state takes grows with `context` times the two together.
 
+Adapters are models of their own over the same weights. llama.cpp applies an adapter to all that a decoder does, so each
+has a decoder with the same room, and a runner; they take turns. What one has computed is of no use to another.
+
 Any model makes vectors of texts too, in a decoder of its own that is made when it is first asked for. A model that
 looks ahead does nothing else.
 """
@@ -10,7 +13,7 @@ looks ahead does nothing else.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,11 +26,11 @@ from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.engines.llama import threads
-from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
+from dragoman.engines.llama.binding import MAX_SEQUENCES, Adapter, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake, detokenize, tokenize
-from dragoman.engines.llama.room import Kv, room
+from dragoman.engines.llama.room import Kv, Room, room
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
 from dragoman.engines.llama.turns import Turns
@@ -58,6 +61,12 @@ FEATURES = VECTOR_FEATURES | frozenset(
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class AdapterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    scale: float = 1.0
+    """How strong its changes are."""
+
+
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     format: str | None = None
@@ -82,6 +91,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     are the same whoever else is being answered, nearly to the bit."""
     kv: Kv = "f16"
     """How exactly the state of texts is kept: with q8_0 it takes little more than half of the memory."""
+    adapters: Mapping[str, str | AdapterOptions] = {}
+    """By the name of the model that each makes of this one: a path, or a path and a scale."""
     gap_ms: Count = 150
     """How long somebody who is being answered may wait for the next token while prompts are taken in."""
 
@@ -93,6 +104,12 @@ class _Loaded(msgspec.Struct, frozen=True):
     context: Context
     intake: Intake
     runner: Runner
+    adapted: Mapping[str, Runner]
+    """By the names of the adapters."""
+
+    @property
+    def runners(self) -> Sequence[Runner]:
+        return [self.runner, *self.adapted.values()]
 
 
 class LlamaEngine(Engine):
@@ -127,9 +144,10 @@ class LlamaEngine(Engine):
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:
             length = self.options.context if self.embedder is None else self.embedder.length
-            return [ModelInfo(self.name, context=length, format=self.options.format or "plain")]
-        intake = self.loaded.intake
-        return [ModelInfo(self.name, context=intake.context, format=intake.format.name)]
+            form = self.options.format or "plain"
+        else:
+            length, form = self.loaded.intake.context, self.loaded.intake.format.name
+        return [ModelInfo(name, context=length, format=form) for name in (self.name, *self.options.adapters)]
 
     def supports(self) -> frozenset[str]:
         if self.model is None:
@@ -144,14 +162,16 @@ class LlamaEngine(Engine):
         self.embedder = embedder
         embedder.start()
         if self.loaded is not None:
-            self.loaded.runner.start()
+            for runner in self.loaded.runners:
+                runner.start()
 
     async def stop(self) -> None:
         loaded, self.loaded = self.loaded, None
         model, self.model = self.model, None
         embedder, self.embedder = self.embedder, None
         if loaded is not None:
-            loaded.runner.close()
+            for runner in loaded.runners:
+                runner.close()
         if embedder is not None:
             embedder.close()
         await asyncio.to_thread(self._free, model, loaded, embedder)
@@ -161,14 +181,15 @@ class LlamaEngine(Engine):
         read = await self._aside(loaded.intake.read, request)
         shaping = self.shapers if loaded.intake.is_shaped(request) else self.readers
         generation = await self._aside(loaded.intake.generation, request, read, pool=shaping)
-        loaded.runner.submit(generation)
+        runner = loaded.adapted.get(request.model, loaded.runner)
+        runner.submit(generation)
         try:
             while events := await generation.inbox.take():
                 if type(events[-1]) is Finished and generation.bearings.checks:
                     events = [*events[:-1], await self._aside(_checked, generation, events[-1], pool=self.shapers)]
                 yield events
         finally:
-            loaded.runner.cancel(generation)
+            runner.cancel(generation)
 
     async def render(self, request: GenerationRequest) -> Rendered:
         return await self._aside(self._writing().intake.render, request, pool=self.tellers)
@@ -205,9 +226,9 @@ class LlamaEngine(Engine):
         self.readers.shutdown(wait=True)
         self.shapers.shutdown(wait=True)
         self.tellers.shutdown(wait=True)
-        if loaded is not None:
-            loaded.runner.join()
-            loaded.context.close()
+        for runner in () if loaded is None else loaded.runners:
+            runner.join()
+            runner.context.close()
         if embedder is not None:
             embedder.join()
         self.turns.close()
@@ -226,35 +247,88 @@ def _load(
     with contextlib.ExitStack() as undo:
         model = Model(path)
         undo.callback(model.close)
-        if not model.generates:
-            raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
-        if model.looks_ahead and model.ranks:
-            raise ConfigError(f"llama: {path} ranks texts ({model.description}); rank with a model that makes vectors")
+        _check_kind(model, options)
         if model.looks_ahead:
             embedder = _whole_embedder(model, options, turns)
             undo.pop_all()
             return model, None, embedder
-        space = room(model, slots=options.slots, length=options.context, cached=options.cache_sequences, kv=options.kv)
-        context = Context(
-            model,
-            sequences=space.sequences,
-            length=space.length,
-            rows=options.batch + options.slots,
-            outputs=MAX_PROMPT_OUTPUTS + options.slots,
-            threads=options.threads or threads.allowed(),
-            flash_attention=options.flash_attention,
-            kv=options.kv,
-        )
-        undo.callback(context.close)
-        turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, space.length))
-        many = options.threads or turns.run(_choose_threads, context, path)
-        schedule = partial(Scheduler, options.slots, space.cached, sharing=not model.forgets, isolate=options.isolate)
-        runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns)
-        syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
-        intake = Intake(model, min(space.length, context.length), syntax, options.template_options)
-        embedder = _embedder(model, options, intake.context, turns, many, lambda: not runner.scheduler.idle)
+        runners = _runners(model, options, loop, turns, undo)
+        many = options.threads or turns.run(_choose_threads, [runner.context for runner in runners], path)
+        loaded = _loaded(model, options, runners)
+        embedder = _embedder(model, options, loaded.intake.context, turns, many, lambda: _are_writing(runners))
         undo.pop_all()
-        return model, _Loaded(model, context, intake, runner), embedder
+        return model, loaded, embedder
+
+
+def _check_kind(model: Model, options: LlamaOptions) -> None:
+    path = options.path
+    if not model.generates:
+        raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
+    if model.looks_ahead and model.ranks:
+        raise ConfigError(f"llama: {path} ranks texts ({model.description}); rank with a model that makes vectors")
+    if model.looks_ahead and options.adapters:
+        raise ConfigError(f"llama: {path} makes vectors ({model.description}): it takes no adapters")
+
+
+def _runners(
+    model: Model, options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns, undo: contextlib.ExitStack
+) -> list[Runner]:
+    """One for the model as it is, then one for each adapter."""
+    changes = [None, *(_adapter(model, name, entry) for name, entry in options.adapters.items())]
+    space = room(*(model, options.slots, options.context, options.cache_sequences, options.kv), times=len(changes))
+    schedule = partial(Scheduler, space.slots, space.cached, sharing=not model.forgets, isolate=options.isolate)
+    runners: list[Runner] = []
+    for change in changes:
+        context = _context(model, options, space)
+        undo.callback(context.close)
+        if change is not None:
+            context.adapt(*change)
+        turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, space.length))
+        runners.append(Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns))
+    for runner in runners:
+        runner.company = [other for other in runners if other is not runner]
+    return runners
+
+
+def _are_writing(runners: Sequence[Runner]) -> bool:
+    return any(not runner.scheduler.idle for runner in runners)
+
+
+def _loaded(model: Model, options: LlamaOptions, runners: Sequence[Runner]) -> _Loaded:
+    plain, *others = runners
+    length = plain.context.length if options.context is None else min(options.context, plain.context.length)
+    syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
+    intake = Intake(model, length, syntax, options.template_options)
+    return _Loaded(model, plain.context, intake, plain, dict(zip(options.adapters, others, strict=True)))
+
+
+def _choose_threads(contexts: Sequence[Context], path: Path) -> int:
+    """As many as are fastest; those for many rows at once."""
+    found = threads.chosen(contexts[0], path)
+    for context in contexts:
+        context.use_threads(found.single, found.many)
+    return found.many
+
+
+def _adapter(model: Model, name: str, entry: str | AdapterOptions) -> tuple[Adapter, float]:
+    options = AdapterOptions(entry) if isinstance(entry, str) else entry
+    path = Path(options.path).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"llama: there is no file of the adapter {name} at {path}")
+    return Adapter(model, path), options.scale
+
+
+def _context(model: Model, options: LlamaOptions, space: Room) -> Context:
+    return Context(
+        model,
+        sequences=space.sequences,
+        length=space.length,
+        rows=options.batch + options.slots,
+        outputs=MAX_PROMPT_OUTPUTS + options.slots,
+        threads=options.threads or threads.allowed(),
+        flash_attention=options.flash_attention,
+        kv=options.kv,
+    )
 
 
 def _embedder(
@@ -315,13 +389,6 @@ def _checked(generation: Generation, finished: Finished) -> Finished:
         return finished
     found = warnings(checks, guide.captures())
     return msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
-
-
-def _choose_threads(context: Context, path: Path) -> int:
-    """As many as are fastest; those for many rows at once."""
-    found = threads.chosen(context, path)
-    context.use_threads(found.single, found.many)
-    return found.many
 
 
 def _warm_up(context: Context, rows: int) -> None:

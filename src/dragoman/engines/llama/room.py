@@ -38,9 +38,10 @@ class Room(msgspec.Struct, frozen=True):
         return self.slots + self.cached
 
 
-def room(model: Model, *, slots: int, length: int | None, cached: int | None, kv: Kv) -> Room:
-    """What a configuration leaves open is chosen by the memory there is; more than there is is refused."""
-    token_bytes = model.state_bytes(kv)
+def room(model: Model, slots: int, length: int | None, cached: int | None, kv: Kv, *, times: int = 1) -> Room:
+    """What a configuration leaves open is chosen by the memory there is; more than there is is refused. `times` is how
+    often the same is needed."""
+    token_bytes = times * model.state_bytes(kv)
     length = length or _default_length(model, slots, token_bytes)
     if model.forgets:
         return Room(length, slots, 0)
@@ -49,17 +50,18 @@ def room(model: Model, *, slots: int, length: int | None, cached: int | None, kv
     elif slots + cached > MAX_SEQUENCES:
         raise ConfigError(f"llama: slots and cache_sequences together must be at most {MAX_SEQUENCES}")
     found = Room(length, slots, cached)
-    _check(found, found.sequences * length * token_bytes)
+    _check(found, found.sequences * length * token_bytes, times)
     return found
 
 
-def _check(room: Room, needed: int) -> None:
+def _check(room: Room, needed: int, times: int) -> None:
     """llama.cpp would try, and the system would kill the process."""
     if needed <= memory():
         return
     kept = f" and {room.cached} cache_sequences" if room.cached else ""
+    each = "" if times == 1 else ", for the model and each adapter,"
     raise ConfigError(
-        f"llama: {room.slots} slots{kept} of {room.length} tokens need {needed / 1e9:.0f} GB of memory, "
+        f"llama: {room.slots} slots{kept} of {room.length} tokens{each} need {needed / 1e9:.0f} GB of memory, "
         f"there are {memory() / 1e9:.0f}: lower context or slots{' or cache_sequences' if room.cached else ''}"
     )
 

@@ -12,7 +12,8 @@ Rules
    prefilled. While nobody does, it is as long as full speed needs and as cancellations and new prompts may wait.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed.
 3. A grammar that fails, fails its own job.
-4. A step is computed when it is its turn: others may compute with the same model.
+4. A step is computed when it is its turn: others may compute with the same model. Those who decode there wait for it,
+   as those here do.
 5. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
 """
 
@@ -84,6 +85,9 @@ class Runner:
         self.schedule = schedule
         self.scheduler = schedule()
         self.turns = turns
+        self.company: Sequence[Runner] = ()
+        """Others that take turns with this one."""
+        self.decodes = False
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
         self.live: dict[int, Generation] = {}
@@ -129,6 +133,7 @@ class Runner:
             except Exception:
                 log.exception("a step of the decoder failed")
                 self._start_over(EngineFailed("the engine failed; the server's log says more"))
+            self.decodes = self.scheduler.decoding
             self._deliver()
         self._start_over(EngineFailed(STOPPED))
         self._deliver()
@@ -152,7 +157,8 @@ class Runner:
                 self.scheduler.add(command.job)
 
     def _step(self) -> None:
-        pace = self.among_others if self.scheduler.decoding else self.alone
+        awaited = self.scheduler.decoding or any(other.decodes for other in self.company)
+        pace = self.among_others if awaited else self.alone
         plan = self.scheduler.plan(pace.chunk)
         self._prepare(plan)
         if not plan.chunks:
