@@ -7,6 +7,7 @@ budget      how much of a reply may be thought
 runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
 scheduler   which rows the next decode has: pure, without model, thread or clock
 sequences   which sequence of the memory holds what, and which one a job gets: pure
+pins        which texts are to be kept for a while: pure
 radix       who holds which beginning of a text: pure
 room        how much memory texts take, and how much there is
 sampling    from logits to a token, and log probabilities

@@ -13,6 +13,7 @@ looks ahead does nothing else.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -252,9 +253,12 @@ def _load(
             embedder = _whole_embedder(model, options, turns)
             undo.pop_all()
             return model, None, embedder
-        runners = _runners(model, options, loop, turns, undo)
+        # Once for the model as it is, and once for each adapter.
+        times = 1 + len(options.adapters)
+        space = room(model, options.slots, options.context, options.cache_sequences, options.kv, times=times)
+        runners = _runners(model, options, space, loop, turns, undo)
         many = options.threads or turns.run(_choose_threads, [runner.context for runner in runners], path)
-        loaded = _loaded(model, options, runners)
+        loaded = _loaded(model, options, space.length, runners)
         embedder = _embedder(model, options, loaded.intake.context, turns, many, lambda: _are_writing(runners))
         undo.pop_all()
         return model, loaded, embedder
@@ -271,12 +275,23 @@ def _check_kind(model: Model, options: LlamaOptions) -> None:
 
 
 def _runners(
-    model: Model, options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns, undo: contextlib.ExitStack
+    model: Model,
+    options: LlamaOptions,
+    space: Room,
+    loop: asyncio.AbstractEventLoop,
+    turns: Turns,
+    undo: contextlib.ExitStack,
 ) -> list[Runner]:
     """One for the model as it is, then one for each adapter."""
     changes = [None, *(_adapter(model, name, entry) for name, entry in options.adapters.items())]
-    space = room(*(model, options.slots, options.context, options.cache_sequences, options.kv), times=len(changes))
-    schedule = partial(Scheduler, space.slots, space.cached, sharing=not model.forgets, isolate=options.isolate)
+    schedule = partial(
+        Scheduler,
+        space.slots,
+        space.cached,
+        sharing=not model.forgets,
+        isolate=options.isolate,
+        clock=time.monotonic,
+    )
     runners: list[Runner] = []
     for change in changes:
         context = _context(model, options, space)
@@ -294,11 +309,10 @@ def _are_writing(runners: Sequence[Runner]) -> bool:
     return any(not runner.scheduler.idle for runner in runners)
 
 
-def _loaded(model: Model, options: LlamaOptions, runners: Sequence[Runner]) -> _Loaded:
+def _loaded(model: Model, options: LlamaOptions, length: int, runners: Sequence[Runner]) -> _Loaded:
     plain, *others = runners
-    length = plain.context.length if options.context is None else min(options.context, plain.context.length)
     syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
-    intake = Intake(model, length, syntax, options.template_options)
+    intake = Intake(model, min(length, plain.context.length), syntax, options.template_options)
     return _Loaded(model, plain.context, intake, plain, dict(zip(options.adapters, others, strict=True)))
 
 

@@ -227,7 +227,7 @@ class Runner:
             return
         events: list[Event] = []
         if chunk.start < len(generation.job.prompt):
-            events += generation.start(self.scheduler.shared(chunk.job))
+            events += generation.start(self.scheduler.shared(chunk.job), self.scheduler.kept(chunk.job))
         if not events or type(events[-1]) is not Finished:
             token, more = generation.step(self.context, first_row + len(chunk.tokens) - 1)
             events += more
