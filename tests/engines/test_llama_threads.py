@@ -115,6 +115,7 @@ def test_a_real_model_is_tried_once_and_remembered(
 ) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
     monkeypatch.setattr(threads, "allowed", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     caplog.set_level(logging.INFO, "dragoman.engine")
 
     async def start() -> None:
@@ -137,6 +138,13 @@ def test_a_real_model_is_tried_once_and_remembered(
     assert {found.single, found.many} <= {2, 4}
     asyncio.run(start())
     assert len(lines()) == 1
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    asyncio.run(start())
+    assert len(lines()) == 1
+    memo.unlink()
+    asyncio.run(start())
+    assert "too busy" in lines()[1]
+    assert not memo.exists()
     memo.write_text("{}")
     assert threads._remembered(memo) is None
     memo.write_text('{"single": 0, "many": 1}')

@@ -11,7 +11,8 @@ Rules
 2. The candidates are tried in turn, several times; of each the shortest time counts, since a busy machine only adds.
 3. Between two that take the same time, up to TIE, the one with more threads is chosen: whatever kept it from being
    faster may go away. Fewer than half of the CPUs must be faster by CLEARLY.
-4. What was found is kept under `home()/threads`, for this file, these CPUs and this version.
+4. Where others keep half of the machine busy nothing is tried, since what would be found holds for no other time.
+5. What was found is kept under `home()/threads`, for this file, these CPUs and this version.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ MANY = 16
 """Where there are many CPUs, decoding may be bound by memory long before all of them are used."""
 TIE = 0.05
 CLEARLY = 0.2
+BUSY = 0.5
 SECONDS = 0.4
 """About how long single rows, and then prompts, are tried; each candidate once even if that takes longer."""
 MOST_ROUNDS = 8
@@ -57,6 +59,9 @@ def chosen(context: Context, model_file: Path) -> Threads:
         return Threads(cpus, cpus)
     memo = home() / "threads" / f"{_key(model_file, cpus)}.json"
     found = _remembered(memo)
+    if found is None and _busy():
+        log.info("threads: %d; the machine is too busy to try out how many are fastest", default())
+        return Threads(default(), default())
     if found is None:
         begun = time.monotonic()
         found = _tried(context, cpus)
@@ -139,6 +144,11 @@ def _tried(context: Context, cpus: int) -> Threads:
     single = shortest(counts, lambda count: decode(count, 1), time.monotonic)
     many = shortest(counts, lambda count: decode(count, rows), time.monotonic)
     return Threads(fastest(single, cpus), fastest(many, cpus))
+
+
+def _busy() -> bool:
+    load: float = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load > BUSY * (os.cpu_count() or 1)
 
 
 def _affinity() -> Sequence[int]:
