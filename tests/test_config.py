@@ -36,6 +36,42 @@ def test_an_empty_file_is_nothing_configured(text: str) -> None:
     assert load(text) == Settings(models=(SMOLLM2,))
 
 
+def test_adapters_are_models_too() -> None:
+    settings = load(
+        "models:\n"
+        "  base:\n"
+        "    source: smollm2\n"
+        "    adapters: {base-a: ./a.gguf, base-b: {path: /b.gguf, scale: 0.5}}\n"
+        "aliases: {tuned: base-a}\n"
+        "default: base-b\n"
+    )
+    (spec,) = settings.models
+    assert spec.names == ("base", "base-a", "base-b")
+    assert spec.options == {"adapters": {"base-a": "a.gguf", "base-b": {"path": "/b.gguf", "scale": 0.5}}}
+    Path("sub").mkdir()
+    Path("sub/x.yaml").write_text("models: {base: {source: smollm2, adapters: {base-a: ./a.gguf}}}")
+    (spec,) = load_settings("sub/x.yaml", Flags(), {}).models
+    assert spec.options["adapters"] == {"base-a": "sub/a.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("adapters", "words"),
+    [
+        ("{other: a.gguf}", r"models\.base\.adapters\.other: another model has this name"),
+        ("{Base: a.gguf}", r"models\.base\.adapters\.Base: base is the same name but for its case"),
+        ("{../x: a.gguf}", r"a model's name has letters"),
+        ("{x: {scale: 2}}", r"models\.base\.adapters.*path is missing"),
+        ("{x: {path: a, rank: 2}}", r"rank: unknown key"),
+        ("{x: 3}", r"expected str \| object, got int"),
+        ("[a.gguf]", r"models\.base\.adapters: expected object"),
+    ],
+)
+def test_adapters_that_make_no_sense(adapters: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(f"models:\n  other: smollm2\n  base:\n    source: smollm2\n    adapters: {adapters}\n")
+    assert str(caught.value).startswith("dragoman.yaml:")
+
+
 def test_the_forms_of_a_model() -> None:
     settings = load(
         "models:\n"

@@ -191,6 +191,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     template_options: Mapping[str, Any] = {}
     """Variables for the chat template, which an operator must have allowed."""
     sampling: Sampling = Sampling()
+    keep_seconds: float = 0
+    """How long what was computed of the prompt is to be kept for others that begin alike, even if room is short."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

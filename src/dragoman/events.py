@@ -25,7 +25,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens as the engine counts them. `cached` is a part of `prompt`, `reasoning` a part of `completion`.
+    """Tokens as the engine counts them. `cached`, which were there before, and `kept`, which were not and are kept for
+    a while because the request wants that, are parts of `prompt`; `reasoning` is a part of `completion`.
 
     Several choices of one prompt share it: only the first of them to start counts its tokens.
     """
@@ -34,6 +35,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
+    kept: int = 0
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
@@ -49,6 +51,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     prompt_text: str | None = None
     thinking: bool = False
     ignored: tuple[str, ...] = ()
+    kept_tokens: int = 0
 
 
 class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
@@ -104,5 +107,6 @@ def total_usage(usages: Iterable[Usage]) -> Usage:
             completion=total.completion + usage.completion,
             cached=total.cached + usage.cached,
             reasoning=total.reasoning + usage.reasoning,
+            kept=total.kept + usage.kept,
         )
     return total

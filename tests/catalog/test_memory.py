@@ -9,6 +9,8 @@ import pytest
 from dragoman.catalog import memory
 from dragoman.catalog.memory import PROCESS_BYTES, expected, in_worker, remember, resident
 from dragoman.config import ModelSpec
+from dragoman.engines.llama import machine
+from dragoman.engines.llama.room import DEFAULT_MEMORY_SHARE
 from dragoman.errors import ConfigError
 from tests.test_gguf import gguf, pair, text
 
@@ -36,16 +38,33 @@ def file(tmp_path: Path) -> Path:
 
 def test_before_it_was_loaded_its_file_and_its_state_count(file: Path) -> None:
     size = len(HEAD) + 5000
-    assert expected(ModelSpec("m", "llama", str(file))) == PROCESS_BYTES + size + STATE * 1000 * 4
-    small = ModelSpec("m", "llama", str(file), {"context": 100, "slots": 1})
+    assert expected(ModelSpec("m", "llama", str(file))) == PROCESS_BYTES + size + STATE * 1000 * 8
+    small = ModelSpec("m", "llama", str(file), {"context": 100, "slots": 1, "cache_sequences": 0})
     assert expected(small) == PROCESS_BYTES + size + STATE * 100
+
+
+def test_what_is_left_open_is_as_much_as_the_engine_would_take(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(HEAD) + 5000
+    monkeypatch.setattr(machine, "memory", lambda: STATE * 1000 * 6 / DEFAULT_MEMORY_SHARE)
+    assert expected(ModelSpec("m", "llama", str(file))) == PROCESS_BYTES + size + STATE * 1000 * 6
+
+
+def test_types_of_state_and_adapters_count(file: Path, tmp_path: Path) -> None:
+    options = {"context": 100, "slots": 2, "cache_sequences": 1}
+    before = PROCESS_BYTES + len(HEAD) + 5000
+    exact = ModelSpec("m", "llama", str(file), {**options, "kv": "q8_0"})
+    assert expected(exact) == before + STATE * 17 // 32 * 100 * 3
+    (tmp_path / "a.gguf").write_bytes(bytes(700))
+    entries = {"m-a": str(tmp_path / "a.gguf"), "m-b": {"path": str(tmp_path / "gone.gguf")}}
+    adapted = ModelSpec("m", "llama", str(file), {**options, "adapters": entries}, adapters=("m-a", "m-b"))
+    assert expected(adapted) == before + 700 + 3 * STATE * 100 * 3
 
 
 def test_all_parts_count(tmp_path: Path) -> None:
     for at in (1, 2):
         (tmp_path / f"m-0000{at}-of-00002.gguf").write_bytes(HEAD + bytes(1000))
     first = str(tmp_path / "m-00001-of-00002.gguf")
-    need = expected(ModelSpec("m", "llama", first, {"context": 1, "slots": 1}))
+    need = expected(ModelSpec("m", "llama", first, {"context": 1, "slots": 1, "cache_sequences": 0}))
     assert need == PROCESS_BYTES + 2 * (len(HEAD) + 1000) + STATE
 
 

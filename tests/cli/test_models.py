@@ -55,6 +55,13 @@ def test_nothing_configured(tmp_path: Path) -> None:
     assert row.endswith("not downloaded")
 
 
+def test_adapters_are_listed_beside_their_model(folder: Path) -> None:
+    (folder / "dragoman.yaml").write_text("models: {mine: {path: ./m.gguf, adapters: {mine-legal: ./legal.gguf}}}")
+    rows = listed(folder)
+    assert list(rows) == ["mine", "mine-legal"]
+    assert rows["mine-legal"] == rows["mine"] | {"name": "mine-legal"}
+
+
 def test_what_a_configuration_would_serve(folder: Path) -> None:
     (folder / "team.yaml").write_text(
         "models:\n"

@@ -12,7 +12,7 @@ import pytest
 from dragoman.conversation import Sampling
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import ABORTED, Model
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions, _cache_sequences
+from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
 from dragoman.errors import ConfigError, EngineFailed
 from tests.engines.running import (
     GREEDY,
@@ -225,23 +225,9 @@ def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
 
 
 def test_more_sequences_than_there_can_be_are_refused(smollm2_path: Path) -> None:
-    options = LlamaOptions(path=str(smollm2_path), slots=200, cache_sequences=57, context=64)
+    options = LlamaOptions(path=str(smollm2_path), slots=200, cache_sequences=57, context=64, layout="as-is")
     with pytest.raises(ConfigError, match="slots and cache_sequences together"):
         asyncio.run(LlamaEngine("many", options).start())
-
-
-@pytest.mark.parametrize(("memory", "kept"), [(2**62, 4), (4 * 6 * 64 * 23040, 2), (4 * 3 * 64 * 23040, 0)])
-def test_the_cache_is_as_large_as_the_memory_allows(
-    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, kept: int
-) -> None:
-    model = Model(smollm2_path)
-    assert model.state_bytes == 23040
-    monkeypatch.setattr(machine, "memory", lambda: memory)
-    options = LlamaOptions(path=str(smollm2_path), slots=4)
-    assert _cache_sequences(model, options, 64) == kept
-    asked = msgspec.structs.replace(options, cache_sequences=3)
-    assert _cache_sequences(model, asked, 64) == 3
-    model.close()
 
 
 def test_long_text_is_tokenised_in_parts_as_if_it_were_not(smollm2_path: Path) -> None:

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dragoman.engines.llama.pins import Pin
 from dragoman.engines.llama.radix import Prefixes, _Node
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Chunk, Job, Plan, Scheduler, share, share_between
-from dragoman.engines.llama.sequences import Clear, Copy, Trim
+from dragoman.engines.llama.sequences import WORTH, Clear, Copy, Trim
 
 SCHEDULES = 4000
 WRONG = 77
@@ -56,7 +57,8 @@ class World:
 
     def __init__(self, slots: int, cached: int = 0, *, sharing: bool = True, isolate: bool = False) -> None:
         self.slots = slots
-        self.scheduler = Scheduler(slots, cached, sharing=sharing, isolate=isolate)
+        self.now = 0.0
+        self.scheduler = Scheduler(slots, cached, sharing=sharing, isolate=isolate, clock=lambda: self.now)
         self.memory = Memory(slots + cached)
         self.jobs: dict[int, Job] = {}
         self.limits: dict[int, int] = {}
@@ -64,8 +66,15 @@ class World:
         self.rows: dict[int, int] = {}
         self.ended: set[int] = set()
 
-    def add(self, prompt: tuple[int, ...], limit: int, prompt_outputs: bool = False, principal: str = "") -> None:
-        job = Job(len(self.jobs), prompt, prompt_outputs, principal)
+    def add(
+        self,
+        prompt: tuple[int, ...],
+        limit: int,
+        prompt_outputs: bool = False,
+        principal: str = "",
+        keep: float = 0,
+    ) -> None:
+        job = Job(len(self.jobs), prompt, prompt_outputs, principal, keep)
         self.jobs[job.id], self.limits[job.id] = job, limit
         self.replies[job.id], self.rows[job.id] = [], 0
         self.scheduler.add(job)
@@ -86,10 +95,12 @@ class World:
         due = {job for job, reply in self.replies.items() if reply and job not in self.ended}
         assert set(self.scheduler.decoding) == due
         drafts = {job: self.draft(job, (right + job) % 5, (wrong + job) % 3) for job in due if right + wrong}
+        pinned = self.covered()
         plan = self.scheduler.plan(budget, drafts)
         self.check(plan, budget, due)
         self.check_drafts(plan, drafts)
         self.memory.prepare(plan)
+        self.check_pins(pinned)
         for chunk in plan.chunks:
             if chunk.job in failing:
                 self.memory.sequences[chunk.sequence].append((-1, "?"))
@@ -119,6 +130,17 @@ class World:
                 draft = () if plan.prefill_rows else drafts.get(chunk.job, ())
                 assert chunk.tokens == (reply[-1], *draft)
                 assert chunk.outputs == len(chunk.tokens)
+
+    def covered(self) -> dict[Pin, int]:
+        """How much of each pinned text is in memory."""
+        sequences = self.scheduler.sequences
+        return {pin: sequences.held.longest(pin.tokens, pin.salt)[0] for pin in sequences.pins.live}
+
+    def check_pins(self, before: dict[Pin, int]) -> None:
+        after = self.covered()
+        assert len(after) <= len(self.scheduler.sequences.shelf) // 2
+        for pin, length in after.items():
+            assert length >= before[pin] or before[pin] < WORTH, "what is pinned is not given up"
 
     def check_memory(self) -> None:
         scheduler, sequences = self.scheduler, self.scheduler.sequences
@@ -187,7 +209,7 @@ def test_any_schedule(part: int) -> None:
         sharing = chance.random() < 0.9
         world = World(
             chance.randint(1, 5),
-            chance.randint(0, 4) if sharing else 0,
+            chance.randint(0, 5) if sharing else 0,
             sharing=sharing,
             isolate=chance.random() < 0.3,
         )
@@ -198,13 +220,15 @@ def test_any_schedule(part: int) -> None:
 
 def happen(chance: random.Random, world: World) -> None:
     what = chance.random()
+    world.now += chance.random()
     if what < 0.35:
         prompt = chance.choice(LONG)[: chance.randrange(1, 200)]
         prompt += tuple(chance.randrange(3) for _ in range(chance.randrange(6)))
         if world.jobs and chance.random() < 0.3:
             earlier = chance.choice(list(world.jobs))
             prompt = (*world.jobs[earlier].prompt, *world.replies[earlier], *prompt[:40])
-        world.add(prompt, chance.randrange(12), chance.random() < 0.1, chance.choice(["ann", "bob"]))
+        keep = chance.choice([0, 0, 5, 50])
+        world.add(prompt, chance.randrange(12), chance.random() < 0.1, chance.choice(["ann", "bob"]), keep)
     elif what < 0.45 and world.jobs:
         world.end(chance.choice(list(world.jobs)))
     else:

@@ -305,3 +305,16 @@ def test_documents() -> None:
     request = PROTOCOLS["chat"].decode(json.dumps(body).encode())
     assert request.documents == ({"title": "A", "text": "b"},)
     assert ("documents", "documents") in [(asked.feature, asked.param) for asked in request.asked]
+
+
+@pytest.mark.parametrize(("retention", "seconds"), [(None, 0), ("in_memory", 0), ("in-memory", 0), ("24h", 24 * 3600)])
+def test_how_long_a_prompt_is_to_be_kept(retention: str | None, seconds: float) -> None:
+    request = decode(prompt_cache_retention=retention)
+    assert request.keep_seconds == seconds
+    assert asked(request) == set()
+
+
+def test_a_time_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(prompt_cache_retention="for ever")
+    assert caught.value.param == "prompt_cache_retention"

@@ -224,6 +224,42 @@ def test_shape() -> None:
     assert refused(output_config={"format": FORMAT}, output_format=FORMAT) == "output_format"
 
 
+EPHEMERAL = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 0),
+        ({"cache_control": EPHEMERAL}, 300),
+        ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, 300),
+        ({"cache_control": HOUR}, 3600),
+        ({"cache_control": None}, 0),
+        ({"cache_control": {"type": "eternal"}}, 0),
+        ({"cache_control": {"type": "ephemeral", "ttl": ["1h"]}}, 300),
+        ({"cache_control": "ephemeral"}, 0),
+        ({"system": [{"type": "text", "text": "x", "cache_control": EPHEMERAL}]}, 300),
+        ({"tools": [{"name": "t", "input_schema": {"type": "object"}, "cache_control": HOUR}]}, 3600),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": HOUR}]}]}, 3600),
+        (
+            {
+                "system": [{"type": "text", "text": "x", "cache_control": HOUR}],
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": EPHEMERAL}]},
+                ],
+            },
+            3600,
+        ),
+    ],
+)
+def test_how_long_a_prompt_is_to_be_kept(fields: dict[str, Any], seconds: float) -> None:
+    request = decode(**fields)
+    assert request.keep_seconds == seconds
+    assert not [entry for entry in request.asked if "cache" in entry.param]
+
+
 def test_what_asks_for_nothing() -> None:
     request = decode(
         metadata={"user_id": "u"},

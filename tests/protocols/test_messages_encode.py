@@ -250,15 +250,30 @@ FINISHED = st.builds(
     Finished,
     st.sampled_from(FinishReason.__args__),  # type: ignore[attr-defined]
     st.sampled_from([None, "END"]),
-    st.builds(Usage, st.integers(5, 9), st.integers(0, 9), st.integers(0, 5), st.integers(0, 3)),
+    st.builds(Usage, st.integers(5, 9), st.integers(0, 9), st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)),
 )
 
 
 @given(st.lists(DELTAS, max_size=12), FINISHED, st.lists(st.integers(1, 40), max_size=6))
 def test_the_joined_stream_is_the_message(deltas: list[list[Event]], finished: Finished, cuts: list[int]) -> None:
     usage = finished.usage or Usage()
-    started = Started(usage.prompt, usage.cached)
+    started = Started(usage.prompt, usage.cached, kept_tokens=usage.kept)
     events: list[Event] = [started, *(event for group in deltas for event in group), finished]
     edges = sorted({0, len(events), *(cut for cut in cuts if cut < len(events))})
     frames = streamed(*(events[start:end] for start, end in pairwise(edges)))
     assert accumulated(frames) == whole(events)
+
+
+@pytest.mark.parametrize(("seconds", "short", "long"), [(300.0, 6, 0), (3600.0, 0, 6)])
+def test_what_is_kept_is_counted_apart(seconds: float, short: int, long: int) -> None:
+    request = msgspec.structs.replace(REQUEST, keep_seconds=seconds)
+    events: list[Event] = [
+        Started(9, cached_tokens=2, kept_tokens=6),
+        TextDelta("hi"),
+        Finished("stop", usage=Usage(9, 1, cached=2, kept=6)),
+    ]
+    reply = json.loads(msgspec.json.encode(MESSAGES.encode_reply(request, 1, collected(events))))
+    counts = reply["usage"]
+    assert counts["cache_creation"] == {"ephemeral_5m_input_tokens": short, "ephemeral_1h_input_tokens": long}
+    told = (counts["input_tokens"], counts["cache_creation_input_tokens"], counts["cache_read_input_tokens"])
+    assert told == (1, 6, 2)

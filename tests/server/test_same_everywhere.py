@@ -51,9 +51,8 @@ def messages(running: Running, tools: bool) -> tuple[str, int]:
         body["tools"] = [{"name": "weather", "description": "The weather.", "input_schema": PARAMETERS}]
     reply = post(running, "/v1/messages", body)
     usage = reply["usage"]
-    return "".join(block["text"] for block in reply["content"]), usage["input_tokens"] + usage[
-        "cache_read_input_tokens"
-    ]
+    parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return "".join(block["text"] for block in reply["content"]), sum(usage[part] for part in parts)
 
 
 def responses(running: Running, tools: bool) -> tuple[str, int]:

@@ -124,9 +124,10 @@ class Catalog:
         # Before anything is changed: a mistake leaves everything as it was.
         taken = set(self._own)
         for spec in settings.models:
-            if spec.name.lower() in taken:
-                raise ConfigError(f"two models are called {spec.name!r}")
-            taken.add(spec.name.lower())
+            for name in spec.names:
+                if name.lower() in taken:
+                    raise ConfigError(f"two models are called {name!r}")
+                taken.add(name.lower())
         self.lifecycle.bound(settings.memory, settings.turn_seconds)
         self._configure(settings)
 
@@ -134,23 +135,26 @@ class Catalog:
         before = {name: model for name, model in self.models.items() if name not in self._own}
         self.models = {name: model for name, model in self.models.items() if name in self._own}
         for spec in settings.models:
-            self._name(self._model(spec, before.pop(spec.name.lower(), None), settings))
-        for model in before.values():
-            self.lifecycle.remove(model.host)
+            host = self._host_of(spec, before.get(spec.name.lower()), settings)
+            for name in spec.names:
+                self._name(Model(name, host, spec))
+        staying = {model.host.key for model in self.models.values()}
+        gone = {model.host.key: model.host for model in before.values() if model.host.key not in staying}
+        for host in gone.values():
+            self.lifecycle.remove(host)
         self._settings = settings
         self._aliases = {pattern.lower(): target for pattern, target in settings.aliases.items()}
         self.discovery = Discovery(settings.folders)
         self._looked = -math.inf
 
-    def _model(self, spec: ModelSpec, before: Model | None, settings: Settings) -> Model:
+    def _host_of(self, spec: ModelSpec, before: Model | None, settings: Settings) -> Host:
+        """One for all names of a model: that of the model before, if it can stay."""
         keep_alive = settings.keep_alive if spec.keep_alive is None else spec.keep_alive
         if before is None or before.spec is None or not before.spec.runs_like(spec):
-            if before is not None:
-                self.lifecycle.remove(before.host)
-            return Model(spec.name, self._host(spec, keep_alive, settings.limits), spec)
+            return self._host(spec, keep_alive, settings.limits)
         self.lifecycle.keep(before.host, keep_alive)
         before.host.bound(settings.limits)
-        return Model(spec.name, before.host, spec)
+        return before.host
 
     def _host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> Host:
         slots = spec.options.get("slots")

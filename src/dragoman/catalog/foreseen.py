@@ -1,6 +1,7 @@
 """What is known of a model before it is loaded: what its configuration and its file say."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -51,7 +52,19 @@ def missing_files(specs: Sequence[ModelSpec]) -> list[str]:
                 sources.locate(spec.source)
         except ConfigError as error:
             missing.append(f"model {spec.name}: {error}")
+        missing += [
+            f"model {name}: there is no adapter at {path}"
+            for name, path in adapter_files(spec).items()
+            if not path.is_file()
+        ]
     return missing
+
+
+def adapter_files(spec: ModelSpec) -> dict[str, Path]:
+    """By the name of the model that each makes."""
+    entries = {name: spec.options["adapters"][name] for name in spec.adapters}
+    paths = {name: entry if isinstance(entry, str) else entry["path"] for name, entry in entries.items()}
+    return {name: Path(path).expanduser() for name, path in paths.items()}
 
 
 def _looked_at(source: str | None) -> tuple[FileState, dict[str, Value]]:

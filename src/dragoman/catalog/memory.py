@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from dragoman import sources
+from dragoman.catalog.foreseen import adapter_files
 from dragoman.config import ModelSpec
 from dragoman.engines import engine_class
 from dragoman.errors import ConfigError
@@ -25,7 +26,7 @@ log = logging.getLogger("dragoman.catalog")
 
 PROCESS_BYTES = 100 * 1024 * 1024
 """What a worker takes before it has loaded anything."""
-STATE_ELEMENT_BYTES = 2
+STATE_ELEMENT_BYTES = {"f16": 2, "q8_0": 34 / 32}
 MOST_REMEMBERED = 500
 _lock = threading.Lock()
 
@@ -41,6 +42,7 @@ def expected(spec: ModelSpec) -> int:
         return PROCESS_BYTES
     path = sources.fetch(spec.source)
     size = sum(part.stat().st_size for part in parts_of(path))
+    size += sum(adapter.stat().st_size for adapter in adapter_files(spec).values() if adapter.is_file())
     try:
         return PROCESS_BYTES + size + _state_bytes(spec, read_metadata(path))
     except ConfigError:
@@ -92,7 +94,9 @@ def in_worker(spec: ModelSpec) -> bool:
 
 
 def _state_bytes(spec: ModelSpec, metadata: Mapping[str, Value]) -> int:
-    """Of keys and values, for all slots."""
+    """Of keys and values, for all texts that are in memory at once, once more for each adapter."""
+    # Imported late: it brings llama.cpp along.
+    from dragoman.engines.llama.room import fitted
 
     def number(key: str) -> int:
         value = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
@@ -101,15 +105,21 @@ def _state_bytes(spec: ModelSpec, metadata: Mapping[str, Value]) -> int:
     heads = number("attention.head_count")
     groups = number("attention.head_count_kv") or heads
     width = number("attention.key_length") or (number("embedding_length") // heads if heads else 0)
-    length = spec.options.get("context") or number("context_length")
-    return 2 * number("block_count") * groups * width * STATE_ELEMENT_BYTES * int(length) * _slots(spec)
+    kept = spec.options.get("kv", "f16")
+    token = int(2 * number("block_count") * groups * width * STATE_ELEMENT_BYTES.get(kept, 2) * len(spec.names))
+    if not token:
+        return 0
+    wanted = _number(spec, "context"), _number(spec, "cache_sequences")
+    space = fitted(number("context_length"), token, _number(spec, "slots") or 1, *wanted)
+    return token * space.length * space.sequences
 
 
-def _slots(spec: ModelSpec) -> int:
+def _number(spec: ModelSpec, name: str) -> int | None:
+    """What the configuration says, or else the engine; None where both leave it open."""
     options = engine_class(spec.engine).Options
-    default = next((field.default for field in msgspec.structs.fields(options) if field.name == "slots"), 1)
-    slots = spec.options.get("slots", default)
-    return slots if isinstance(slots, int) else 1
+    default = next((field.default for field in msgspec.structs.fields(options) if field.name == name), None)
+    value = spec.options.get(name, default)
+    return value if isinstance(value, int) else None
 
 
 def _fingerprint(spec: ModelSpec) -> str:

@@ -41,6 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [*missing_files(settings.models), *unusable_files(settings)]
     if missing:
         raise ConfigError(*missing)
-    names = ", ".join(model.name for model in settings.models) or "those of the models folder"
+    names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
     print(f"the configuration is sound; models: {names}")
     return 0

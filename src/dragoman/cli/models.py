@@ -85,7 +85,7 @@ def _rows(arguments: argparse.Namespace) -> list[Row]:
         return _served(server)
     if arguments.api_key is not None:
         raise ConfigError("--api-key is for a running server: give its --url too")
-    return [_configured(spec) for spec in settings.models]
+    return [_configured(spec, name) for spec in settings.models for name in spec.names]
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
@@ -123,12 +123,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def _configured(spec: ModelSpec) -> Row:
+def _configured(spec: ModelSpec, name: str) -> Row:
     known = foreseen(spec)
     # A model whose file cannot be read yet has a format all the same, if its engine has any.
     unread = "auto" if "format" in engine_class(spec.engine).Options.__struct_fields__ else None
     return Row(
-        name=spec.name,
+        name=name,
         engine=spec.engine,
         format=known.format or (unread if known.writes else None),
         context=known.context,

@@ -3,6 +3,7 @@
     file     := --config, or $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one (JSON is YAML)
     models   := name: source
               | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, ...the engine's own options}
+    adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, memory, keep_alive, turn_seconds,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, grace_seconds, drain_seconds
@@ -290,7 +291,7 @@ class _Reading:
 
     def check_names(self, settings: Settings, offered: Sequence[str], by_flag: Mapping[str, str]) -> None:
         """Aliases and the default name models that there are. Upper and lower case are the same here."""
-        names = [*(model.name for model in settings.models), *offered]
+        names = [*(name for model in settings.models for name in model.names), *offered]
         known = {name.lower() for name in names}
 
         def unknown(name: str) -> str | None:

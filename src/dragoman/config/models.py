@@ -2,6 +2,10 @@
 
 model := SOURCE
        | {engine, source or path, sampling, keep_alive, ...the engine's own options}
+
+Among the options of llama are `adapters`, each of which is a model too:
+
+adapters := {name: PATH | {path: PATH, scale: NUMBER}}
 """
 
 import re
@@ -16,6 +20,7 @@ from dragoman.conversation import Sampling
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
+from dragoman.operation import located
 from dragoman.sources import BUILT_IN, KINDS
 
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
@@ -60,7 +65,8 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """`options` are for the engine; `source` says where its file comes from."""
+    """`options` are for the engine; `source` says where its file comes from. `adapters` are the names of the models
+    that its engine makes of it, beside itself."""
 
     name: str
     engine: str
@@ -69,6 +75,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     sampling: SamplingDefaults = NO_DEFAULTS
     keep_alive: float | None = None
     """Seconds; None: as for all models."""
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.adapters)
 
     def runs_like(self, other: "ModelSpec") -> bool:
         """Whether the engine of one can stay for the other."""
@@ -84,15 +95,26 @@ def read_models(file: File) -> dict[str, ModelSpec]:
     seen: dict[str, str] = {}
     for name, entry in file.mapping(file.values, "models").items():
         key = f"models.{name}"
-        if not MODEL_NAME.fullmatch(name):
-            file.note(key, "a model's name has letters, digits and . _ - : / only, and begins with no /")
-            continue
-        if name.lower() in seen:
-            file.note(key, f"{seen[name.lower()]} is the same name but for its case")
-            continue
-        seen[name.lower()] = name
-        models[name] = _model(file, name, {} if entry is None else entry, key)
+        if _is_free(file, name, seen, key):
+            models[name] = _model(file, name, {} if entry is None else entry, key)
+    for name, model in models.items():
+        for adapter in model.adapters:
+            _is_free(file, adapter, seen, f"models.{name}.adapters.{adapter}")
     return models
+
+
+def _is_free(file: File, name: str, seen: dict[str, str], key: str) -> bool:
+    """Whether a model may have the name, which is taken then; why it may not is noted."""
+    other = seen.get(name.lower())
+    if not MODEL_NAME.fullmatch(name):
+        file.note(key, "a model's name has letters, digits and . _ - : / only, and begins with no /")
+    elif other is not None:
+        same = "another model has this name" if other == name else f"{other} is the same name but for its case"
+        file.note(key, same)
+    else:
+        seen[name.lower()] = name
+        return True
+    return False
 
 
 def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
@@ -109,8 +131,13 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
     if entry.get(given) is None and engine == "llama" and name in BUILT_IN:
         source = name
     options = {option: value for option, value in entry.items() if option not in OURS}
+    adapters: dict[str, Any] = {}
     if engine is not None:
-        _check_options(file, engine, source, entry, options, key)
+        fitting = _check_options(file, engine, source, entry, options, key)
+        # Engines of others may call something else by this name.
+        adapters = fitting.get("adapters", {}) if engine in ENGINES else {}
+    if adapters:
+        options["adapters"] = {adapter: _located(file, entry) for adapter, entry in adapters.items()}
     return ModelSpec(
         name,
         engine or "llama",
@@ -118,7 +145,15 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
         options,
         _sampling(file, entry, key),
         file.parsed(entry, "keep_alive", duration, key),
+        tuple(adapters),
     )
+
+
+def _located(file: File, adapter: Any) -> Any:
+    """With its path from the file's folder; what it looks like has been checked."""
+    if isinstance(adapter, str):
+        return located(adapter, file.folder)
+    return {**adapter, "path": located(adapter["path"], file.folder)}
 
 
 def _sampling(file: File, entry: dict[str, Any], key: str) -> SamplingDefaults:
@@ -129,12 +164,13 @@ def _sampling(file: File, entry: dict[str, Any], key: str) -> SamplingDefaults:
 
 def _check_options(
     file: File, engine: str, source: str | None, entry: dict[str, Any], options: dict[str, Any], key: str
-) -> None:
+) -> dict[str, Any]:
+    """Those that fit."""
     try:
         wanted = engine_class(engine).Options
     except ConfigError as error:
         file.note(f"{key}.engine", str(error))
-        return
+        return {}
     takes_file = "path" in wanted.__struct_fields__
     if source is not None and not takes_file:
         file.note(f"{key}.source", f"the engine {engine} takes no source")
@@ -144,9 +180,10 @@ def _check_options(
     if takes_file and entry.get("source", entry.get("path")) is None and source is None and "path" in _required(wanted):
         file.note(key, f"source is missing: a path, {KINDS} or a built-in name ({', '.join(BUILT_IN)})")
     # What is wrong with the source has been said.
-    file.fitting({"path": "", **options} if takes_file else options, wanted, key)
+    fitting = file.fitting({"path": "", **options} if takes_file else options, wanted, key)
     if engine in ENGINES:
         _check_format(file, wanted, options, f"{key}.format")
+    return fitting
 
 
 def _check_format(file: File, wanted: type[msgspec.Struct], options: dict[str, Any], key: str) -> None:

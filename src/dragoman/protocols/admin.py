@@ -40,8 +40,7 @@ def encode_served(model: ServedModel) -> dict[str, Any]:
     return {key: value for key, value in told.items() if value is not None}
 
 
-def encode_fleet(models: Sequence[ServedModel], budget: int | None) -> dict[str, Any]:
-    used = sum(model.memory or 0 for model in models)
+def encode_fleet(models: Sequence[ServedModel], used: int, budget: int | None) -> dict[str, Any]:
     return {"object": "list", "memory": budget, "used": used, "data": [encode_served(model) for model in models]}
 
 

@@ -49,6 +49,7 @@ class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
     store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: openai.Retention | None = None
     safety_identifier: str | None = None
 
 
@@ -74,6 +75,7 @@ def decode(body: bytes) -> GenerationRequest:
         documents=tuple(fields.documents or ()),
         template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
         sampling=openai.sampling(fields),
+        keep_seconds=openai.keep_seconds(fields.prompt_cache_retention),
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         stop=openai.stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),

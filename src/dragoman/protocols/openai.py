@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -16,7 +16,10 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Retention = Literal["in_memory", "in-memory", "24h"]
 
+KEPT_SECONDS = {"24h": 24 * 3600.0}
+"""For what is otherwise kept in memory as long as there is room."""
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 DONE = b"data: [DONE]\n\n"
@@ -66,6 +69,11 @@ NEUTRAL: dict[str, object] = {
     "min_p": 0,
 }
 """Values that ask for nothing: any engine honours them."""
+
+
+def keep_seconds(retention: Retention | None) -> float:
+    """How long the prompt is to be kept even if room is short."""
+    return KEPT_SECONDS.get(retention or "", 0.0)
 
 
 def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:

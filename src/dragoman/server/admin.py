@@ -26,7 +26,9 @@ async def models(app: "App", exchange: Exchange) -> None:
     await app.catalog.look()
     seen = [model for model in app.catalog.listed() if exchange.caller.may_ask(model.name)]
     served = [await _served(app, model) for model in seen]
-    await exchange.reply_json(wire.encode_fleet(served, app.catalog.lifecycle.budget))
+    # Models that share an engine share its memory.
+    used = {model.host.key: told.memory or 0 for model, told in zip(seen, served, strict=True)}
+    await exchange.reply_json(wire.encode_fleet(served, sum(used.values()), app.catalog.lifecycle.budget))
 
 
 async def change(app: "App", exchange: Exchange) -> None:

@@ -160,8 +160,8 @@ class App:
             raise NotSupported("this server was started without a configuration that could be read again")
         async with self._reloading:
             settings = await asyncio.to_thread(self._reread)
-            before = {spec.name: spec for spec in self.settings.models}
-            after = {spec.name: spec for spec in settings.models}
+            before = {name: spec for spec in self.settings.models for name in spec.names}
+            after = {name: spec for spec in settings.models for name in spec.names}
             self._take_over(settings)
             told = Reloaded(
                 models=tuple(after),

@@ -102,7 +102,7 @@ def described(app: "App") -> dict[str, Any]:
     specs = app.settings.models
     return {
         "models": [model.name for model in app.catalog.models.values()],
-        "engines": {spec.name: spec.engine for spec in specs},
+        "engines": {name: spec.engine for spec in specs for name in spec.names},
         "config": without_secrets(app.settings),
     }
 

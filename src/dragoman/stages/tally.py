@@ -40,4 +40,5 @@ class Tally:
             completion=self._completion,
             cached=self._started.cached_tokens,
             reasoning=self._reasoning,
+            kept=self._started.kept_tokens,
         )

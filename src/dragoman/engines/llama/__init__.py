@@ -4,14 +4,18 @@ engine      what the server sees: options, checks, one async generator per reque
 intake      from a request to a checked prompt in tokens
 generation  one request's way from logits to events
 budget      how much of a reply may be thought
+drafts      how a reply may go on, and whether trying that pays: pure
 runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
-scheduler   which rows the next decode has: pure, without model, thread or clock
+scheduler   which rows the next decode has: pure, without model, thread or clock of its own
 sequences   which sequence of the memory holds what, and which one a job gets: pure
+pins        which texts are to be kept for a while: pure
 radix       who holds which beginning of a text: pure
+room        how much memory texts take, and how many there is room for
 sampling    from logits to a token, and log probabilities
+threads     how many threads compute
 binding     a model, its decoder, its samplers
 library     the C functions
-machine     cores, memory, processor
+machine     CPUs, memory, processor, as a container may limit them
 
 layout      which file is loaded: the original, or one with weights that are faster here
 trial       the process that makes the other file and tries it

@@ -32,6 +32,11 @@ POOLING = {"1": "mean", "2": "first", "3": "last"}
 """How a model's file says that its vectors of a text's tokens become one; a chat model's says nothing."""
 NO_POOLING, RANKING = 0, "4"
 
+KV_TYPES = {"f16": 1, "q8_0": 8}
+"""ggml's numbers of the types in which keys and values are kept."""
+BLOCKS = {"f16": (2, 1), "q8_0": (34, 32)}
+"""Bytes, and how many numbers are in them."""
+
 ATTRIBUTE_UNKNOWN, ATTRIBUTE_CONTROL = 1, 8
 NO_TOKEN = -1
 
@@ -119,13 +124,13 @@ class Model:
         c, handle = self.library, self.handle
         return bool(c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle))
 
-    @property
-    def state_bytes(self) -> int:
-        """About how much memory a token in a sequence takes: a key and a value of half floats per layer."""
+    def state_bytes(self, kv: str) -> int:
+        """About how much memory a token in a sequence takes: a key and a value per layer."""
         c, handle = self.library, self.handle
         heads = max(c.llama_model_n_head(handle), 1)
         width = c.llama_model_n_embd(handle) * c.llama_model_n_head_kv(handle) // heads
-        return max(4 * int(width) * int(c.llama_model_n_layer(handle)), 1)
+        per_block, block = BLOCKS[kv]
+        return max(2 * int(width) * int(c.llama_model_n_layer(handle)) * per_block // block, 1)
 
     def name(self, token: int) -> str:
         return "" if token == NO_TOKEN else self.pieces[token].decode("utf-8", "replace")
@@ -231,6 +236,19 @@ class Model:
             room = length + 1
 
 
+class Adapter:
+    """Changes to the weights of a model, from a file; freed with the model."""
+
+    def __init__(self, model: Model, path: Path) -> None:
+        c = model.library
+        log.errors.clear()
+        self.handle = c.llama_adapter_lora_init(model.handle, str(path).encode())
+        if not self.handle:
+            raise ConfigError(f"llama: {path} is not an adapter for this model: {log.reason()}")
+        if c.llama_adapter_get_alora_n_invocation_tokens(self.handle):
+            raise ConfigError(f"llama: {path} is an adapter that certain tokens switch on, which is not supported")
+
+
 class Context:
     """The memory of `sequences` independent token sequences of up to `length` tokens, and the decoder over it.
 
@@ -248,6 +266,7 @@ class Context:
         outputs: int,
         threads: int,
         flash_attention: bool = True,
+        kv: str = "f16",
         vectors: bool = False,
     ) -> None:
         """`rows` is the largest batch, `outputs` the most rows of it that may ask for logits."""
@@ -259,6 +278,7 @@ class Context:
         params.n_batch = params.n_ubatch = rows
         if not flash_attention:
             params.flash_attn_type = FLASH_ATTENTION_OFF
+        params.type_k = params.type_v = KV_TYPES[kv]
         params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, rows), 0
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = params.embeddings = vectors
@@ -270,7 +290,7 @@ class Context:
         if not self.handle:
             raise ConfigError(
                 f"llama: no room for {sequences} texts of {length} tokens ({log.reason()}): "
-                "lower context or slots or cache_sequences"
+                f"lower context or slots or cache_sequences{'' if kv == 'f16' else ', or leave out kv: ' + kv}"
             )
         self.memory = c.llama_get_memory(self.handle)
         if not self.memory and not vectors:
@@ -285,6 +305,7 @@ class Context:
         c.llama_set_abort_callback(self.handle, asked, ctypes.addressof(self._abort))
 
     def _allocate(self, rows: int) -> None:
+        self.rows = rows
         self.tokens = np.zeros(rows, dtype=np.int32)
         self.positions = np.zeros(rows, dtype=np.int32)
         self.sequences = np.zeros(rows, dtype=np.int32)
@@ -318,6 +339,15 @@ class Context:
     def abort(self) -> None:
         """End the decode that another thread is in; what of it is in memory then, nobody knows."""
         self._abort.value = b"1"
+
+    def adapt(self, adapter: Adapter, scale: float) -> None:
+        """Decode from now on with the adapter's changes, so many times as strong."""
+        handles, scales = (ctypes.c_void_p * 1)(adapter.handle), (ctypes.c_float * 1)(scale)
+        self.library.llama_set_adapters_lora(self.handle, handles, 1, scales)
+
+    def use_threads(self, single: int, many: int) -> None:
+        """For batches of one row, and for larger ones."""
+        self.library.llama_set_n_threads(self.handle, single, many)
 
     def vectors(self, rows: int) -> Vectors:
         """Those of the first rows of the last batch, all of which asked for them: a view, until the next one."""

@@ -3,6 +3,9 @@
 A slot has room for `context` tokens of prompt and reply together, and so has each of the `cache_sequences` in which
 beginnings of texts are kept: the memory that the model's state takes grows with `context` times the two together.
 
+Adapters are models of their own over the same weights. llama.cpp applies an adapter to all that a decoder does, so each
+has a decoder with the same room, and a runner; they take turns. What one has computed is of no use to another.
+
 Any model makes vectors of texts too, in a decoder of its own that is made when it is first asked for. A model that
 looks ahead does nothing else.
 """
@@ -10,7 +13,8 @@ looks ahead does nothing else.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,12 +26,13 @@ from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
-from dragoman.engines.llama import machine
-from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
+from dragoman.engines.llama import machine, threads
+from dragoman.engines.llama.binding import MAX_SEQUENCES, Adapter, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake, detokenize, tokenize
 from dragoman.engines.llama.layout import Layout, prepared
+from dragoman.engines.llama.room import Kv, Room, room
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
 from dragoman.engines.llama.turns import Turns
@@ -38,9 +43,6 @@ from dragoman.formats import detect, named
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
 
-DEFAULT_MEMORY_SHARE = 0.25
-"""How much of the machine's memory the slots may take where the configuration does not say their size."""
-LEAST_DEFAULT_CONTEXT = 4096
 MOST_DEFAULT_WHOLE = 2048
 """Tokens of a text that goes in whole: the memory for it grows with their square."""
 EMBEDDED_AT_ONCE = 16
@@ -61,6 +63,12 @@ FEATURES = VECTOR_FEATURES | frozenset(
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class AdapterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    scale: float = 1.0
+    """How strong its changes are."""
+
+
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     format: str | None = None
@@ -71,6 +79,7 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of prompt and reply together; None: as many as the model was trained for, if the memory is large."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 4
     threads: Count | None = None
+    """Those that compute; None: as many as are fastest, which is tried out."""
     batch: Count = 512
     """The most prompt tokens that are taken in at once."""
     cache_sequences: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCES)] | None = None
@@ -82,6 +91,10 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flash_attention: bool = True
     """Where it helps; without it long texts are written faster, short ones slower, and the log probabilities of a text
     are the same whoever else is being answered, nearly to the bit."""
+    kv: Kv = "f16"
+    """How exactly the state of texts is kept: with q8_0 it takes little more than half of the memory."""
+    adapters: Mapping[str, str | AdapterOptions] = {}
+    """By the name of the model that each makes of this one: a path, or a path and a scale."""
     speculation: bool = True
     """Tokens that are likely to come as they came before in the text are decoded together, where that pays."""
     gap_ms: Count = 150
@@ -97,6 +110,12 @@ class _Loaded(msgspec.Struct, frozen=True):
     context: Context
     intake: Intake
     runner: Runner
+    adapted: Mapping[str, Runner]
+    """By the names of the adapters."""
+
+    @property
+    def runners(self) -> Sequence[Runner]:
+        return [self.runner, *self.adapted.values()]
 
 
 class LlamaEngine(Engine):
@@ -131,9 +150,10 @@ class LlamaEngine(Engine):
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:
             length = self.options.context if self.embedder is None else self.embedder.length
-            return [ModelInfo(self.name, context=length, format=self.options.format or "plain")]
-        intake = self.loaded.intake
-        return [ModelInfo(self.name, context=intake.context, format=intake.format.name)]
+            form = self.options.format or "plain"
+        else:
+            length, form = self.loaded.intake.context, self.loaded.intake.format.name
+        return [ModelInfo(name, context=length, format=form) for name in (self.name, *self.options.adapters)]
 
     def supports(self) -> frozenset[str]:
         if self.model is None:
@@ -150,7 +170,8 @@ class LlamaEngine(Engine):
         self.embedder = embedder
         embedder.start()
         if self.loaded is not None:
-            self.loaded.runner.start()
+            for runner in self.loaded.runners:
+                runner.start()
 
     def _note_progress(self, share: float) -> None:
         self.progress = round(share, 2)
@@ -160,7 +181,8 @@ class LlamaEngine(Engine):
         model, self.model = self.model, None
         embedder, self.embedder = self.embedder, None
         if loaded is not None:
-            loaded.runner.close()
+            for runner in loaded.runners:
+                runner.close()
         if embedder is not None:
             embedder.close()
         await asyncio.to_thread(self._free, model, loaded, embedder)
@@ -170,14 +192,15 @@ class LlamaEngine(Engine):
         read = await self._aside(loaded.intake.read, request)
         shaping = self.shapers if loaded.intake.is_shaped(request) else self.readers
         generation = await self._aside(loaded.intake.generation, request, read, pool=shaping)
-        loaded.runner.submit(generation)
+        runner = loaded.adapted.get(request.model, loaded.runner)
+        runner.submit(generation)
         try:
             while events := await generation.inbox.take():
                 if type(events[-1]) is Finished and generation.bearings.checks:
                     events = [*events[:-1], await self._aside(_checked, generation, events[-1], pool=self.shapers)]
                 yield events
         finally:
-            loaded.runner.cancel(generation)
+            runner.cancel(generation)
 
     async def render(self, request: GenerationRequest) -> Rendered:
         return await self._aside(self._writing().intake.render, request, pool=self.tellers)
@@ -214,9 +237,9 @@ class LlamaEngine(Engine):
         self.readers.shutdown(wait=True)
         self.shapers.shutdown(wait=True)
         self.tellers.shutdown(wait=True)
-        if loaded is not None:
-            loaded.runner.join()
-            loaded.context.close()
+        for runner in () if loaded is None else loaded.runners:
+            runner.join()
+            runner.context.close()
         if embedder is not None:
             embedder.join()
         self.turns.close()
@@ -228,51 +251,121 @@ def _load(
     options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns, progress: Callable[[float], None]
 ) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
+    if options.kv != "f16" and not options.flash_attention:
+        raise ConfigError(f"llama: kv: {options.kv} needs flash attention: leave out flash_attention: false")
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
+    if options.layout == "auto":
+        path = prepared(path)
     with contextlib.ExitStack() as undo:
-        model = Model(prepared(path) if options.layout == "auto" else path, progress)
+        model = Model(path, progress)
         undo.callback(model.close)
-        if not model.generates:
-            raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
-        if model.looks_ahead and model.ranks:
-            raise ConfigError(f"llama: {path} ranks texts ({model.description}); rank with a model that makes vectors")
+        _check_kind(model, options)
         if model.looks_ahead:
             embedder = _whole_embedder(model, options, turns)
             undo.pop_all()
             return model, None, embedder
-        length = options.context or _default_context(model, options.slots)
-        cached = _cache_sequences(model, options, length)
-        _check_memory(model, options.slots, cached, length)
-        context = Context(
-            model,
-            sequences=options.slots + cached,
-            length=length,
-            rows=options.batch + options.slots,
-            outputs=MAX_PROMPT_OUTPUTS + options.slots,
-            threads=options.threads or machine.threads(),
-            flash_attention=options.flash_attention,
-        )
-        undo.callback(context.close)
-        turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, length))
-        schedule = partial(Scheduler, options.slots, cached, sharing=not model.forgets, isolate=options.isolate)
-        runner = Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns)
-        syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
-        speculation = options.speculation and not model.forgets
-        fitting = min(length, context.length)
-        intake = Intake(model, fitting, syntax, options.template_options, speculation=speculation)
-        embedder = _embedder(model, options, intake.context, turns, lambda: not runner.scheduler.idle)
+        # Once for the model as it is, and once for each adapter.
+        times = 1 + len(options.adapters)
+        space = room(model, options.slots, options.context, options.cache_sequences, options.kv, times=times)
+        runners = _runners(model, options, space, loop, turns, undo)
+        many = options.threads or turns.run(_choose_threads, [runner.context for runner in runners], path)
+        loaded = _loaded(model, options, space.length, runners)
+        embedder = _embedder(model, options, loaded.intake.context, turns, many, lambda: _are_writing(runners))
         undo.pop_all()
-        return model, _Loaded(model, context, intake, runner), embedder
+        return model, loaded, embedder
+
+
+def _check_kind(model: Model, options: LlamaOptions) -> None:
+    path = options.path
+    if not model.generates:
+        raise ConfigError(f"llama: {path} does not write text token by token ({model.description})")
+    if model.looks_ahead and model.ranks:
+        raise ConfigError(f"llama: {path} ranks texts ({model.description}); rank with a model that makes vectors")
+    if model.looks_ahead and options.adapters:
+        raise ConfigError(f"llama: {path} makes vectors ({model.description}): it takes no adapters")
+
+
+def _runners(
+    model: Model,
+    options: LlamaOptions,
+    space: Room,
+    loop: asyncio.AbstractEventLoop,
+    turns: Turns,
+    undo: contextlib.ExitStack,
+) -> list[Runner]:
+    """One for the model as it is, then one for each adapter."""
+    changes = [None, *(_adapter(model, name, entry) for name, entry in options.adapters.items())]
+    schedule = partial(
+        Scheduler,
+        space.slots,
+        space.cached,
+        sharing=not model.forgets,
+        isolate=options.isolate,
+        clock=time.monotonic,
+    )
+    runners: list[Runner] = []
+    for change in changes:
+        context = _context(model, options, space)
+        undo.callback(context.close)
+        if change is not None:
+            context.adapt(*change)
+        turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, space.length))
+        runners.append(Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns))
+    for runner in runners:
+        runner.company = [other for other in runners if other is not runner]
+    return runners
+
+
+def _are_writing(runners: Sequence[Runner]) -> bool:
+    return any(not runner.scheduler.idle for runner in runners)
+
+
+def _loaded(model: Model, options: LlamaOptions, length: int, runners: Sequence[Runner]) -> _Loaded:
+    plain, *others = runners
+    syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
+    speculation = options.speculation and not model.forgets
+    fitting = min(length, plain.context.length)
+    intake = Intake(model, fitting, syntax, options.template_options, speculation=speculation)
+    return _Loaded(model, plain.context, intake, plain, dict(zip(options.adapters, others, strict=True)))
+
+
+def _choose_threads(contexts: Sequence[Context], path: Path) -> int:
+    """As many as are fastest; those for many rows at once."""
+    found = threads.chosen(contexts[0], path)
+    for context in contexts:
+        context.use_threads(found.single, found.many)
+    return found.many
+
+
+def _adapter(model: Model, name: str, entry: str | AdapterOptions) -> tuple[Adapter, float]:
+    options = AdapterOptions(entry) if isinstance(entry, str) else entry
+    path = Path(options.path).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"llama: there is no file of the adapter {name} at {path}")
+    return Adapter(model, path), options.scale
+
+
+def _context(model: Model, options: LlamaOptions, space: Room) -> Context:
+    return Context(
+        model,
+        sequences=space.sequences,
+        length=space.length,
+        rows=options.batch + options.slots,
+        outputs=MAX_PROMPT_OUTPUTS + options.slots,
+        threads=options.threads or machine.cpus(),
+        flash_attention=options.flash_attention,
+        kv=options.kv,
+    )
 
 
 def _embedder(
-    model: Model, options: LlamaOptions, length: int, turns: Turns, is_writing: Callable[[], bool]
+    model: Model, options: LlamaOptions, length: int, turns: Turns, many: int, is_writing: Callable[[], bool]
 ) -> Embedder:
     """Its decoder has room for one text as long as a slot, or for several that are shorter."""
 
     def make() -> Context:
-        return _vector_context(model, options, length, options.batch)
+        return _vector_context(model, length, options.batch, many)
 
     return Embedder(
         model,
@@ -291,7 +384,7 @@ def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedd
     rows = max(length, options.batch)
     embedder = Embedder(
         model,
-        lambda: _vector_context(model, options, rows, rows),
+        lambda: _vector_context(model, rows, rows, options.threads or machine.threads()),
         length=length,
         sequences=EMBEDDED_AT_ONCE,
         rows=rows,
@@ -305,14 +398,14 @@ def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedd
     return embedder
 
 
-def _vector_context(model: Model, options: LlamaOptions, length: int, rows: int) -> Context:
+def _vector_context(model: Model, length: int, rows: int, threads: int) -> Context:
     return Context(
         model,
         sequences=EMBEDDED_AT_ONCE,
         length=length,
         rows=rows,
         outputs=rows,
-        threads=options.threads or machine.threads(),
+        threads=threads,
         vectors=True,
     )
 
@@ -324,43 +417,6 @@ def _checked(generation: Generation, finished: Finished) -> Finished:
         return finished
     found = warnings(checks, guide.captures())
     return msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
-
-
-def _cache_sequences(model: Model, options: LlamaOptions, length: int) -> int:
-    """Where nothing is said, no more than there is room for in the share of the memory that is meant for state."""
-    if model.forgets:
-        return 0
-    room = MAX_SEQUENCES - options.slots
-    if options.cache_sequences is not None:
-        if options.cache_sequences > room:
-            raise ConfigError(f"llama: slots and cache_sequences together must be at most {MAX_SEQUENCES}")
-        return options.cache_sequences
-    fitting = machine.memory() * DEFAULT_MEMORY_SHARE / (length * model.state_bytes) - options.slots
-    return int(max(min(options.slots, fitting, room), 0))
-
-
-def _check_memory(model: Model, slots: int, cached: int, length: int) -> None:
-    """llama.cpp would try, and the system would kill the process."""
-    needed = (slots + cached) * length * model.state_bytes
-    if needed > machine.memory() and not model.forgets:
-        kept = f" and {cached} cache_sequences" if cached else ""
-        raise ConfigError(
-            f"llama: {slots} slots{kept} of {length} tokens need {needed / 1e9:.0f} GB of memory, "
-            f"there are {machine.memory() / 1e9:.0f}: lower context or slots{' or cache_sequences' if cached else ''}"
-        )
-
-
-def _default_context(model: Model, slots: int) -> int:
-    length = model.trained_context
-    room = machine.memory() * DEFAULT_MEMORY_SHARE / (slots * model.state_bytes)
-    while length > max(room, LEAST_DEFAULT_CONTEXT):
-        length //= 2
-    if length < model.trained_context:
-        log.warning(
-            "the memory is too small for %d slots of %d tokens: each has %d; set context or slots to choose yourself",
-            *(slots, model.trained_context, length),
-        )
-    return length
 
 
 def _warm_up(context: Context, rows: int) -> None:

@@ -73,7 +73,7 @@ class Generation:
         self.unwanted = sorted(model.ends) if request.ignore_eos else []
         self.prompt_text = _prompt_text(request, model) if request.echo else None
         prompt_outputs = request.logprobs is not None and request.logprobs.prompt
-        self.job = Job(next(_ids), prompt, prompt_outputs, request.principal)
+        self.job = Job(next(_ids), prompt, prompt_outputs, request.principal, request.keep_seconds)
         self.inbox = Mailbox()
         self.picker: Picker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -81,7 +81,7 @@ class Generation:
         self.detokenizer = Detokenizer()
         self.forced: deque[int] = deque()
         self.sections = Sections() if bearings.calls else None
-        self.cached = 0
+        self.cached = self.kept = 0
         self.count = 0
 
     def read_prompt(self, context: Context, chunk: Chunk, first_row: int) -> None:
@@ -92,9 +92,9 @@ class Generation:
         for at, token in enumerate(prompt[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]):
             self.prompt_logprobs.append(token_logprob(context.logits(first_row + at), token, top, text))
 
-    def start(self, cached: int) -> list[Event]:
+    def start(self, cached: int, kept: int) -> list[Event]:
         """The prompt is in memory."""
-        self.cached = cached
+        self.cached, self.kept = cached, kept
         started = Started(
             len(self.job.prompt),
             cached,
@@ -102,6 +102,7 @@ class Generation:
             self.prompt_text,
             self.bearings.thinking,
             self.bearings.ignored,
+            kept,
         )
         return [started] if self.limit else [started, *self._finish("length")]
 
@@ -190,7 +191,7 @@ class Generation:
 
     def _finish(self, reason: FinishReason) -> list[Event]:
         rest = self.detokenizer.flush()
-        usage = Usage(prompt=len(self.job.prompt), completion=self.count, cached=self.cached)
+        usage = Usage(prompt=len(self.job.prompt), completion=self.count, cached=self.cached, kept=self.kept)
         finished = Finished(reason, usage=usage)
         return [TextDelta(rest, count=0), finished] if rest else [finished]
 

@@ -10,7 +10,7 @@ import importlib.util
 import re
 import threading
 from collections import deque
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar
@@ -146,8 +146,12 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "llama_tokenize": (c_int32, c_void_p, c_char_p, c_int32, c_void_p, c_int32, c_bool, c_bool),
     "llama_token_to_piece": (c_int32, c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool),
     "llama_detokenize": (c_int32, c_void_p, c_void_p, c_int32, c_char_p, c_int32, c_bool, c_bool),
+    "llama_adapter_lora_init": (c_void_p, c_void_p, c_char_p),
+    "llama_adapter_get_alora_n_invocation_tokens": (c_uint64, c_void_p),
+    "llama_set_adapters_lora": (c_int32, c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float)),
     "llama_init_from_model": (c_void_p, c_void_p, _ContextParams),
     "llama_free": (None, c_void_p),
+    "llama_set_n_threads": (None, c_void_p, c_int32, c_int32),
     "llama_n_ctx_seq": (c_uint32, c_void_p),
     "llama_get_memory": (c_void_p, c_void_p),
     "llama_memory_clear": (None, c_void_p, c_bool),
@@ -182,7 +186,9 @@ class _Log:
 
     def reason(self) -> str:
         """The first error, which is the one closest to the cause, without the names of C functions."""
-        lines = (re.sub(r"^\w+: (error loading model: )?", "", line) for line in self.errors)
+        lines = (
+            re.sub(r"^\w+: (error loading model: |failed to apply lora adapter: )?", "", line) for line in self.errors
+        )
         return next(lines, "llama.cpp gives no reason")
 
 

@@ -1,16 +1,21 @@
-"""What this machine has for a model: its cores, its memory, its processor."""
+"""What this machine has for a model: its CPUs, its memory, its processor.
+
+A container's limits, which are often far below what the machine has, count as what there is.
+"""
 
 import math
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-MAX_DEFAULT_THREADS = 16
-"""Decoding is bound by memory: more threads rarely help, and on machines with many cores they hurt."""
+MANY = 16
+"""Where there are many CPUs, decoding may be bound by memory long before all of them are used."""
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""A container's limit, which is often far below the machine's memory."""
+GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 PROCESSORS = Path("/proc/cpuinfo")
 FEATURES = ("avx", "fma", "f16c", "amx", "asimd", "i8mm", "sve", "bf16", "fphp")
 """How the instructions begin for which llama.cpp has kernels of their own."""
@@ -22,8 +27,46 @@ class Processor(msgspec.Struct, frozen=True):
 
 
 def threads() -> int:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, MAX_DEFAULT_THREADS)
+    """As many as compute where nobody says and nothing is tried out."""
+    return min(cpus(), MANY)
+
+
+def cpus() -> int:
+    """Those that the process may use, and no more than the quota of its container."""
+    return max(min(len(_affinity()), int(quota())), 1)
+
+
+def quota() -> float:
+    """CPUs that the process's control group, and those around it, may use; as many as there are where nobody says."""
+    found = float(os.cpu_count() or 1)
+    try:
+        # Of version 2 there is one line, `0::/path`.
+        paths = [line[3:].strip("/") for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::")]
+    except OSError:
+        paths = []
+    group = GROUPS.joinpath(*paths[:1])
+    for folder in (group, *group.parents):
+        if folder == GROUPS.parent:
+            break
+        try:
+            most, period = (folder / "cpu.max").read_text().split()
+            found = min(found, int(most) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):
+            # No such file, or "max".
+            continue
+    return found
+
+
+def cores() -> int:
+    """Physical ones among the allowed; as many as are allowed where the system does not say."""
+    try:
+        return len({Path(SIBLINGS.format(cpu)).read_text() for cpu in _affinity()})
+    except OSError:
+        return len(_affinity())
+
+
+def _affinity() -> Sequence[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def memory() -> float:

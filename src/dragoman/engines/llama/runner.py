@@ -13,7 +13,8 @@ Rules
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. One that is for a single job is
    broken off when the job is not wanted any more.
 3. A grammar that fails, fails its own job.
-4. A step is computed when it is its turn: others may compute with the same model.
+4. A step is computed when it is its turn: others may compute with the same model. Those who decode there wait for it,
+   as those here do.
 5. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
 """
 
@@ -87,6 +88,9 @@ class Runner:
         self.schedule = schedule
         self.scheduler = schedule()
         self.turns = turns
+        self.company: Sequence[Runner] = ()
+        """Others that take turns with this one."""
+        self.decodes = False
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
         self.gap = gap
@@ -140,6 +144,7 @@ class Runner:
             except Exception:
                 log.exception("a step of the decoder failed")
                 self._start_over(EngineFailed("the engine failed; the server's log says more"))
+            self.decodes = bool(self.scheduler.decoding)
             self._deliver()
         self._start_over(EngineFailed(STOPPED))
         self._deliver()
@@ -163,7 +168,8 @@ class Runner:
                 self.scheduler.add(command.job)
 
     def _step(self) -> None:
-        pace = self.among_others if self.scheduler.decoding else self.alone
+        awaited = self.scheduler.decoding or any(other.decodes for other in self.company)
+        pace = self.among_others if awaited else self.alone
         plan = self.scheduler.plan(pace.chunk, self._drafts())
         self._prepare(plan)
         if not plan.chunks:
@@ -252,7 +258,7 @@ class Runner:
             return
         events: list[Event] = []
         if chunk.start < len(generation.job.prompt):
-            events += generation.start(self.scheduler.shared(chunk.job))
+            events += generation.start(self.scheduler.shared(chunk.job), self.scheduler.kept(chunk.job))
             first_row += len(chunk.tokens) - 1
         else:
             self.drafted += len(chunk.tokens) - 1

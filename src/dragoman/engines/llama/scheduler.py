@@ -1,4 +1,4 @@
-"""Which rows the next decode has. Events in, plans out: no model, no thread, no clock.
+"""Which rows the next decode has. Events in, plans out: no model, no thread, no clock of its own.
 
     waiting ──slot──> seated ──seat──> prefilling ──prompt decoded──> decoding ──end──> gone
                          └──> following ──common part decoded──┘
@@ -32,7 +32,7 @@ Rules
 10. Rows are in the order of their sequences, as the decoder wants neighbours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -48,6 +48,8 @@ class Job(msgspec.Struct, frozen=True):
     prompt: tuple[int, ...]
     prompt_outputs: bool = False
     principal: str = ""
+    keep: float = 0
+    """Seconds for which others' prompts do not displace this one."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -92,14 +94,23 @@ class _Slot(msgspec.Struct):
 
 
 class Scheduler:
-    def __init__(self, slots: int, cached: int = 0, *, sharing: bool = True, isolate: bool = False) -> None:
-        """`cached` is how many more sequences than slots there are; `isolate`: principals share nothing."""
+    def __init__(
+        self,
+        slots: int,
+        cached: int = 0,
+        *,
+        sharing: bool = True,
+        isolate: bool = False,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`cached` is how many more sequences than slots there are; `isolate`: principals share nothing. By the `clock`
+        the time of what is to be kept is over."""
         self.limit = slots
         self.sharing = sharing
         self.isolate = isolate
         self.waiting: dict[int, Job] = {}
         self.slots: dict[int, _Slot] = {}
-        self.sequences = Sequences(slots, cached if sharing else 0, sharing=sharing)
+        self.sequences = Sequences(slots, cached if sharing else 0, sharing=sharing, clock=clock)
         self.promised = Prefixes()
         """The prompts of those that are prefilling."""
         self.in_flight: dict[int, Chunk] = {}
@@ -157,7 +168,10 @@ class Scheduler:
         self.promised.drop(job)
         self._cut_draft(slot)
         self.sequences.grew(slot.sequence, slot.reply)
-        self.sequences.leave(slot.sequence, spoilt=self.in_flight.pop(job, None) is not None)
+        spoilt = self.in_flight.pop(job, None) is not None
+        self.sequences.leave(slot.sequence, spoilt=spoilt)
+        if self._keeps(slot.job) and slot.missing <= 0 and not spoilt:
+            self.sequences.pin(slot.job.prompt, self._salt(slot.job), slot.job.keep)
 
     def prompt_done(self, job: int) -> bool:
         return self.slots[job].missing <= 0
@@ -165,6 +179,11 @@ class Scheduler:
     def shared(self, job: int) -> int:
         """How many of its prompt's tokens the job did not have to decode itself."""
         return self.slots[job].shared
+
+    def kept(self, job: int) -> int:
+        """How many of its prompt's tokens are kept for a while because of it, and were not there before."""
+        slot = self.slots[job]
+        return len(slot.job.prompt) - slot.shared if self._keeps(slot.job) else 0
 
     def plan(self, prefill_budget: int, drafts: Mapping[int, Sequence[int]] | None = None) -> Plan:
         """`drafts`: by which tokens jobs that have sampled one are thought to go on."""
@@ -184,6 +203,9 @@ class Scheduler:
 
     def _takes(self, job: Job) -> bool:
         return self.sharing and not job.prompt_outputs
+
+    def _keeps(self, job: Job) -> bool:
+        return job.keep > 0 and len(job.prompt) >= WORTH and self.sequences.pins.limit > 0
 
     def _salt(self, job: Job) -> str:
         return job.principal if self.isolate else ""

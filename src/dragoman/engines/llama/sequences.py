@@ -17,12 +17,15 @@ Rules
 5. At least the last two tokens of a prompt are left to be decoded: the last one's logits are wanted, and llama.cpp
    computes a row that is alone in another way than several, so that the same request would not get the same answer.
 6. Beginnings are shared within one salt only.
+7. What only one sequence holds of a pinned text is not given up: it is shelved when its seat is given to a job, to the
+   last token, and stays on the shelf. At most half of the shelf is pinned, so that there is always a place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from dragoman.engines.llama.pins import Pins
 from dragoman.engines.llama.radix import Prefixes
 
 WORTH = 32
@@ -51,11 +54,14 @@ Effect = Clear | Copy | Trim
 
 
 class Sequences:
-    def __init__(self, slots: int, cached: int = 0, *, sharing: bool = True) -> None:
+    def __init__(
+        self, slots: int, cached: int = 0, *, sharing: bool = True, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self.seats = range(slots)
         self.shelf = range(slots, slots + cached)
         self.sharing = sharing
         self.held = Prefixes()
+        self.pins = Pins(cached // 2, clock)
         self.taken: set[int] = set()
         self.filled: set[int] = set()
         """Those that may have something in memory, known or not."""
@@ -71,18 +77,23 @@ class Sequences:
     def take(self, prompt: Sequence[int], salt: str, *, reuse: bool = True) -> tuple[int, int]:
         """A seat for a job, and how many tokens of its prompt are in it already."""
         length, holders = self.prefix(prompt, salt) if reuse else (0, frozenset())
+        pinned = self._pinned()
+
+        def loses(seat: int) -> bool:
+            return self._loss(seat, length, holders) >= (1 if seat in pinned else WORTH)
+
         seat = min(
             (seat for seat in self.seats if seat not in self.taken),
             key=lambda seat: (
                 -self._neighbours(seat),
                 seat not in holders,
-                self._loss(seat, length, holders) >= WORTH,
+                loses(seat),
                 self.last_use[seat],
             ),
         )
         source = max(holders, key=self.last_use.__getitem__, default=seat)
-        if self._loss(seat, length, holders) >= WORTH:
-            self._shelve(seat, source)
+        if loses(seat):
+            self._shelve(seat, source, pinned)
         if seat in holders:
             self._cut(seat, length)
         else:
@@ -106,6 +117,10 @@ class Sequences:
         if spoilt or not self.sharing:
             self.held.drop(seat)
 
+    def pin(self, tokens: Sequence[int], salt: str, seconds: float) -> None:
+        """Keep a text that is in memory for so long."""
+        self.pins.add(tokens, salt, seconds)
+
     def drain(self) -> tuple[Effect, ...]:
         effects, self.effects = tuple(self.effects), []
         return effects
@@ -118,12 +133,18 @@ class Sequences:
         alone = self.held.alone(seat)
         return min(alone, self.held.length(seat) - length) if seat in holders else alone
 
-    def _shelve(self, seat: int, source: int) -> None:
-        places = [place for place in self.shelf if place != source]
+    def _pinned(self) -> frozenset[int]:
+        """Those that alone hold what there is of a pinned text."""
+        found = [self.held.longest(pin.tokens, pin.salt) for pin in self.pins.live]
+        return frozenset().union(*(holders for length, holders in found if length >= WORTH and len(holders) == 1))
+
+    def _shelve(self, seat: int, source: int, pinned: frozenset[int]) -> None:
+        places = [place for place in self.shelf if place != source and place not in pinned]
         if not places:
             return
         place = min(places, key=lambda place: (self.held.alone(place) >= WORTH, self.last_use[place]))
-        if self.held.alone(place) >= WORTH and self.last_use[place] > self.last_use[seat]:
+        in_use = self.held.alone(place) >= WORTH and self.last_use[place] > self.last_use[seat]
+        if in_use and seat not in pinned:
             return
         self._empty(place)
         self.effects.append(Copy(seat, place))

@@ -16,6 +16,7 @@ from dragoman.conversation import (
 from dragoman.errors import BadRequest, ThreadUnsupported
 from dragoman.protocols import wire
 from dragoman.protocols.messages import blocks, history, tools
+from dragoman.protocols.messages.keeping import keep_seconds
 from dragoman.protocols.messages.tools import ChoiceField
 from dragoman.protocols.openai import MAX_STOP_LENGTH, Int64, Share
 
@@ -93,6 +94,7 @@ def decode_count(body: bytes) -> GenerationRequest:
         constraint=_shape(fields, asked),
         thinking=_thinking(fields, asked),
         sampling=_sampling(fields),
+        keep_seconds=keep_seconds(parsed),
         max_tokens=fields.max_tokens,
         stop=_stops(fields.stop_sequences or []),
         delivery=Delivery(stream=bool(fields.stream), usage=True),

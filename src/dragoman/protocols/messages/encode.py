@@ -9,7 +9,7 @@ Rules
 2. The last delta of a thought is its signature: ours, or that of the server which the thought came from. A call without
    arguments has one delta, which is empty.
 3. Input that is no JSON object, which only a reply that was cut short can have, is told as {"INVALID_JSON": text}.
-4. What comes from the cache is not counted among `input_tokens`.
+4. What comes from the cache, or is kept there because the request wants it, is not counted among `input_tokens`.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ from dragoman.events import (
 )
 from dragoman.protocols import wire
 from dragoman.protocols.messages import errors
+from dragoman.protocols.messages.keeping import SHORT_SECONDS
 from dragoman.protocols.messages.signature import sign
 from dragoman.reply import Reply
 
@@ -81,7 +82,7 @@ class MessagesEncoder:
         if isinstance(event, ToolCallDelta):
             return self._piece("tool_use", event.arguments)
         if isinstance(event, Started):
-            usage = Usage(event.prompt_tokens, cached=event.cached_tokens)
+            usage = Usage(event.prompt_tokens, cached=event.cached_tokens, kept=event.kept_tokens)
             message = _message(self._request, [], None, None, usage)
             return _frame({"type": "message_start", "message": message}) + PING
         return self._stop() + self._ending(event)
@@ -163,7 +164,11 @@ def _message(
     usage: Usage,
 ) -> dict[str, Any]:
     message = {"id": request.id, "type": "message", "role": "assistant", "model": request.model, "content": blocks}
-    created = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
+    lasting = request.keep_seconds > SHORT_SECONDS
+    created = {
+        "ephemeral_5m_input_tokens": 0 if lasting else usage.kept,
+        "ephemeral_1h_input_tokens": usage.kept if lasting else 0,
+    }
     counts = _counts(usage) | {"cache_creation": created, "service_tier": "standard"}
     return message | _stopped(reason, stop) | {"usage": counts}
 
@@ -177,8 +182,8 @@ def _stopped(reason: FinishReason | None, stop: str | None) -> dict[str, Any]:
 
 def _counts(usage: Usage) -> dict[str, Any]:
     return {
-        "input_tokens": usage.prompt - usage.cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt - usage.cached - usage.kept,
+        "cache_creation_input_tokens": usage.kept,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.completion,
         "output_tokens_details": {"thinking_tokens": usage.reasoning},

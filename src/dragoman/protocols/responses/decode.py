@@ -122,6 +122,7 @@ def decode(
         constraint=_constraint((fields.text or TextField()).format, asked),
         thinking=_thinking(fields, asked),
         sampling=openai.sampling(fields),
+        keep_seconds=openai.keep_seconds(fields.prompt_cache_retention),
         max_tokens=fields.max_output_tokens,
         stop=openai.stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),

@@ -64,6 +64,6 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     metadata: Annotated[dict[str, Any], msgspec.Meta(max_length=16)] | None = None
     client_metadata: Any = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: openai.Retention | None = None
     prompt_cache_options: Any = None
     safety_identifier: str | None = None

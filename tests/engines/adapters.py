@@ -1,0 +1,42 @@
+"""Adapters of chance: small files that change what SmolLM2 says."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from tests.test_gguf import pair, text
+
+WIDTH = 576
+"""Of SmolLM2-135M."""
+RANK = 4
+STRING, FLOAT = 8, 6
+ALIGNMENT = 32
+
+
+def write_adapter(path: Path, *, architecture: str = "llama", seed: int = 1, width: int = WIDTH) -> Path:
+    """Changes to what four of the layers attend to, large enough to be heard."""
+    chance = np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for layer in (5, 10, 15, 20):
+        name = f"blk.{layer}.attn_output.weight"
+        tensors[f"{name}.lora_a"] = chance.normal(size=(RANK, width)).astype(np.float32)
+        tensors[f"{name}.lora_b"] = chance.normal(size=(width, RANK)).astype(np.float32)
+    pairs = [
+        pair("general.type", STRING, text("adapter")),
+        pair("general.architecture", STRING, text(architecture)),
+        pair("adapter.type", STRING, text("lora")),
+        pair("adapter.lora.alpha", FLOAT, struct.pack("<f", 0.2 * RANK)),
+    ]
+    infos, data = b"", b""
+    for name, values in tensors.items():
+        rows, columns = values.shape
+        infos += text(name) + struct.pack("<IQQIQ", 2, columns, rows, 0, len(data))
+        data += _padded(values.tobytes())
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs)) + b"".join(pairs) + infos
+    path.write_bytes(_padded(head) + data)
+    return path
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)

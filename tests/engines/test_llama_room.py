@@ -1,0 +1,108 @@
+"""The memory that texts take: what is chosen, and what the types in which it is kept cost in bytes and in exactness."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dragoman.conversation import Logprobs
+from dragoman.engines.llama import machine
+from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.room import LEAST_DEFAULT_CONTEXT, Kv, Room, room
+from dragoman.errors import ConfigError
+from tests.engines.running import Run, collect, completion
+
+HALF = 23040
+"""Bytes of a token's state: 30 layers, a key and a value of 192 half floats each."""
+EIGHTH = 12240
+SEA = (
+    "The sea was calm that morning, and the old man went down to his boat with bread, water and a long line. His "
+    "daughter had mended the sail in winter; the mast came from a wreck near the lighthouse. Forty years ago he had "
+    "crossed the bay in a storm, with three goats and a priest aboard, and since then nobody in town doubted him."
+)
+MEAN_TOLERANCE, TOLERANCE = 0.1, 0.5
+"""Of the log probabilities of SEA's tokens; measured 0.066 and 0.324."""
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path: Path) -> Iterator[Model]:
+    loaded = Model(smollm2_path)
+    yield loaded
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "kv", "kept"),
+    [
+        (2**62, "f16", 4),
+        (4 * 6 * 64 * HALF, "f16", 2),
+        (4 * 3 * 64 * HALF, "f16", 0),
+        (4 * 3 * 64 * HALF, "q8_0", 1),
+        (4 * 6 * 64 * HALF, "q8_0", 4),
+    ],
+)
+def test_the_cache_is_as_large_as_the_memory_allows(
+    model: Model, monkeypatch: pytest.MonkeyPatch, memory: int, kv: Kv, kept: int
+) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: memory)
+    assert room(model, 4, 64, None, kv) == Room(64, 4, kept)
+    assert room(model, 4, 64, 3, kv).cached == 3
+
+
+def test_a_context_is_as_long_as_the_memory_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (model.state_bytes("f16"), model.state_bytes("q8_0")) == (HALF, EIGHTH)
+    monkeypatch.setattr(machine, "memory", lambda: 4 * 4 * 5000 * HALF)
+    assert room(model, 4, None, None, "f16").length == LEAST_DEFAULT_CONTEXT
+    assert room(model, 4, None, None, "q8_0").length == model.trained_context
+    with pytest.raises(ConfigError, match="lower context or slots or cache_sequences"):
+        room(model, 4, 8192, 20, "f16")
+    assert room(model, 4, 8192, 4, "q8_0").sequences == 8
+
+
+def test_the_memory_that_a_context_takes_is_the_one_that_was_foreseen(model: Model) -> None:
+    def taken(kv: Kv) -> int:
+        before = _resident()
+        context = Context(model, sequences=4, length=4096, rows=8, outputs=4, threads=1, kv=kv)
+        after = _resident()
+        context.close()
+        return after - before
+
+    taken("f16")
+    half, eighth = taken("f16"), taken("q8_0")
+    assert half - eighth == pytest.approx(4 * 4096 * (HALF - EIGHTH), rel=0.1)
+    assert eighth < 0.65 * half
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def test_replies_are_close_whatever_the_type(with_engine: Run) -> None:
+    found: list[list[float]] = []
+
+    async def test(engine: LlamaEngine) -> None:
+        asked = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
+        answer = await collect(engine, asked)
+        found.append([logprob.logprob or 0.0 for logprob in answer.started.prompt_logprobs])
+        assert (await collect(engine, completion())).text.startswith(" Paris")
+        # What was computed before is as good as what is computed now, in this type too.
+        again = await collect(engine, completion(SEA, max_tokens=8, ignore_eos=True))
+        assert again.started.cached_tokens > 70
+
+    for kv in ("f16", "q8_0"):
+        with_engine(test, slots=1, context=256, kv=kv)
+    differences = [abs(one - other) for one, other in zip(*found, strict=True)]
+    assert 0 < sum(differences) / len(differences) < MEAN_TOLERANCE
+    assert max(differences) < TOLERANCE
+
+
+def test_eight_bits_need_flash_attention(smollm2_path: Path) -> None:
+    options = LlamaOptions(path=str(smollm2_path), kv="q8_0", flash_attention=False)
+    with pytest.raises(ConfigError, match="kv: q8_0 needs flash attention"):
+        asyncio.run(LlamaEngine("exact", options).start())
+    with pytest.raises(msgspec.ValidationError, match="kv"):
+        msgspec.convert({"path": "x", "kv": "q4_0"}, LlamaOptions)

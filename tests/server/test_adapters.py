@@ -1,0 +1,103 @@
+"""A model and its adapters over HTTP: two names, one process, one copy of the weights."""
+
+import concurrent.futures
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engines.adapters import write_adapter
+from tests.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(folder / "chance.gguf")
+    adapters = {"smollm2-chance": "./chance.gguf", "smollm2-mute": {"path": "./chance.gguf", "scale": 0}}
+    model = {
+        "source": str(smollm2_path),
+        "context": 512,
+        "slots": 2,
+        "cache_sequences": 0,
+        "layout": "as-is",
+        "adapters": adapters,
+    }
+    config = {"models": {"smollm2": model}, "aliases": {"tuned": "smollm2-chance"}, "memory": "4GiB"}
+    with serving(folder, config) as running:
+        yield running
+
+
+def answer(running: Running, model: str, text: str = "Say hello.") -> dict[str, Any]:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_completion_tokens": 12,
+    }
+    response = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def said(reply: dict[str, Any]) -> str:
+    content: str = reply["choices"][0]["message"]["content"]
+    return content
+
+
+def test_all_are_listed(served: Running) -> None:
+    listed = httpx.get(f"{served.url}/v1/models", trust_env=False).json()["data"]
+    assert [model["id"] for model in listed] == ["smollm2", "smollm2-chance", "smollm2-mute"]
+    assert len({(model["state"], model["max_model_len"], model["format"]) for model in listed}) == 1
+
+
+def test_each_answers_in_its_own_way_at_the_same_time(served: Running) -> None:
+    names = ["smollm2", "smollm2-chance", "smollm2-mute", "tuned", "SMOLLM2-chance", "smollm2"]
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        replies = list(pool.map(lambda name: answer(served, name), names))
+    texts = [said(reply) for reply in replies]
+    assert texts[0] == texts[2] == texts[5]
+    assert texts[1] == texts[3] == texts[4] != texts[0]
+    tuned = "smollm2-chance"
+    assert [reply["model"] for reply in replies] == ["smollm2", tuned, "smollm2-mute", tuned, tuned, "smollm2"]
+
+
+def test_a_beginning_is_not_shared_between_them(served: Running) -> None:
+    text = "Write a long poem about the sea, the wind, and a lighthouse keeper. " * 4
+    cached = [
+        answer(served, name, text)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for name in ("smollm2", "smollm2-chance", "smollm2", "smollm2-chance")
+    ]
+    assert cached[:2] == [0, 0]
+    assert min(cached[2:]) >= 32
+
+
+def test_the_weights_are_there_once(served: Running, smollm2_path: Path) -> None:
+    (child,) = served.children()
+    smaps = Path(f"/proc/{child}/smaps").read_text()
+    maps = re.findall(r"^[0-9a-f]+-[0-9a-f]+ .*\.gguf$((?:\n(?![0-9a-f]+-).*)*)", smaps, re.MULTILINE)
+    resident = [int(found) * 1024 for block in maps for found in re.findall(r"^Rss: +(\d+) kB", block, re.MULTILINE)]
+    size = smollm2_path.stat().st_size
+    assert 0.5 * size < sum(resident) < 1.1 * size
+
+
+def test_their_memory_counts_once(served: Running) -> None:
+    told = httpx.get(f"{served.url}/admin/models", trust_env=False).json()
+    memory = [model["memory"] for model in told["data"]]
+    assert len(memory) == 3
+    assert told["used"] == pytest.approx(memory[0], rel=0.05)
+
+
+def test_vectors_are_those_of_the_model(served: Running) -> None:
+    def vector(name: str) -> list[float]:
+        body = {"model": name, "input": "The sea."}
+        reply = httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=60, trust_env=False).json()
+        assert reply["model"] == name
+        found: list[float] = reply["data"][0]["embedding"]
+        return found
+
+    assert vector("smollm2-chance") == pytest.approx(vector("smollm2"), abs=1e-3)
