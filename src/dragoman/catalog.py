@@ -22,7 +22,7 @@ from dragoman.admission import Admission
 from dragoman.config import Limits, ModelSpec, Settings
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine, ModelInfo
-from dragoman.errors import ConfigError, ModelFailed, ModelLoading, ModelNotFound
+from dragoman.errors import ConfigError, DragomanError, ModelFailed, ModelLoading, ModelNotFound
 from dragoman.formats import detect, named
 from dragoman.gguf import Value, read_metadata
 from dragoman.worker.parent import WorkerEngine, options_of
@@ -32,6 +32,7 @@ log = logging.getLogger("dragoman.catalog")
 State = Literal["cold", "loading", "ready", "failed"]
 FileState = Literal["here", "missing", "not downloaded", "unreadable"]
 STOP_SECONDS = 10.0
+LONGEST_NAME = 500
 
 
 class Host:
@@ -186,6 +187,25 @@ class Model:
         known = self.host.engine.models() if self.host.engine else ()
         return next((info for info in known if info.name == self.name), ModelInfo(self.name))
 
+    def has(self, name: str) -> bool:
+        return self._spec is not None and self._spec.has(name)
+
+    def below(self, name: str) -> "Model | None":
+        """One of those that this one stands for. As long as nobody knows which there are, it may be any."""
+        known = self.host.engine.models() if self.host.engine else ()
+        if not known:
+            return Model(name, self.host)
+        return next((Model(info.name, self.host) for info in known if info.name.lower() == name), None)
+
+    async def all(self) -> "list[Model]":
+        if self._spec is None or not self._spec.is_open:
+            return [self]
+        try:
+            engine = await self.host.ready()
+        except DragomanError:
+            return [self]
+        return [Model(info.name, self.host) for info in engine.models()]
+
     async def foreseen(self) -> Foreseen:
         """Its file is looked at once, and nobody's reply waits for the disk."""
         if self._foreseen is None:
@@ -230,11 +250,24 @@ class Catalog:
 
     def resolve(self, name: str) -> Model:
         wanted = name.strip().lower() or (self.default or "").lower()
-        if wanted in self.models:
-            return self.models[wanted]
-        if (target := self._alias(wanted)) is not None:
-            return self.models[target.lower()]
+        found = self._called(wanted)
+        if found is None and (target := self._alias(wanted)) is not None:
+            found = self._called(target.lower())
+        if found is not None:
+            return found
         raise ModelNotFound(self._unknown(name), param="model")
+
+    def _called(self, name: str) -> Model | None:
+        if name in self.models or len(name) > LONGEST_NAME:
+            return self.models.get(name)
+        for model in self.models.values():
+            if model.has(name):
+                return model.below(name)
+        return None
+
+    async def listed(self) -> list[Model]:
+        """All that can be asked for. What a model stands for is known when its engine is there."""
+        return [found for model in self.models.values() for found in await model.all()]
 
     def _alias(self, wanted: str) -> str | None:
         if wanted in self._aliases:

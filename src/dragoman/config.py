@@ -43,6 +43,15 @@ class ModelSpec(msgspec.Struct, frozen=True):
     source: str | None = None
     options: Mapping[str, Any] = {}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it stands for all models that its engine finds, each called NAME/MODEL."""
+        return self.options.get("models") == "all"
+
+    def has(self, name: str) -> bool:
+        """Whether that may be one of them."""
+        return self.is_open and name.lower().startswith(f"{self.name.lower()}/")
+
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_bytes: Count = 32 * 1024 * 1024
@@ -129,9 +138,10 @@ def _check_names(settings: Settings, offered: Sequence[str], flags: Flags, file:
     models = f"models: {', '.join(names)}"
     by_flag = dict(map(_alias_flag, flags.aliases))
     for pattern, name in settings.aliases.items():
-        if name.lower() in known and pattern.lower() not in known:
+        is_known = name.lower() in known or any(model.has(name) for model in settings.models)
+        if is_known and pattern.lower() not in known:
             continue
-        wrong = "a model has this name already" if name.lower() in known else f"no model is called {name!r}; {models}"
+        wrong = "a model has this name already" if is_known else f"no model is called {name!r}; {models}"
         if pattern in by_flag:
             raise ConfigError(f"--alias {pattern}={name}: {wrong}")
         raise file.error(f"aliases.{pattern}", wrong)

@@ -51,7 +51,7 @@ async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    listed = [await _listed(app, model) for model in app.catalog.models.values()]
+    listed = [await _listed(app, model) for model in await app.catalog.listed()]
     if exchange.family is ANTHROPIC:
         await exchange.reply_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:
