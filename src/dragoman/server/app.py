@@ -12,7 +12,7 @@ from dragoman.engines.interface import Engine
 from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported, Unavailable
 from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol, family
 from dragoman.protocols.responses import PREFIX
-from dragoman.server import embedding, listing, prompts, responses
+from dragoman.server import embedding, listing, prompts, responses, upstreams
 from dragoman.server.auth import Keys
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.respond import answer, new_id
@@ -57,6 +57,8 @@ ROUTES = {
     "/v1/rerank": {"POST": Route(embedding.rerank, "rerank-", OPENAI)},
     "/tokenize": {"POST": Route(listing.tokenize)},
     "/detokenize": {"POST": Route(listing.detokenize)},
+    "/admin/upstreams": {"GET": Route(upstreams.show)},
+    "/admin/upstreams/drain": {"POST": Route(upstreams.drain)},
 }
 """Path, method, route."""
 
