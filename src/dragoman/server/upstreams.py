@@ -38,10 +38,12 @@ async def drain(app: "App", exchange: Exchange) -> None:
 
 
 def _listed(app: "App") -> list[wire.ListedPlace]:
-    pools = ((model.name, model.host.engine) for model in app.catalog.models.values())
     return [
-        wire.ListedPlace(name, place.url, place.state, place.running, place.failures, place.weight, place.rank)
-        for name, engine in pools
-        if isinstance(engine, Pooled)
-        for place in engine.states()
+        wire.ListedPlace(model.name, place.url, place.state, place.running, place.failures, place.weight, place.rank)
+        for model in app.catalog.models.values()
+        for place in _states(model.host.engine)
     ]
+
+
+def _states(engine: object) -> "Sequence[PlaceState]":
+    return engine.states() if isinstance(engine, Pooled) else ()

@@ -33,6 +33,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._size = 0
         self._is_paused = False
         self.left_at = 0.0
@@ -48,19 +50,20 @@ class Connection(asyncio.Protocol):
         self.has_head = self.is_complete = self.is_kept = False
         self.error: httpx.TransportError | None = None
         self._head_size = 0
+        self._stop_timer()
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(data)
 
     async def wait(self, seconds: float | None, request: httpx.Request) -> None:
         """Until something has happened."""
         self._waiter = waiter = self._loop.create_future()
-        timer = None if seconds is None else self._loop.call_later(seconds, self._expire, request)
+        self._due = None if seconds is None else self._loop.time() + seconds
+        if self._timer is None and self._due is not None:
+            self._timer = self._loop.call_at(self._due, self._look, request)
         try:
             await waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
 
     def take(self) -> bytes:
         taken = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
@@ -75,8 +78,20 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _expire(self, request: httpx.Request) -> None:
-        self._fail(httpx.ReadTimeout("", request=request))
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, request: httpx.Request) -> None:
+        """One timer for a whole stream: it is set again for as long as something comes in time."""
+        self._timer = None
+        if self._waiter is None or self._due is None:
+            return
+        if self._loop.time() >= self._due:
+            self._fail(httpx.ReadTimeout("", request=request))
+        else:
+            self._timer = self._loop.call_at(self._due, self._look, request)
 
     def _fail(self, error: httpx.TransportError) -> None:
         if not self.is_complete and self.error is None:
@@ -108,6 +123,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
+        self._stop_timer()
         if self._parser is None or self.is_complete:
             return
         if self.has_head and error is None and self._ends_with_the_connection():
