@@ -68,8 +68,8 @@ def process(command: list[str], port: int) -> Iterator[int]:
         child.wait(10)
 
 
-def served_until_ready(child: subprocess.Popen[bytes], port: int) -> None:
-    for _ in range(200):
+def served_until_ready(child: subprocess.Popen[bytes], port: int, seconds: int = 20) -> None:
+    for _ in range(seconds * 10):
         try:
             urlopen(f"http://127.0.0.1:{port}/ready", timeout=1).close()
             return

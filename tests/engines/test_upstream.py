@@ -3,10 +3,10 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from dragoman.config import Flags, ModelSpec, Settings, load_settings
@@ -81,11 +81,15 @@ def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pyte
         ({"url": "localhost:80"}, "expected an address"),
         ({"urls": ["http://a", "http://a/v1"]}, "given twice"),
         ({"url": "http://a", "model": "x", "models": "all"}, "give one of the two"),
+        ({"url": "http://a", "protocol": "smtp"}, "protocol"),
+        ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),
     ],
 )
-def test_mistakes_of_the_operator(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        UpstreamEngine("m", msgspec.convert(options, UpstreamOptions))
+def test_mistakes_of_the_operator(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    file = tmp_path / "dragoman.json"
+    file.write_text(json.dumps({"models": {"m": {"engine": "upstream", **options}}}))
+    with pytest.raises(ConfigError, match=rf"dragoman.json:1: models\.m.*{words}"):
+        load_settings(str(file), Flags(), {})
 
 
 def test_an_optional_parameter_that_is_refused_is_left_out_told_and_remembered(server: BadServer) -> None:
@@ -269,7 +273,7 @@ def test_all_models_of_a_server(server: BadServer) -> None:
     assert [body["model"] for body in sent(server)] == ["Org/Big"]
 
 
-def test_an_alias_may_name_one_of_them(tmp_path: Any) -> None:
+def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.yaml"
     file.write_text("models: {cloud: {engine: upstream, url: 'http://a', models: all}}\naliases: {gpt: cloud/gpt-9}\n")
     settings = load_settings(str(file), Flags(), {})
@@ -328,3 +332,19 @@ def test_another_is_asked_before_the_first_byte_and_not_after(server: BadServer,
 def test_json_replies_are_taken_too(server: BadServer) -> None:
     server.play(answer(REPLY))
     assert ask(upstream_app(server.url), stream=True).text.endswith("data: [DONE]\n\n")
+
+
+def test_more_than_a_reader_can_take_at_once(server: BadServer) -> None:
+    """The connection pauses, and nothing is lost."""
+    server.play(stream(*[delta(content="x" * 1_000_000)] * 6, finish()))
+
+    async def read_slowly() -> int:
+        engine = UpstreamEngine("m", UpstreamOptions(url=server.url, protocol="chat", health_seconds=0))
+        size = 0
+        async for batch in run(engine, GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))):
+            size += sum(len(event.text) for event in batch if isinstance(event, TextDelta))
+            await asyncio.sleep(0.02)
+        await engine.stop()
+        return size
+
+    assert asyncio.run(read_slowly()) == 6_000_000

@@ -21,7 +21,7 @@ from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.engines.upstream import telling
 from dragoman.engines.upstream.beginnings import chain
-from dragoman.engines.upstream.options import UpstreamOptions, key_of, places
+from dragoman.engines.upstream.options import UpstreamOptions, key_of
 from dragoman.engines.upstream.place import LOOK_SECONDS, Place
 from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
 from dragoman.errors import (
@@ -59,7 +59,7 @@ class UpstreamEngine(Engine):
         self.options = options
         self.slots = options.slots
         self.tells_calls = options.format is None
-        given = places(name, options)
+        given = options.places
         self.places = [Place(place, options, key_of(name, place)) for place in given]
         self.pool = Pool([Spot(place.weight, place.rank) for place in given], clock)
         self._looking: asyncio.Task[None] | None = None

@@ -47,26 +47,36 @@ class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     health_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """Between two looks at each server; 0: none."""
 
+    def __post_init__(self) -> None:
+        """What is wrong is told with the line of the file that it stands in."""
+        if not self.given:
+            raise ValueError("url is missing: the address of the server, or urls for several")
+        if self.models is not None and self.model is not None:
+            raise ValueError("model names one model, and models means all of them; give one of the two")
+        try:
+            addresses = [site(place.url).api for place in self.given]
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("an address is given twice; use weight to send more to one of them")
 
-def places(name: str, options: UpstreamOptions) -> list[PlaceOptions]:
-    given = [*([options.url] if options.url else []), *options.urls]
-    found = [PlaceOptions(entry) if isinstance(entry, str) else entry for entry in given]
-    if not found:
-        raise ConfigError(f"models.{name}: url is missing: the address of the server, or urls for several")
-    if options.models is not None and options.model is not None:
-        raise ConfigError(f"models.{name}: model names one model, and models means all of them; give one of the two")
-    addresses = [site(place.url).api for place in found]
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"models.{name}: an address is given twice; use weight to send more to one of them")
-    return [
-        msgspec.structs.replace(
-            place,
-            key_env=place.key_env or options.key_env,
-            protocol=place.protocol or options.protocol,
-            model=place.model or options.model,
-        )
-        for place in found
-    ]
+    @property
+    def given(self) -> list[PlaceOptions]:
+        every = [*([self.url] if self.url else []), *self.urls]
+        return [PlaceOptions(entry) if isinstance(entry, str) else entry for entry in every]
+
+    @property
+    def places(self) -> list[PlaceOptions]:
+        """Each with all that holds for it."""
+        return [
+            msgspec.structs.replace(
+                place,
+                key_env=place.key_env or self.key_env,
+                protocol=place.protocol or self.protocol,
+                model=place.model or self.model,
+            )
+            for place in self.given
+        ]
 
 
 def key_of(name: str, place: PlaceOptions) -> str | None:
