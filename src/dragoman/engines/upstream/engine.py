@@ -131,7 +131,7 @@ class UpstreamEngine(Engine):
             yield [Started(), Finished("length", usage=Usage())]
             return
         tried: set[int] = set()
-        links = chain(request)
+        links = chain(request) if len(self.places) > 1 else []
         failure: DragomanError | None = None
         while True:
             at = self._next(links, tried, failure)
