@@ -61,15 +61,15 @@ def pinned(core: int) -> Callable[[], None] | None:
 def process(command: list[str], port: int) -> Iterator[int]:
     child = subprocess.Popen(command, preexec_fn=pinned(0), stderr=subprocess.DEVNULL)
     try:
-        _wait_until_ready(child, port)
+        served_until_ready(child, port)
         yield child.pid
     finally:
         child.terminate()
         child.wait(10)
 
 
-def _wait_until_ready(child: subprocess.Popen[bytes], port: int) -> None:
-    for _ in range(200):
+def served_until_ready(child: subprocess.Popen[bytes], port: int, seconds: int = 20) -> None:
+    for _ in range(seconds * 10):
         try:
             urlopen(f"http://127.0.0.1:{port}/ready", timeout=1).close()
             return

@@ -167,7 +167,7 @@ def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
 
 def _syntax(engine: Engine, request: GenerationRequest) -> ModelFormat:
     """How the reply is written; that of a completion is the model's raw output."""
-    if not request.messages:
+    if not request.messages or engine.tells_calls:
         return PLAIN
     names = (info.format for info in engine.models() if info.name == request.model)
     syntax = FORMATS[next(names, PLAIN.name)]

@@ -44,6 +44,8 @@ class Decoder:
             data = self._without_mark(data)
         if not data:
             return []
+        if self._is_whole_frame(data):
+            return [Frame(data[6:-2].decode("utf-8", "replace"))]
         if self._after_cr and data[0] == 10:
             data = data[1:]
         self._after_cr = False
@@ -63,6 +65,17 @@ class Decoder:
             self._pieces.clear()
         self._dispatch(frames)
         return frames
+
+    def _is_whole_frame(self, data: bytes) -> bool:
+        """Whether this is one frame with one line and nothing else, as most pieces of most streams are."""
+        if self._after_cr or self._pieces or self._data or self._event:
+            return False
+        return (
+            data.startswith(b"data: ")
+            and data.find(b"\n") == len(data) - 2
+            and data.endswith(b"\n\n")
+            and b"\r" not in data
+        )
 
     def _without_mark(self, data: bytes) -> bytes:
         self._begun += data

@@ -39,7 +39,7 @@ from dragoman.config.models import NO_DEFAULTS, SamplingDefaults
 from dragoman.discovery import Discovery, Found
 from dragoman.engines import ENGINES, engine_class
 from dragoman.engines.interface import Engine, ModelInfo
-from dragoman.errors import ConfigError, ModelNotFound, NotSupported
+from dragoman.errors import ConfigError, DragomanError, ModelNotFound, NotSupported
 from dragoman.worker.parent import WorkerEngine, options_of
 
 __all__ = ["Catalog", "Foreseen", "Host", "Model", "foreseen"]
@@ -70,6 +70,23 @@ class Model:
     @property
     def sampling(self) -> SamplingDefaults:
         return NO_DEFAULTS if self.spec is None else self.spec.sampling
+
+    def below(self, name: str) -> "Model | None":
+        """One of those that this one stands for. As long as nobody knows which there are, it may be any."""
+        known = self.host.engine.models() if self.host.engine else ()
+        if not known:
+            return Model(name, self.host, self.spec)
+        return next((Model(info.name, self.host, self.spec) for info in known if info.name.lower() == name), None)
+
+    async def all(self) -> "list[Model]":
+        """Those that it stands for, which its engine knows; mostly itself alone."""
+        if self.spec is None or not self.spec.is_open:
+            return [self]
+        try:
+            engine = await self.host.ready()
+        except DragomanError:
+            return [self]
+        return [Model(info.name, self.host, self.spec) for info in engine.models()]
 
     async def foreseen(self) -> Foreseen:
         """Its file is looked at once, and nobody's reply waits for the disk."""
@@ -236,6 +253,9 @@ class Catalog:
     def _named(self, wanted: str) -> Model | None:
         if wanted in self.models:
             return self.models[wanted]
+        for model in self.models.values():
+            if model.spec is not None and model.spec.has(wanted):
+                return model.below(wanted)
         return self._model_of(self.discovery.found[wanted]) if wanted in self.discovery.found else None
 
     def _model_of(self, found: Found) -> Model:

@@ -1,7 +1,7 @@
 """Any server that speaks chat completions, Responses or Messages, from the other side.
 
     exchange    one question and its answer, without a socket: bytes in, events out; the PROTOCOLS table
-      chat, messages, responses     each encodes requests and reads replies
+      chat, messages, responses, completions        each encodes requests and reads replies
       saying, reading               what they have in common on the way out and on the way in
       draft, calls, usage           a reply, its tool calls and its counts, put together from what servers send
     wording     errors, recognised by the words of many servers
@@ -10,6 +10,7 @@
       address, listing, options     where a server is; models, vectors, counts; what callers may say
       schema, loop                  Python types and functions as JSON schemas; the loop that calls functions
     sync, asynchronous              `Client` and `AsyncClient`: httpx and nothing else, by way of `transport`
+    line        what is awaited of httpx, for `AsyncClient` and for the upstream engine
 
 Whoever brings the bytes uses `exchange.Exchange`, `wording` and `retry`, and nothing else: see the top of `exchange`.
 Everything here works on the values of `conversation` and `events`.

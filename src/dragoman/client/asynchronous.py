@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, Unpack
 
@@ -10,15 +10,15 @@ import httpx
 
 from dragoman.client import listing, transport
 from dragoman.client.address import DEFAULT
-from dragoman.client.exchange import MOST_BYTES, MOST_ERROR_BYTES
 from dragoman.client.gathering import Gathering
+from dragoman.client.line import Line
 from dragoman.client.listing import Embeddings, Model
 from dragoman.client.loop import STEPS, Invocation, Outcome, loop
 from dragoman.client.options import Messages, Options, Question, question
 from dragoman.client.retry import Retries
-from dragoman.client.talk import Arrived, Call, Missed, Opening, ProtocolName, Talk, Wait
+from dragoman.client.talk import ProtocolName, Talk
 from dragoman.conversation import ToolResult
-from dragoman.errors import BadAnswer, DragomanError
+from dragoman.errors import DragomanError
 from dragoman.events import Event
 from dragoman.reply import Reply
 
@@ -74,7 +74,8 @@ class AsyncClient:
     ) -> None:
         repeated = retries if isinstance(retries, Retries) else Retries(retries)
         self._talk = Talk(url, model=model, api_key=api_key, protocol=protocol, retries=repeated, extra_headers=headers)
-        self._http = http or httpx.AsyncClient(**transport.settings(self._talk.site, timeout, connect_timeout))
+        settings = transport.settings(self._talk.site, timeout, connect_timeout)
+        self._line = Line(self._talk, http or httpx.AsyncClient(**settings))
 
     @property
     def protocol(self) -> str | None:
@@ -106,14 +107,14 @@ class AsyncClient:
 
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
         given = [texts] if isinstance(texts, str) else list(texts)
-        body = await self._json("embeddings", [listing.embeddings_call(self._talk, given, model, dimensions)])
+        body = await self._line.json("embeddings", [listing.embeddings_call(self._talk, given, model, dimensions)])
         return listing.read_embeddings(body, len(given))
 
     async def models(self) -> tuple[Model, ...]:
         found: list[Model] = []
         after: str | None = None
         while True:
-            page = listing.read_models(await self._json("models", [listing.models_call(self._talk, after)]))
+            page = listing.read_models(await self._line.json("models", [listing.models_call(self._talk, after)]))
             found += page.models
             if page.next is None or page.next == after:
                 return tuple(found)
@@ -121,10 +122,10 @@ class AsyncClient:
 
     async def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
         request = question(messages, self._talk.model, options).request
-        return listing.read_count(await self._json("count", listing.count_calls(self._talk, request)))
+        return listing.read_count(await self._line.json("count", listing.count_calls(self._talk, request)))
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        await self._line.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -154,90 +155,16 @@ class AsyncClient:
     async def _batches(
         self, asked: Question, gathering: Gathering, stream: bool, check_calls: bool
     ) -> AsyncGenerator[Sequence[Event], None]:
-        call, arrived = await self._open(
-            "generate", self._talk.questions(asked.request, stream=stream, check_calls=check_calls)
-        )
-        exchange, response = call.exchange, arrived.response
-        assert exchange is not None
-        exchange.head(arrived.status, arrived.headers)
+        calls = self._talk.questions(asked.request, stream=stream, check_calls=check_calls)
+        call, arrived = await self._line.open("generate", calls)
+        assert call.exchange is not None
         try:
-            pieces = response.aiter_bytes()
-            try:
-                async for piece in pieces:
-                    yield gathering.add(exchange.feed(piece))
-                    if exchange.finished:
-                        break
-                ended = exchange.end()
-            except httpx.HTTPError as error:
-                ended = transport.broken(exchange, error)
-            for events in ended:
-                yield gathering.add(events)
-            await _linger(pieces)
+            async with aclosing(self._line.events(call.exchange, arrived)) as events:
+                async for batch in events:
+                    yield gathering.add(batch)
         except DragomanError as error:
             gathering.note(error)
             raise
-        finally:
-            await response.aclose()
-
-    async def _open(self, topic: str, calls: Sequence[Call]) -> tuple[Call, Arrived[httpx.Response]]:
-        """The answer to the first call that the server takes, when its head has come."""
-        steps: Opening[httpx.Response] = self._talk.opening(topic, calls)
-        step = next(steps)
-        while True:
-            came: object = None
-            if isinstance(step, Wait):
-                await asyncio.sleep(step.seconds)
-            else:
-                came = await self._send(step.call)
-            try:
-                step = steps.send(came)
-            except StopIteration as done:
-                opened: tuple[Call, Arrived[httpx.Response]] = done.value
-                return opened
-
-    async def _send(self, call: Call) -> Arrived[httpx.Response] | Missed:
-        request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
-        try:
-            response = await self._http.send(request, stream=True)
-        except httpx.HTTPError as error:
-            return transport.missed(error)
-        headers = transport.lower(response.headers)
-        if response.is_success:
-            return Arrived(response.status_code, headers, response)
-        async with aclosing(response):
-            body, _ = await _read(response, MOST_ERROR_BYTES)
-            return Arrived(response.status_code, headers, response, body)
-
-    async def _json(self, topic: str, calls: Sequence[Call]) -> bytes:
-        _, arrived = await self._open(topic, calls)
-        async with aclosing(arrived.response) as response:
-            body, why = await _read(response, MOST_BYTES)
-        if why:
-            raise BadAnswer(f"the answer broke off: {why}")
-        return body
-
-
-async def _read(response: httpx.Response, most: int) -> tuple[bytes, str]:
-    """As much of a body as came and is of use, and why it is not all of it."""
-    body = bytearray()
-    try:
-        async for piece in response.aiter_bytes():
-            body += piece
-            if len(body) > most:
-                return bytes(body), f"it has more than {most} bytes"
-    except httpx.HTTPError as error:
-        return bytes(body), transport.words(error)
-    return bytes(body), ""
-
-
-async def _linger(pieces: AsyncIterator[bytes]) -> None:
-    """Reads what follows a complete reply, so that the connection can be used again, but waits for nobody."""
-    try:
-        async with asyncio.timeout(transport.LINGER_SECONDS):
-            async for _ in pieces:
-                pass
-    except (httpx.HTTPError, TimeoutError):
-        pass  # all that matters has been read
 
 
 async def _tell(on_event: Heard, event: Event | ToolResult) -> None:

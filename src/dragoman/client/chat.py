@@ -11,7 +11,9 @@ Rules
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from dragoman.client import reading, saying, usage, wording
 from dragoman.client.calls import NewId, new_id
@@ -23,6 +25,7 @@ from dragoman.conversation import (
     Image,
     JsonObject,
     JsonSchema,
+    Logprobs,
     Message,
     OneOf,
     Reasoning,
@@ -39,7 +42,7 @@ from dragoman.sse import Frame
 
 PATH = "/chat/completions"
 SAYS = saying.SAMPLING | {
-    *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "thinking_budget"),
+    *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking_budget"),
     *("json_object", "json_schema", "regex", "grammar", "one_of"),
 }
 DONE = "[DONE]"
@@ -59,6 +62,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         **_choice(request.tool_choice, request.tools),
         **_thinking(request.thinking, request.template_options),
         **_shape(request.constraint),
+        **_logprobs(request.logprobs),
     }
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -144,6 +148,51 @@ def _shape(constraint: Constraint | None) -> dict[str, Any]:
     return {}
 
 
+def _logprobs(wanted: Logprobs | None) -> dict[str, Any]:
+    return {} if wanted is None else {"logprobs": True, "top_logprobs": wanted.top or None}
+
+
+class _PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
+    content: str
+    role: str | None = None
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    reasoning: None = None
+    reasoning_content: None = None
+
+
+class _PlainChoice(msgspec.Struct):
+    delta: _PlainDelta
+    index: Literal[0] = 0
+    finish_reason: None = None
+    logprobs: None = None
+    message: None = None
+    text: None = None
+
+
+class _PlainChunk(msgspec.Struct):
+    """A chunk that has a piece of text and nothing else, as nearly all have: it need not be searched for more."""
+
+    choices: Annotated[list[_PlainChoice], msgspec.Meta(min_length=1, max_length=1)]
+    object: Literal["chat.completion.chunk"]
+    type: None = None
+    error: None = None
+    usage: None = None
+    x_groq: None = None
+    timings: None = None
+
+
+_plain_chunks = msgspec.json.Decoder(_PlainChunk)
+
+
+def _plain_text(data: str) -> str | None:
+    try:
+        return _plain_chunks.decode(data).choices[0].delta.content
+    except (msgspec.DecodeError, RecursionError):
+        return None  # another reads it with more patience
+
+
 class Reader:
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
         self._draft = Draft(make_id, check_calls)
@@ -164,6 +213,8 @@ class Reader:
         data = frame.data.strip()
         if data == DONE:
             self._close()
+        elif not frame.event and (text := _plain_text(data)) is not None:
+            self._draft.say(text)
         elif data:
             body = reading.parse(data)
             error = wording.of_frame(body, frame.event, data)
@@ -195,6 +246,8 @@ class Reader:
         if choice is None:
             return
         message = choice.get("delta") or choice.get("message")
+        told = choice.get("logprobs")
+        self._draft.logprobs += reading.logprobs(told) if told else ()
         self._message(message if isinstance(message, dict) else {})
         if isinstance(choice.get("text"), str):
             self._draft.say(choice["text"])

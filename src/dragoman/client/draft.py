@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dragoman.client.calls import Calls, NewId, new_id
 from dragoman.errors import BadAnswer
-from dragoman.events import Event, Finished, FinishReason, ReasoningDelta, Started, TextDelta, Usage
+from dragoman.events import Event, Finished, FinishReason, ReasoningDelta, Started, TextDelta, TokenLogprob, Usage
 
 REASONS: dict[str, FinishReason] = {
     "stop": "stop",
@@ -47,6 +47,8 @@ class Draft:
         self.reason: FinishReason | None = None
         self.stop: str | None = None
         self.finished = False
+        self.logprobs: tuple[TokenLogprob, ...] = ()
+        """Of tokens that belong to what is said next."""
         self._check_calls = check_calls
         self._warnings: list[str] = []
         self._begun = False
@@ -59,11 +61,11 @@ class Draft:
 
     def say(self, text: str) -> None:
         if text:
-            self._beside_calls(TextDelta(text, 0))
+            self._beside_calls(TextDelta(text, 0, (), self._taken()))
 
     def think(self, text: str, signature: str | None = None) -> None:
         if text or signature:
-            self._beside_calls(ReasoningDelta(text, 0, signature=signature))
+            self._beside_calls(ReasoningDelta(text, 0, (), self._taken(), signature))
 
     def tell_calls(self, events: Iterable[Event]) -> None:
         self._add(events)
@@ -90,6 +92,10 @@ class Draft:
             reason = "tool_calls"
         self._add([Finished(reason, self.stop, self.usage, tuple(self._warnings))])
         self.finished = True
+
+    def _taken(self) -> tuple[TokenLogprob, ...]:
+        taken, self.logprobs = self.logprobs, ()
+        return taken
 
     def _beside_calls(self, event: Event) -> None:
         if self._held or self.calls.is_open:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dragoman.client import chat, messages, reading, responses, saying, wording
+from dragoman.client import chat, completions, messages, reading, responses, saying, wording
 from dragoman.client.calls import NewId, new_id
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import BadAnswer, DragomanError, StreamCutOff
@@ -71,6 +71,8 @@ PROTOCOLS = {
     "responses": Spoken("responses", responses.PATH, responses.SAYS, responses.encode, responses.Reader),
 }
 """By name, in the order in which a server is asked for them."""
+COMPLETIONS = Spoken("completions", completions.PATH, completions.SAYS, completions.encode, completions.Reader)
+"""For what is no conversation."""
 
 
 class Exchange:

@@ -11,7 +11,7 @@ import msgspec
 from dragoman.client import chat, messages, reading, responses, usage
 from dragoman.client.talk import Call, Talk
 from dragoman.conversation import GenerationRequest
-from dragoman.embedding import Embedding
+from dragoman.embedding import Embedding, Input
 from dragoman.errors import BadAnswer
 from dragoman.events import Usage
 
@@ -70,7 +70,7 @@ def _model(entry: dict[str, Any]) -> Model:
     return Model(_name(entry), next((size for size in sizes if isinstance(size, int)), None))
 
 
-def embeddings_call(talk: Talk, texts: Sequence[str], model: str, dimensions: int | None) -> Call:
+def embeddings_call(talk: Talk, texts: Sequence[Input], model: str, dimensions: int | None) -> Call:
     body: dict[str, Any] = {"input": list(texts), "model": model or talk.model or None, "dimensions": dimensions}
     return talk.plain("embeddings", "/embeddings", {name: value for name, value in body.items() if value is not None})
 

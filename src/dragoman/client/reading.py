@@ -4,16 +4,20 @@ content := null | text | part*                part := text | {text} | {thinking}
 thought := reasoning_content | reasoning | thinking | thought | reasoning_text | reasoning_details
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from dragoman.errors import BadAnswer
+from dragoman.events import TokenLogprob
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "reasoning_text")
 """Names under which servers tell a thought; some use two of them at once for the same text."""
 EXCERPT = 300
+NO_ID = -1
+"""Of tokens that came with their text alone."""
 
 Said = tuple[Literal["text", "thought"], str]
 
@@ -89,3 +93,38 @@ def _texts(details: list[Any]) -> Iterator[str]:
             told = detail.get("text") or detail.get("summary")
             if isinstance(told, str):
                 yield told
+
+
+def logprobs(told: object) -> tuple[TokenLogprob, ...]:
+    """In either of OpenAI's shapes: a list of entries for a chat, lists side by side for a completion."""
+    if not isinstance(told, dict):
+        return ()
+    entries = told.get("content")
+    if isinstance(entries, list):
+        return tuple(_logprob(entry) for entry in entries if isinstance(entry, dict))
+    tokens, chances, tops = (told.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    return tuple(
+        TokenLogprob(NO_ID, str(token).encode(), _chance(chance), _rivals(top))
+        for token, chance, top in itertools.zip_longest(tokens, chances, tops[: len(tokens)])
+    )
+
+
+def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:
+    rivals = entry.get("top_logprobs")
+    top = tuple(_logprob(rival) for rival in rivals if isinstance(rival, dict)) if isinstance(rivals, list) else ()
+    given = entry.get("bytes")
+    try:
+        text = bytes(given) if isinstance(given, list) else str(entry.get("token", "")).encode()
+    except (TypeError, ValueError) as error:
+        raise BadAnswer("the bytes of a token are none") from error
+    return TokenLogprob(NO_ID, text, _chance(entry.get("logprob")), top)
+
+
+def _rivals(top: object) -> tuple[TokenLogprob, ...]:
+    if not isinstance(top, dict):
+        return ()
+    return tuple(TokenLogprob(NO_ID, str(token).encode(), _chance(chance)) for token, chance in top.items())
+
+
+def _chance(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

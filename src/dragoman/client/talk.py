@@ -109,18 +109,19 @@ class Talk:
         """The ways to ask for this reply, of the protocols that have words for all of it."""
         calls: list[Call] = []
         unsaid: UnsupportedParameter | None = None
-        for name in self._names():
+        for name in self.names():
             try:
                 exchange = Exchange(PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
             except UnsupportedParameter as error:
                 unsaid = unsaid or error
                 continue
-            calls.append(self._question(name, exchange, stream))
+            calls.append(self.question(name, exchange, stream))
         if not calls and unsaid is not None:
             raise unsaid
         return calls
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """The protocols to try, in their order."""
         known = self.protocol
         if known is not None:
             return [known]
@@ -130,7 +131,7 @@ class Talk:
     def _is_anthropic(self) -> bool:
         return self.site.is_at("anthropic.com")
 
-    def _question(self, name: str, exchange: Exchange, stream: bool) -> Call:
+    def question(self, name: str, exchange: Exchange, stream: bool) -> Call:
         told = self.headers(name) | ({"accept": STREAM} if stream else {})
         body = msgspec.json.encode(adapted(self.site, exchange.body))
         return Call(name, "POST", self.site.api + exchange.path, told, body, harmless=False, exchange=exchange)

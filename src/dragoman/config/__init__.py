@@ -295,7 +295,8 @@ class _Reading:
         known = {name.lower() for name in names}
 
         def unknown(name: str) -> str | None:
-            if name.lower() in known or name.lower() in names_in(settings.folders):
+            is_open = any(model.has(name) for model in settings.models)
+            if is_open or name.lower() in known or name.lower() in names_in(settings.folders):
                 return None
             return f"no model is called {name!r}; models: {', '.join(names) or 'none'}"
 

@@ -81,6 +81,15 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.adapters)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it stands for all models that its engine finds, each called NAME/MODEL."""
+        return self.options.get("models") == "all"
+
+    def has(self, name: str) -> bool:
+        """Whether that may be one of them."""
+        return self.is_open and name.lower().startswith(f"{self.name.lower()}/")
+
     def runs_like(self, other: "ModelSpec") -> bool:
         """Whether the engine of one can stay for the other."""
         return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)

@@ -71,6 +71,9 @@ class Engine:
     streams_events: ClassVar[bool] = False
     """Its `generate` is an async generator of lists of events from `Started` to `Finished`: nothing has to be added."""
 
+    tells_calls: bool = False
+    """Its events tell thoughts and tool calls: nothing is looked for in its text."""
+
     device: str = "cpu"
     """What it computes on, as the model list shows it."""
     kv_used: float | None = None

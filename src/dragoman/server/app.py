@@ -27,7 +27,7 @@ from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol, f
 from dragoman.protocols.admin import Reloaded
 from dragoman.protocols.responses import PREFIX
 from dragoman.quota import Lease
-from dragoman.server import admin, embedding, listing, prompts, responses, stats
+from dragoman.server import admin, embedding, listing, prompts, responses, stats, upstreams
 from dragoman.server.auth import Access
 from dragoman.server.cors import Origins, is_preflight
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
@@ -82,6 +82,8 @@ ROUTES = {
     "/stats": {"GET": Route(stats.stats)},
     admin.ROOT: {"GET": Route(admin.models)},
     "/admin/reload": {"POST": Route(admin.reload)},
+    "/admin/upstreams": {"GET": Route(upstreams.show)},
+    "/admin/upstreams/drain": {"POST": Route(upstreams.drain)},
 }
 """Path, method, route."""
 

@@ -64,7 +64,9 @@ async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
 
 async def models(app: "App", exchange: Exchange) -> None:
     await app.catalog.look()
-    seen = [model for model in app.catalog.listed() if exchange.caller.may_ask(model.name)]
+    seen = [
+        model for entry in app.catalog.listed() for model in await entry.all() if exchange.caller.may_ask(model.name)
+    ]
     listed = [await _listed(app, model) for model in seen]
     if exchange.family is ANTHROPIC:
         await exchange.reply_json(wire_models.encode_anthropic_models(listed, exchange.query()))

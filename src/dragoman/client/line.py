@@ -1,0 +1,132 @@
+"""Calls as they leave by httpx, and what comes back: what is awaited, in one place.
+
+`AsyncClient` is made of it, and so is every other place that asks servers from within an event loop.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from contextlib import aclosing
+
+import httpx
+
+from dragoman.client import transport
+from dragoman.client.exchange import MOST_BYTES, MOST_ERROR_BYTES, Exchange
+from dragoman.client.talk import Arrived, Call, Missed, Opening, Talk, Wait
+from dragoman.errors import BadAnswer
+from dragoman.events import Event
+
+Answer = Arrived[httpx.Response]
+
+
+class Line:
+    def __init__(self, talk: Talk, http: httpx.AsyncClient) -> None:
+        self.talk = talk
+        self._http = http
+        self._lingering: set[asyncio.Task[None]] = set()
+
+    async def open(self, topic: str, calls: Sequence[Call]) -> tuple[Call, Answer]:
+        """The answer to the first call that the server takes, when its head has come."""
+        steps: Opening[httpx.Response] = self.talk.opening(topic, calls)
+        step = next(steps)
+        while True:
+            came: object = None
+            if isinstance(step, Wait):
+                await asyncio.sleep(step.seconds)
+            else:
+                came = await self._send(step.call)
+            try:
+                step = steps.send(came)
+            except StopIteration as done:
+                opened: tuple[Call, Answer] = done.value
+                return opened
+
+    async def events(self, exchange: Exchange, arrived: Answer) -> AsyncGenerator[Sequence[Event], None]:
+        """The reply, in lists that may be empty. To close the generator ends the generation over there."""
+        exchange.head(arrived.status, arrived.headers)
+        response = arrived.response
+        pieces = _pieces(response)
+        is_read = False
+        try:
+            try:
+                async for piece in pieces:
+                    yield exchange.feed(piece)
+                    if exchange.finished:
+                        break
+                ended = exchange.end()
+            except httpx.HTTPError as error:
+                error.request = response.request
+                ended = transport.broken(exchange, error)
+            for events in ended:
+                yield events
+            is_read = True
+            await _lingered(response, pieces)
+        finally:
+            if exchange.finished and not is_read:
+                # Whoever has the whole reply need not wait until the server has ended its answer.
+                self._linger(response, pieces)
+            else:
+                await response.aclose()
+
+    async def json(self, topic: str, calls: Sequence[Call]) -> bytes:
+        _, arrived = await self.open(topic, calls)
+        async with aclosing(arrived.response) as response:
+            body, why = await _read(response, MOST_BYTES)
+        if why:
+            raise BadAnswer(f"the answer broke off: {why}")
+        return body
+
+    async def aclose(self) -> None:
+        for task in self._lingering:
+            task.cancel()
+        await asyncio.gather(*self._lingering, return_exceptions=True)
+        await self._http.aclose()
+
+    async def _send(self, call: Call) -> Answer | Missed:
+        request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.HTTPError as error:
+            return transport.missed(error)
+        headers = transport.lower(response.headers)
+        if response.is_success:
+            return Arrived(response.status_code, headers, response)
+        async with aclosing(response):
+            body, _ = await _read(response, MOST_ERROR_BYTES)
+            return Arrived(response.status_code, headers, response, body)
+
+    def _linger(self, response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
+        task = asyncio.create_task(_lingered(response, pieces))
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+
+def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    if "content-encoding" in response.headers or not isinstance(response.stream, AsyncIterable):
+        return response.aiter_bytes()
+    # Where nothing has to be unpacked, each piece is spared two layers.
+    return aiter(response.stream)
+
+
+async def _lingered(response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
+    """Reads what follows a complete reply, so that the connection can be used again, but not for long."""
+    try:
+        async with asyncio.timeout(transport.LINGER_SECONDS):
+            async for _ in pieces:
+                pass
+    except (httpx.HTTPError, TimeoutError):
+        pass  # all that matters has been read
+    finally:
+        await response.aclose()
+
+
+async def _read(response: httpx.Response, most: int) -> tuple[bytes, str]:
+    """As much of a body as came and is of use, and why it is not all of it."""
+    body = bytearray()
+    try:
+        async for piece in response.aiter_bytes():
+            body += piece
+            if len(body) > most:
+                return bytes(body), f"it has more than {most} bytes"
+    except httpx.HTTPError as error:
+        return bytes(body), transport.words(error)
+    return bytes(body), ""

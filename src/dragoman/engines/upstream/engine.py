@@ -1,0 +1,250 @@
+"""The engine whose model runs somewhere else: in one place, or in several that share the work.
+
+Rules
+1. As long as nothing of a reply has been told, a failure of a place is another place's chance.
+2. A place that is not there when we start may come later: only a mistake of the configuration keeps us from starting.
+3. Closing a generation closes the connection to the place: it stops working on it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Self, TypeVar
+
+import msgspec
+
+from dragoman.client.exchange import PROTOCOLS
+from dragoman.conversation import GenerationRequest, Image, Message, Sampling, ToolResult
+from dragoman.embedding import Embedding, Input
+from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.engines.upstream import telling
+from dragoman.engines.upstream.beginnings import chain
+from dragoman.engines.upstream.options import UpstreamOptions, key_of
+from dragoman.engines.upstream.place import LOOK_SECONDS, Place
+from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
+from dragoman.errors import (
+    BadRequest,
+    ConfigError,
+    DragomanError,
+    ModelNotFound,
+    NotFound,
+    NotSupported,
+    Unavailable,
+    Unreachable,
+)
+from dragoman.events import Event, Finished, Started, Usage
+
+log = logging.getLogger("dragoman.upstream")
+T = TypeVar("T")
+
+FEATURES = frozenset(
+    {
+        *("chat", "completion", "token_prompt", "infill", "count_tokens", "max_tokens", "usage"),
+        *("images", "tools", "strict_tools", "constraint", "thinking"),
+    }
+)
+BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {"stop_token_ids", "ignore_eos", "logprobs", "documents"}
+"""What not every protocol has a word for."""
+
+
+class UpstreamEngine(Engine):
+    Options = UpstreamOptions
+    streams_events = True
+    device = "elsewhere"
+
+    def __init__(self, name: str, options: UpstreamOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
+        self.options = options
+        self.slots = options.slots
+        self.tells_calls = options.format is None
+        given = options.places
+        self.places = [Place(place, options, key_of(name, place)) for place in given]
+        self.pool = Pool([Spot(place.weight, place.rank) for place in given], clock)
+        self._looking: asyncio.Task[None] | None = None
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        assert isinstance(options, UpstreamOptions)
+        return cls(name, options)
+
+    def models(self) -> Sequence[ModelInfo]:
+        form = self.options.format or "plain"
+        if self.options.models is None:
+            return [ModelInfo(self.name, context=self.options.context or self._context(), format=form)]
+        offered = {model.name: model for place in self.places for model in place.models.values()}
+        return [
+            ModelInfo(f"{self.name}/{model.name}", context=self.options.context or model.context, format=form)
+            for model in offered.values()
+        ]
+
+    def _context(self) -> int | None:
+        names = ((place.model or self.name).lower() for place in self.places)
+        found = (place.models.get(name) for place, name in zip(self.places, names, strict=True))
+        return min((model.context for model in found if model and model.context), default=None)
+
+    def supports(self) -> frozenset[str]:
+        """What no place is known to lack; of what turns out later, a reply tells itself."""
+        spoken = [place.talk.protocol for place in self.places]
+        said = frozenset().union(*(PROTOCOLS[name].says if name else BY_PROTOCOL for name in spoken))
+        vectors = {"embeddings"} if self.options.models is None else set()
+        return FEATURES | (BY_PROTOCOL & said) | vectors
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
+        if self.options.health_seconds:
+            self._looking = asyncio.create_task(self._look_on())
+
+    async def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await asyncio.gather(*(place.aclose() for place in self.places))
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.sleep(self.options.health_seconds)
+            await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
+
+    async def _look(self, at: int) -> None:
+        """A place that answers at all is there; what it answers is another matter."""
+        place, before = self.places[at], self.pool.state(at)
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                await place.look()
+        except (Unreachable, TimeoutError) as error:
+            self.pool.failed(at, unreached=True)
+            if before == "up":
+                log.warning("model %s: %s is not there: %s", self.name, place.url, error or "no answer")
+            return
+        except DragomanError as error:
+            log.debug("model %s: %s tells no models: %s", self.name, place.url, error)
+        self.pool.seen(at)
+        if before == "out" and self.pool.state(at) != "out":
+            log.warning("model %s: %s is back", self.name, place.url)
+            place.forget()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+        self._check_images(request)
+        if request.max_tokens == 0:
+            yield [Started(), Finished("length", usage=Usage())]
+            return
+        tried: set[int] = set()
+        links = chain(request) if len(self.places) > 1 else []
+        failure: DragomanError | None = None
+        while True:
+            at = self._next(links, tried, failure)
+            tried.add(at)
+            begun = False
+            try:
+                async with aclosing(self.places[at].stream(self._over_there(request, at))) as batches:
+                    async for events in batches:
+                        if not begun:
+                            begun = True
+                            self.pool.worked(at)
+                        yield events
+                return
+            except DragomanError as error:
+                failure = self._noted(at, error, request.model)
+                if begun or telling.is_callers(error):
+                    raise failure from error
+            finally:
+                self.pool.ended(at)
+
+    def _next(self, links: Sequence[bytes], tried: set[int], failure: DragomanError | None) -> int:
+        at = self.pool.choose(links, tried)
+        if at is not None:
+            return at
+        if failure is not None:
+            raise failure
+        raise Unavailable("no server behind this model can be asked now; try again later", retry_after=self.pool.wait())
+
+    def _noted(self, at: int, error: DragomanError, model: str) -> DragomanError:
+        """What a failure means for the place, and the error that a caller hears of."""
+        seconds = telling.rest(error)
+        if seconds is not None:
+            self.pool.rests(at, seconds)
+        elif not telling.is_callers(error):
+            self.pool.failed(at, unreached=isinstance(error, Unreachable))
+        return telling.told(error, model, self.places[at].url, self.options.models is not None)
+
+    def _over_there(self, request: GenerationRequest, at: int) -> GenerationRequest:
+        """The request by the name that the model has there; variables of a chat template are not for callers to set."""
+        return msgspec.structs.replace(request, model=self._name(request.model, at), template_options={})
+
+    def _name(self, model: str, at: int) -> str:
+        if self.options.models is None:
+            return self.places[at].model or self.name
+        wanted = model[len(self.name) + 1 :]
+        found = self.places[at].models.get(wanted.lower())
+        if not wanted:
+            words = f"'{self.name}' stands for several models: {', '.join(info.name for info in self.models()[:20])}"
+            raise ModelNotFound(words, param="model")
+        return wanted if found is None else found.name
+
+    def _check_images(self, request: GenerationRequest) -> None:
+        if self.options.image_urls:
+            return
+        for at, message in enumerate(request.messages):
+            if any(_is_address(image) for image in _images(message)):
+                words = "addresses of images are not passed on here; send the image itself, as a data: URL or base64"
+                raise BadRequest(words, param=f"messages[{at}]")
+
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        return await self._anywhere(
+            "does not count its tokens", request.model, lambda place, model: place.count(_named(request, model))
+        )
+
+    async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        made = await self._anywhere("makes no embeddings", self.name, lambda place, model: place.embed(inputs, model))
+        # Servers count the tokens of all inputs together.
+        first, *others = made.vectors
+        return [Embedding(first.vector, made.usage.prompt), *others]
+
+    async def _anywhere(self, lacks: str, model: str, ask: Callable[[Place, str], Awaitable[T]]) -> T:
+        """The answer of the first place that has one."""
+        tried: set[int] = set()
+        failure: DragomanError | None = None
+        while True:
+            at = self._next((), tried, failure)
+            tried.add(at)
+            try:
+                answer = await ask(self.places[at], self._name(model, at))
+                self.pool.worked(at)
+                return answer
+            except DragomanError as error:
+                if type(error) is NotFound:
+                    raise NotSupported(f"the server behind model '{model}' {lacks}") from error
+                failure = self._noted(at, error, model)
+                if telling.is_callers(error):
+                    raise failure from error
+            finally:
+                self.pool.ended(at)
+
+    def states(self) -> list[PlaceState]:
+        """The places, for the operator."""
+        return [
+            PlaceState(place.url, self.pool.state(at), spot.running, spot.failures, spot.weight, spot.rank)
+            for at, (place, spot) in enumerate(zip(self.places, self.pool.spots, strict=True))
+        ]
+
+    def drain(self, url: str, drained: bool) -> None:
+        """Nothing new goes to the place, or something goes there again."""
+        found = [at for at, place in enumerate(self.places) if place.url == url]
+        if not found:
+            raise ConfigError(f"model {self.name} has no place {url!r:.200}")
+        self.pool.drain(found[0], drained)
+
+
+def _named(request: GenerationRequest, model: str) -> GenerationRequest:
+    return msgspec.structs.replace(request, model=model, template_options={})
+
+
+def _images(message: Message) -> list[Image]:
+    inner = [part for result in message.parts if isinstance(result, ToolResult) for part in result.content]
+    return [part for part in (*message.parts, *inner) if isinstance(part, Image)]
+
+
+def _is_address(image: Image) -> bool:
+    return image.data is None and not (image.url or "").startswith("data:")

@@ -1,0 +1,140 @@
+"""One server: how it is asked, what it has refused, what it offers."""
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import httpx
+import msgspec
+
+from dragoman.client import listing, transport
+from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
+from dragoman.client.line import Answer, Line
+from dragoman.client.listing import Embeddings, Model
+from dragoman.client.retry import Retries
+from dragoman.client.talk import Call, Talk
+from dragoman.conversation import GenerationRequest
+from dragoman.embedding import Input
+from dragoman.engines.upstream.fitting import fitted, not_taken
+from dragoman.engines.upstream.options import PlaceOptions, UpstreamOptions
+from dragoman.engines.upstream.refusals import ESSENTIAL, blamed
+from dragoman.engines.upstream.wire import Wire
+from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported
+from dragoman.events import Event, Finished, Started
+
+MOST_REFUSALS = 8
+LOOK_SECONDS = 5.0
+NO_ROUTE = (NotFound, MethodNotAllowed)
+UNCOUNTED = "the server behind this model does not say how many tokens it used"
+
+
+class Way(msgspec.Struct, frozen=True):
+    """One way to put a request, and what of it is not said."""
+
+    call: Call
+    ignored: tuple[str, ...]
+
+
+class Place:
+    def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None) -> None:
+        self.url = place.url
+        self.model = place.model
+        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=Retries(0))
+        self.models: dict[str, Model] = {}
+        """What it offers, as far as that is known, by name in lower case."""
+        settings = transport.settings(self.talk.site, options.silence_seconds, options.connect_seconds)
+        settings |= {"trust_env": False, "headers": {"accept-encoding": "identity"}}
+        # A proxy has ways of its own, which httpx knows.
+        settings |= {"transport": Wire()} if options.proxy is None else {"proxy": options.proxy}
+        self._line = Line(self.talk, httpx.AsyncClient(**settings))
+        self._refused: defaultdict[str, set[str]] = defaultdict(set)
+        """By model, what it does not take."""
+
+    async def aclose(self) -> None:
+        await self._line.aclose()
+
+    def forget(self) -> None:
+        """It was away, and may have come back as something else."""
+        self._refused.clear()
+
+    async def look(self) -> None:
+        """Whether it is there, and what it offers."""
+        body = await self._line.json("models", [listing.models_call(self.talk)])
+        self.models = {model.name.lower(): model for model in listing.read_models(body).models}
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+        way, arrived = await self._asked(request)
+        assert way.call.exchange is not None
+        async with aclosing(self._line.events(way.call.exchange, arrived)) as batches:
+            async for events in batches:
+                if events:
+                    yield _told(events, way.ignored)
+
+    async def _asked(self, request: GenerationRequest) -> tuple[Way, Answer]:
+        """The answer, after whatever the place does not take has been left out."""
+        refused = self._refused[request.model]
+        for _ in range(MOST_REFUSALS):
+            ways = self._ways(request, refused)
+            try:
+                call, arrived = await self._line.open(_topic(request), [way.call for way in ways])
+            except NO_ROUTE as error:
+                if type(error) in NO_ROUTE and request.prompts:
+                    raise not_taken(request, "completion") from error
+                raise
+            except DragomanError as error:
+                name = blamed(error, _fields(ways))
+                if name is None or name in refused:
+                    raise
+                refused.add(name)
+                if name in ESSENTIAL:
+                    raise not_taken(request, name) from error
+                continue
+            return next(way for way in ways if way.call is call), arrived
+        raise NotSupported("the server behind this model takes none of what was asked")
+
+    def _ways(self, request: GenerationRequest, refused: set[str]) -> list[Way]:
+        if request.prompts:
+            return [self._way(COMPLETIONS, request, refused)]
+        ways: list[Way] = []
+        unsaid: NotSupported | None = None
+        for name in self.talk.names():
+            try:
+                ways.append(self._way(PROTOCOLS[name], request, refused))
+            except NotSupported as error:
+                unsaid = unsaid or error
+        if not ways and unsaid is not None:
+            raise unsaid
+        return ways
+
+    def _way(self, protocol: Spoken, request: GenerationRequest, refused: set[str]) -> Way:
+        fit = fitted(request, protocol, refused)
+        exchange = Exchange(protocol, fit.request, stream=True, check_calls=False)
+        if "stream_options" in refused:
+            exchange.body.pop("stream_options", None)
+        return Way(self.talk.question(protocol.name, exchange, stream=True), fit.ignored)
+
+    async def embed(self, inputs: Sequence[Input], model: str) -> Embeddings:
+        body = await self._line.json("embeddings", [listing.embeddings_call(self.talk, inputs, model, None)])
+        return listing.read_embeddings(body, len(inputs))
+
+    async def count(self, request: GenerationRequest) -> int:
+        return listing.read_count(await self._line.json("count", listing.count_calls(self.talk, request)))
+
+
+def _topic(request: GenerationRequest) -> str:
+    return "completions" if request.prompts else "generate"
+
+
+def _fields(ways: Sequence[Way]) -> set[str]:
+    exchanges = (way.call.exchange for way in ways)
+    return {field for exchange in exchanges if exchange is not None for field in exchange.body}
+
+
+def _told(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Event]:
+    """With what is known only here: what was left out, and that nobody counted."""
+    first, last = events[0], events[-1]
+    if ignored and type(first) is Started:
+        events = [msgspec.structs.replace(first, ignored=ignored), *events[1:]]
+    if type(last) is Finished and last.usage is None:
+        events = [*events[:-1], msgspec.structs.replace(last, warnings=(*last.warnings, UNCOUNTED))]
+    return events

@@ -1,0 +1,71 @@
+"""Errors of a place as those of ours: what a caller is told, what is tried elsewhere, what counts against the place.
+
+    our caller's fault     400, 413, 422, 501                   told in the words of the place; nobody else is asked
+    too much at once       429, 503, 529                        another is asked; else told, with the time to wait
+    the operator's fault   401, 403, 402, 404, 3xx              another is asked; else 502: our caller's key is in order
+    the place's fault      5xx, no answer, garbage, cut off     another is asked; else 502 or 504
+
+Words about what is behind us go to the log: a caller hears neither addresses nor what a failing server let out.
+"""
+
+import logging
+
+from dragoman.errors import (
+    AnswerTimeout,
+    BadAnswer,
+    BadRequest,
+    DragomanError,
+    ModelNotFound,
+    NotSupported,
+    QuotaExhausted,
+    RateLimited,
+    ServerFailed,
+    StreamCutOff,
+    TooLarge,
+    Unavailable,
+    Unreachable,
+)
+
+log = logging.getLogger("dragoman.upstream")
+
+OF_THE_CALLER = (BadRequest, TooLarge, NotSupported)
+REST_SECONDS = 1.0
+BROKEN = (Unreachable, ServerFailed, BadAnswer)
+
+
+def is_callers(error: DragomanError) -> bool:
+    return isinstance(error, OF_THE_CALLER)
+
+
+def rest(error: DragomanError) -> float | None:
+    """How long the place wants to be left alone; None where that is not what it says."""
+    if isinstance(error, Unavailable) or (isinstance(error, RateLimited) and not isinstance(error, QuotaExhausted)):
+        return REST_SECONDS if error.retry_after is None else error.retry_after
+    return None
+
+
+def told(error: DragomanError, model: str, url: str, is_listed: bool = False) -> DragomanError:
+    """`is_listed`: the caller chose one of the models that the server has, or so the caller thought."""
+    if is_callers(error):
+        return error
+    log.warning("model %s: %s: %s (%s)", model, url, error.message, type(error).__name__)
+    if isinstance(error, ModelNotFound) and is_listed:
+        return ModelNotFound(f"model '{model}' is not served here", param="model")
+    seconds = rest(error)
+    if seconds is not None:
+        return _busy(error, seconds)
+    if isinstance(error, AnswerTimeout):
+        return AnswerTimeout("the server behind this model does not answer in time")
+    if isinstance(error, StreamCutOff):
+        return StreamCutOff("the server behind this model broke off its reply")
+    kind = next((kind for kind in BROKEN if isinstance(error, kind)), None)
+    if kind is None:
+        return ServerFailed("the server behind this model refuses to work for us; our log says why")
+    return kind("the server behind this model cannot be reached, or fails; our log says more")
+
+
+def _busy(error: DragomanError, seconds: float) -> DragomanError:
+    words = "the server behind this model has too much to do; try again later"
+    if isinstance(error, Unavailable):
+        return type(error)(words, retry_after=max(seconds, REST_SECONDS))
+    return RateLimited(words, retry_after=max(seconds, REST_SECONDS))

@@ -1,0 +1,49 @@
+"""The operator's view of the servers behind models: which there are, and which of them get nothing new."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from dragoman.errors import ConfigError, NotFound
+from dragoman.protocols import upstreams as wire
+from dragoman.server.exchange import Exchange
+
+if TYPE_CHECKING:
+    from dragoman.engines.upstream.pool import PlaceState
+    from dragoman.server.app import App
+
+
+@runtime_checkable
+class Pooled(Protocol):
+    """An engine that has places."""
+
+    def states(self) -> "Sequence[PlaceState]": ...
+
+    def drain(self, url: str, drained: bool) -> None: ...
+
+
+async def show(app: "App", exchange: Exchange) -> None:
+    await exchange.reply_json(wire.encode(_listed(app)))
+
+
+async def drain(app: "App", exchange: Exchange) -> None:
+    asked = await exchange.decoded(app.settings.limits, wire.decode)
+    engine = await (await app.model(exchange, asked.model)).host.ready()
+    try:
+        if not isinstance(engine, Pooled):
+            raise ConfigError(f"model {asked.model!r:.100} runs here")
+        engine.drain(asked.url, asked.drain)
+    except ConfigError as error:
+        raise NotFound(str(error)) from error
+    await exchange.reply_json(wire.encode(_listed(app)))
+
+
+def _listed(app: "App") -> list[wire.ListedPlace]:
+    return [
+        wire.ListedPlace(model.name, place.url, place.state, place.running, place.failures, place.weight, place.rank)
+        for model in app.catalog.models.values()
+        for place in _states(model.host.engine)
+    ]
+
+
+def _states(engine: object) -> "Sequence[PlaceState]":
+    return engine.states() if isinstance(engine, Pooled) else ()

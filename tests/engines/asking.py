@@ -1,0 +1,41 @@
+"""A server in this process whose model is elsewhere: requests to it without a socket, what it asks with real ones."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from dragoman.config import ModelSpec, Settings
+from dragoman.server.app import App, create_app
+from tests.badserver import SILENCE
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+
+
+def upstream_app(*urls: str | Mapping[str, Any], **options: Any) -> App:
+    given = {"urls": list(urls), "protocol": "chat", "silence_seconds": SILENCE, "health_seconds": 0} | options
+    return create_app(settings=Settings(models=(ModelSpec("m", "upstream", options=given),)))
+
+
+def ask(app: App, path: str = CHAT, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
+    """One request, from the start of the server to its end."""
+    return ask_all(app, [fields], path, headers)[0]
+
+
+def ask_all(
+    app: App, bodies: list[dict[str, Any]], path: str = CHAT, headers: Mapping[str, str] | None = None
+) -> list[httpx.Response]:
+    async def asked() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
+                return [
+                    await client.post(path, json={"model": "m", "messages": USER} | body, headers=headers)
+                    for body in bodies
+                ]
+        finally:
+            await app.stop()
+
+    return asyncio.run(asked())

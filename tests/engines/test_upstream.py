@@ -1,0 +1,350 @@
+"""The upstream engine against servers that do as they are told: names, keys, refusals, errors, other routes."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dragoman.config import Flags, ModelSpec, Settings, load_settings
+from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.engines.run import run
+from dragoman.engines.upstream.engine import UpstreamEngine
+from dragoman.engines.upstream.options import UpstreamOptions
+from dragoman.errors import ConfigError
+from dragoman.events import Started, TextDelta
+from dragoman.server.app import App, create_app
+from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
+from tests.engines.asking import ask, ask_all, upstream_app
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture
+def server() -> Iterator[BadServer]:
+    with BadServer() as server:
+        yield server
+
+
+@pytest.fixture
+def other() -> Iterator[BadServer]:
+    with BadServer() as server:
+        yield server
+
+
+def sent(server: BadServer, path: str = CHAT) -> list[dict[str, Any]]:
+    return [json.loads(body) for body in server.requests[path]]
+
+
+def test_the_model_has_another_name_there_and_the_reply_has_ours(server: BadServer) -> None:
+    server.play(HELLO)
+    response = ask(upstream_app(server.url, model="gpt-over-there"))
+    assert response.json()["model"] == "m"
+    assert sent(server)[0]["model"] == "gpt-over-there"
+
+
+def test_without_a_name_it_has_the_same(server: BadServer) -> None:
+    server.play(HELLO)
+    ask(upstream_app(server.url))
+    assert sent(server)[0]["model"] == "m"
+
+
+def test_what_was_asked_goes_along(server: BadServer) -> None:
+    server.play(HELLO)
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}}
+    fields: dict[str, Any] = {"temperature": 0.5, "seed": 7, "max_tokens": 9, "tool_choice": "required"}
+    ask(upstream_app(server.url), **fields, tools=TOOLS, stop=["x"], reasoning_effort="low", logit_bias={"5": -1.0})
+    ask_shape = ask(upstream_app(server.url), response_format=shape)
+    first, second = sent(server)
+    assert fields.items() <= first.items()
+    assert first["tools"][0]["function"]["name"] == "f"
+    assert (first["stop"], first["reasoning_effort"], first["logit_bias"]) == (["x"], "low", {"5": -1.0})
+    assert second["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert ask_shape.status_code == 200
+
+
+def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="THE_KEY has no key"):
+        UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
+    monkeypatch.setenv("THE_KEY", "secret")
+    engine = UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
+    assert engine.places[0].talk.headers("chat")["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "url is missing"),
+        ({"url": "localhost:80"}, "expected an address"),
+        ({"urls": ["http://a", "http://a/v1"]}, "given twice"),
+        ({"url": "http://a", "model": "x", "models": "all"}, "give one of the two"),
+        ({"url": "http://a", "protocol": "smtp"}, "protocol"),
+        ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),
+    ],
+)
+def test_mistakes_of_the_operator(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    file = tmp_path / "dragoman.json"
+    file.write_text(json.dumps({"models": {"m": {"engine": "upstream", **options}}}))
+    with pytest.raises(ConfigError, match=rf"dragoman.json:1: models\.m.*{words}"):
+        load_settings(str(file), Flags(), {})
+
+
+def test_an_optional_parameter_that_is_refused_is_left_out_told_and_remembered(server: BadServer) -> None:
+    no = refused("400 Bad", "Unsupported parameter: 'seed' is not supported with this model", "unsupported_parameter")
+    server.play(no, HELLO)
+    responses = ask_all(upstream_app(server.url), [{"seed": 1, "temperature": 1.5}] * 2)
+    assert [response.headers["x-dragoman-ignored"] for response in responses] == ["seed", "seed"]
+    assert ["seed" in body for body in sent(server)] == [True, False, False]
+    assert all(body["temperature"] == 1.5 for body in sent(server))
+
+
+def test_in_strict_mode_it_is_an_error(server: BadServer) -> None:
+    server.play(refused("400 Bad", "logprobs are not supported"), HELLO)
+    response = ask(upstream_app(server.url), headers={"x-dragoman-strict": "true"}, logprobs=True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+
+
+@pytest.mark.parametrize(
+    "no",
+    [
+        refused("400 Bad", "registry/m does not support tools"),
+        refused("500 Oops", "tools param requires --jinja flag"),
+        refused("400 Bad", '"auto" tool choice requires --enable-auto-tool-choice; tools not enabled'),
+    ],
+)
+def test_what_cannot_be_left_out_is_not_supported(server: BadServer, no: Script) -> None:
+    server.play(no, HELLO)
+    first, second = ask_all(upstream_app(server.url), [{"tools": TOOLS}, {}])
+    assert (first.status_code, first.json()["error"]["param"]) == (501, "tools")
+    assert second.status_code == 200
+
+
+def test_a_server_that_does_not_know_stream_options(server: BadServer) -> None:
+    server.play(refused("422 No", "Extra inputs are not permitted: stream_options"), HELLO)
+    response = ask(upstream_app(server.url))
+    assert response.status_code == 200
+    assert "x-dragoman-ignored" not in response.headers
+    assert "does not say how many tokens" in response.headers["x-dragoman-warning"]
+
+
+def test_what_a_protocol_has_no_word_for_is_told(server: BadServer) -> None:
+    said = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
+    server.play(answer(said), path="/v1/messages")
+    app = upstream_app(server.url, protocol="auto")
+    response = ask(app, min_p=0.1, logprobs=True)
+    assert response.json()["choices"][0]["message"]["content"] == "Hello"
+    assert set(response.headers["x-dragoman-ignored"].split(", ")) == {"min_p", "logprobs"}
+
+
+def test_tokens_are_those_that_the_server_counted(server: BadServer) -> None:
+    used = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 20}}
+    server.play(stream(HEL, finish(usage=used)))
+    usage = ask(upstream_app(server.url)).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (30, 2, 32)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 20
+
+
+def test_logprobs_come_through(server: BadServer) -> None:
+    entry = {"token": "Hel", "logprob": -0.5, "bytes": [72, 101, 108], "top_logprobs": []}
+    rival = {"token": "Bye", "logprob": -2.0, "bytes": None}
+    chunk = {"choices": [{"index": 0, "delta": {"content": "Hel"}, "logprobs": {"content": [entry]}}]}
+    entry["top_logprobs"] = [rival]
+    server.play(stream(b"data: " + json.dumps(chunk).encode() + b"\n\n", finish()))
+    told = ask(upstream_app(server.url), logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["logprob"], one["top_logprobs"][0]["token"]) for one in told] == [("Hel", -0.5, "Bye")]
+    assert (sent(server)[0]["logprobs"], sent(server)[0]["top_logprobs"]) == (True, 1)
+
+
+def test_completions_of_texts_and_token_ids(server: BadServer) -> None:
+    reply = {"choices": [{"text": " world", "finish_reason": "length"}], "usage": {"prompt_tokens": 1}}
+    server.play(answer(reply), path="/v1/completions")
+    app = upstream_app(server.url)
+    first, second = ask_all(app, [{"prompt": "hello", "echo": True}, {"prompt": [1, 2]}], "/v1/completions")
+    assert first.json()["choices"][0]["text"] == "hello world"
+    assert second.json()["choices"][0]["finish_reason"] == "length"
+    assert [body["prompt"] for body in sent(server, "/v1/completions")] == ["hello", [1, 2]]
+
+
+def test_a_server_without_completions(server: BadServer) -> None:
+    server.play(HELLO)
+    assert ask(upstream_app(server.url), "/v1/completions", prompt="hello").status_code == 501
+
+
+def test_vectors_and_counts(server: BadServer) -> None:
+    vectors = {"data": [{"embedding": [3, 4]}, {"embedding": [0, 1]}], "usage": {"prompt_tokens": 5}}
+    server.play(answer(vectors), path="/v1/embeddings")
+    server.also(answer({"input_tokens": 12}), path="/v1/messages/count_tokens")
+    made = ask(upstream_app(server.url), "/v1/embeddings", input=["a", "b"]).json()
+    assert made["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+    assert made["usage"]["prompt_tokens"] == 5
+    counted = ask(upstream_app(server.url), "/v1/messages/count_tokens")
+    assert counted.json() == {"input_tokens": 12}
+    server.play(HELLO)
+    assert ask(upstream_app(server.url), "/v1/embeddings", input=["a"]).status_code == 501
+    assert ask(upstream_app(server.url), "/v1/messages/count_tokens").status_code == 501
+
+
+def test_a_server_that_only_gives_text_is_read_here(server: BadServer) -> None:
+    text = '<think>Hmm</think><tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    server.play(stream(*(delta(content=text[at : at + 5]) for at in range(0, len(text), 5)), finish()))
+    message = ask(upstream_app(server.url, format="hermes"), tools=TOOLS).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hmm"
+    assert message["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_text_stays_text_even_where_a_call_was_required(server: BadServer) -> None:
+    server.play(HELLO)
+    response = ask(upstream_app(server.url), tools=TOOLS, tool_choice="required")
+    assert response.json()["choices"][0]["message"]["content"] == "Hello"
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden", "402 Payment Required"])
+def test_our_callers_key_is_not_at_fault(server: BadServer, status: str) -> None:
+    server.play(refused(status, f"key sk-123 at {server.url}"))
+    response = ask(upstream_app(server.url))
+    assert response.status_code == 502
+    assert "sk-123" not in response.text
+
+
+def test_how_long_to_wait_is_passed_on(server: BadServer) -> None:
+    server.play(refused("429 Too Many", retry_after="7"))
+    response = ask(upstream_app(server.url))
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+
+
+def test_redirects_are_not_followed(server: BadServer, other: BadServer) -> None:
+    server.play([f"HTTP/1.1 307 No\r\nlocation: {other.url}{CHAT}\r\ncontent-length: 0\r\n\r\n".encode()])
+    other.play(HELLO)
+    assert ask(upstream_app(server.url)).status_code == 502
+    assert not other.requests
+
+
+def test_proxies_of_the_environment_are_not_used(
+    server: BadServer, other: BadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, other.url)
+    server.play(HELLO)
+    assert ask(upstream_app(server.url)).status_code == 200
+    assert ask(upstream_app(server.url, proxy=other.url)).status_code == 502
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_addresses_of_images_are_for_the_operator_to_allow(server: BadServer, other: BadServer, allowed: bool) -> None:
+    server.play(HELLO)
+    other.play(HELLO, path="/cat.png")
+    picture = {"type": "image_url", "image_url": {"url": f"{other.url}/cat.png"}}
+    response = ask(upstream_app(server.url, image_urls=allowed), messages=[{"role": "user", "content": [picture]}])
+    assert response.status_code == (200 if allowed else 400)
+    assert not other.requests
+    assert bool(server.requests[CHAT]) is allowed
+
+
+def test_images_go_along_as_data(server: BadServer) -> None:
+    server.play(HELLO)
+    data = "data:image/png;base64,iVBORw0KGgo="
+    picture = {"type": "image_url", "image_url": {"url": data}}
+    assert ask(upstream_app(server.url), messages=[{"role": "user", "content": [picture]}]).status_code == 200
+    assert sent(server)[0]["messages"][0]["content"][0]["image_url"]["url"] == data
+
+
+def test_all_models_of_a_server(server: BadServer) -> None:
+    server.play(HELLO)
+    server.also(answer({"data": [{"id": "Org/Big", "max_model_len": 99}, {"id": "small"}]}), path="/v1/models")
+    options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
+    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),)))
+
+    async def talk() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [entry["id"] for entry in listed] == ["cloud/Org/Big", "cloud/small"]
+            body = {"model": "cloud/org/big", "messages": [{"role": "user", "content": "hello"}]}
+            reply = await client.post(CHAT, json=body)
+            assert reply.json()["model"] == "cloud/Org/Big"
+            assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
+            assert (await client.post(CHAT, json=body | {"model": "cloud"})).status_code == 404
+        await app.stop()
+
+    asyncio.run(talk())
+    assert [body["model"] for body in sent(server)] == ["Org/Big"]
+
+
+def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "dragoman.yaml"
+    file.write_text("models: {cloud: {engine: upstream, url: 'http://a', models: all}}\naliases: {gpt: cloud/gpt-9}\n")
+    settings = load_settings(str(file), Flags(), {})
+    assert App(settings).catalog.resolve("gpt").name == "cloud/gpt-9"
+
+
+def test_to_leave_ends_it_over_there(server: BadServer) -> None:
+    server.play([*cut(HEL), "hang"])
+
+    async def leave() -> None:
+        engine = UpstreamEngine("m", UpstreamOptions(url=server.url, protocol="chat", health_seconds=0))
+        events = run(engine, GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),)))
+        first = await anext(events)
+        assert [type(event) for event in first] == [Started, TextDelta]
+        assert engine.states()[0].running == 1
+        await events.aclose()
+        assert await asyncio.to_thread(server.left.wait, 2)
+        assert engine.states()[0].running == 0
+        await engine.stop()
+
+    asyncio.run(leave())
+
+
+def test_connections_are_used_again(server: BadServer) -> None:
+    server.play(HELLO)
+
+    async def talk() -> None:
+        engine = UpstreamEngine("m", UpstreamOptions(url=server.url, protocol="chat", health_seconds=0))
+        for _ in range(5):
+            request = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
+            events = run(engine, request)
+            async for batch in events:
+                assert batch
+            await asyncio.sleep(0.02)
+        await engine.stop()
+
+    asyncio.run(talk())
+    assert server.connections == 1
+
+
+def test_another_is_asked_before_the_first_byte_and_not_after(server: BadServer, other: BadServer) -> None:
+    scripts: list[Script] = [["reset"], ["close"], refused("500 Oops"), refused("429 Busy"), refused("401 No")]
+    for script in [*scripts, [*cut(), "close"]]:
+        server.play(script)
+        other.play(HELLO)
+        app = upstream_app({"url": server.url}, {"url": other.url, "rank": 1})
+        assert ask(app).json()["choices"][0]["message"]["content"] == "Hello", script
+        assert (len(server.requests[CHAT]), len(other.requests[CHAT])) == (1, 1)
+    server.play([*cut(HEL), "close"])
+    assert ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1})).status_code == 502
+    server.play(refused("400 Bad", "maximum context length is 9"))
+    assert ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1})).status_code == 400
+    assert len(other.requests[CHAT]) == 1
+
+
+def test_json_replies_are_taken_too(server: BadServer) -> None:
+    server.play(answer(REPLY))
+    assert ask(upstream_app(server.url), stream=True).text.endswith("data: [DONE]\n\n")
+
+
+def test_more_than_a_reader_can_take_at_once(server: BadServer) -> None:
+    """The connection pauses, and nothing is lost."""
+    server.play(stream(*[delta(content="x" * 1_000_000)] * 6, finish()))
+
+    async def read_slowly() -> int:
+        engine = UpstreamEngine("m", UpstreamOptions(url=server.url, protocol="chat", health_seconds=0))
+        size = 0
+        async for batch in run(engine, GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))):
+            size += sum(len(event.text) for event in batch if isinstance(event, TextDelta))
+            await asyncio.sleep(0.02)
+        await engine.stop()
+        return size
+
+    assert asyncio.run(read_slowly()) == 6_000_000

@@ -1,0 +1,100 @@
+"""The table of bad servers, behind the upstream engine: each has a status or an error frame, and nothing hangs."""
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dragoman.conversation import Reasoning, Text, ToolCall
+from dragoman.errors import (
+    AnswerTimeout,
+    BadAnswer,
+    ContextTooLong,
+    DragomanError,
+    MalformedToolCall,
+    ModelLoading,
+    ModelNotFound,
+    QuotaExhausted,
+    RateLimited,
+    ServerFailed,
+    StreamCutOff,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
+from tests.badserver import CHAT, ROWS, BadServer, Row
+from tests.engines.asking import ask, upstream_app
+
+STATUS: dict[type[DragomanError], int] = {
+    **dict.fromkeys((StreamCutOff, BadAnswer, ServerFailed, Unreachable), 502),
+    **dict.fromkeys((Unauthorized, QuotaExhausted, ModelNotFound), 502),
+    ContextTooLong: 400,
+    RateLimited: 429,
+    AnswerTimeout: 504,
+    **dict.fromkeys((Unavailable, ModelLoading), 503),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BadServer]:
+    with BadServer() as server:
+        yield server
+
+
+def parts_of(message: dict[str, object]) -> list[object]:
+    found: list[object] = []
+    if message.get("reasoning_content"):
+        found.append(Reasoning(str(message["reasoning_content"])))
+    if message.get("content"):
+        found.append(Text(str(message["content"])))
+    calls = message.get("tool_calls") or []
+    assert isinstance(calls, list)
+    return [*found, *(ToolCall("", call["function"]["name"], call["function"]["arguments"]) for call in calls)]
+
+
+def wanted_parts(parts: tuple[object, ...]) -> list[object]:
+    return [ToolCall("", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in parts]
+
+
+def first_attempt(row: Row) -> tuple[int, tuple[object, ...]]:
+    """What the engine makes of the first script: to ask again is for our own caller to decide."""
+    if row.made is MalformedToolCall:
+        return 200, row.arrived
+    if isinstance(row.made, tuple):
+        refusal = bytes(row.scripts[0][0])[9:12] if row.attempts > 1 and row.scripts[0] else b""  # type: ignore[arg-type]
+        if row.attempts == 1:
+            return 200, row.made
+        return {b"429": 429, b"503": 503, b"529": 503, b"500": 502}[refusal], ()
+    return STATUS[row.made], ()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_without_a_stream(server: BadServer, row: Row) -> None:
+    server.play(*row.scripts)
+    status, parts = first_attempt(row)
+    begun = time.monotonic()
+    response = ask(upstream_app(server.url))
+    assert time.monotonic() - begun < row.within
+    assert response.status_code == status, response.text
+    if status == 200:
+        assert parts_of(response.json()["choices"][0]["message"]) == wanted_parts(parts)
+    else:
+        assert response.json()["error"]["message"]
+        assert str(server.port) not in response.text
+        assert (status in (429, 503)) == ("retry-after" in response.headers)
+    assert len(server.requests[CHAT]) == 1
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.arrived], ids=[row.name for row in ROWS if row.arrived])
+def test_in_the_middle_of_a_stream(server: BadServer, row: Row) -> None:
+    server.play(*row.scripts)
+    response = ask(upstream_app(server.url), stream=True)
+    assert response.status_code == 200
+    frames = [frame.removeprefix("data: ") for frame in response.text.split("\n\n") if frame]
+    if row.made is MalformedToolCall:
+        assert frames[-1] == "[DONE]"
+        return
+    assert "[DONE]" not in frames
+    assert "Hel" in response.text
+    assert json.loads(frames[-1])["error"]["code"]

@@ -1,0 +1,127 @@
+"""A pool of real processes: one is killed under load, one is drained, one comes late."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.engines.run import run
+from dragoman.engines.upstream.engine import UpstreamEngine
+from dragoman.engines.upstream.options import UpstreamOptions
+from dragoman.errors import DragomanError, Unavailable, Unreachable
+from dragoman.events import Finished, TextDelta
+from dragoman.server.app import App
+from tests.badserver import GREETING, HELLO, BadServer, whole
+from tests.engines.asking import upstream_app
+from tests.serving import Running, free_port, serving
+
+SCRIPT = {
+    "engine": "scripted",
+    "replies": [{"output": "tick " * 20}],
+    "tokens_per_second": 50,
+    "prefill_seconds": 0.2,
+}
+REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Running]]:
+    with ExitStack() as stack:
+        folders = [tmp_path / str(number) for number in range(3)]
+        for folder in folders:
+            folder.mkdir()
+        yield [stack.enter_context(serving(folder, {"models": {"m": SCRIPT}})) for folder in folders]
+
+
+async def heard(engine: UpstreamEngine) -> tuple[str, bool]:
+    """The text that came of one generation, and whether it came to its end."""
+    text, complete = "", False
+    with suppress(DragomanError):
+        async for batch in run(engine, REQUEST):
+            text += "".join(event.text for event in batch if isinstance(event, TextDelta))
+            complete = complete or isinstance(batch[-1], Finished)
+    return text, complete
+
+
+def test_one_of_three_is_killed_under_load(three: list[Running]) -> None:
+    async def load() -> list[tuple[str, bool]]:
+        urls = tuple(running.url for running in three)
+        engine = UpstreamEngine("m", UpstreamOptions(urls=urls, protocol="chat", health_seconds=0.2))
+        await engine.start()
+        tasks = []
+        for number in range(90):
+            tasks.append(asyncio.create_task(heard(engine)))
+            await asyncio.sleep(0.01)
+            if number == 30:
+                os.kill(three[0].process.pid, signal.SIGKILL)
+        results = await asyncio.gather(*tasks)
+        assert engine.states()[0].state == "out"
+        assert [state.running for state in engine.states()] == [0, 0, 0]
+        await engine.stop()
+        return results
+
+    results = asyncio.run(load())
+    assert not [text for text, complete in results if not complete and not text]
+    assert sum(complete for _, complete in results) >= 60
+    assert all(text == "tick " * 20 for text, complete in results if complete)
+
+
+async def greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(whole(GREETING, content_type="text/event-stream", connection="close"))
+    writer.close()
+
+
+def test_a_place_that_comes_late_is_found() -> None:
+    async def wait_for_it() -> None:
+        port = free_port()
+        options = UpstreamOptions(url=f"http://127.0.0.1:{port}", protocol="chat", health_seconds=0.1)
+        engine = UpstreamEngine("m", options)
+        await engine.start()
+        with pytest.raises((Unavailable, Unreachable)):
+            await anext(run(engine, REQUEST))
+        async with await asyncio.start_server(greeted, "127.0.0.1", port):
+            async with asyncio.timeout(5):
+                while engine.states()[0].state != "up":  # noqa: ASYNC110 (it is looked at now and then)
+                    await asyncio.sleep(0.02)
+            assert await heard(engine) == ("Hello", True)
+        await engine.stop()
+
+    asyncio.run(wait_for_it())
+
+
+def asked(app: App, method: str, path: str, **fields: object) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            await client.post(
+                "/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "x"}]}
+            )
+            answer = await client.request(method, path, json=fields or None)
+        await app.stop()
+        return answer
+
+    return asyncio.run(ask())
+
+
+def test_the_operator_sees_and_drains_places() -> None:
+    with BadServer() as one, BadServer() as two:
+        one.play(HELLO)
+        two.play(HELLO)
+        app = upstream_app(one.url, {"url": two.url, "weight": 2})
+        places = asked(app, "GET", "/admin/upstreams").json()["data"]
+        assert [(place["model"], place["url"], place["state"]) for place in places] == [
+            ("m", one.url, "up"),
+            ("m", two.url, "up"),
+        ]
+        drained = asked(upstream_app(one.url, two.url), "POST", "/admin/upstreams/drain", model="m", url=one.url)
+        assert [place["state"] for place in drained.json()["data"]] == ["drained", "up"]
+        back = asked(upstream_app(one.url), "POST", "/admin/upstreams/drain", model="m", url=one.url, drain=False)
+        assert back.json()["data"][0]["state"] == "up"
+        unknown = asked(upstream_app(one.url), "POST", "/admin/upstreams/drain", model="m", url="http://other")
+        assert unknown.status_code == 404

@@ -1,0 +1,203 @@
+"""Every protocol in front of every protocol: the official SDKs outside, other servers behind."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from openai import APIError, APIStatusError, OpenAI
+
+from tests.server.anthropic_sdk import anthropic_sdk
+from tests.server.llamacpp import llamacpp
+from tests.server.sdk import sdk
+from tests.serving import Running, serving
+
+BEHIND = ["chat", "messages", "responses", "auto"]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+COLD = {"temperature": 0}
+THOUGHT = "They want the weather."
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    replies = [
+        {"match": "^sunny", "output": "<think>Good.</think>It is sunny."},
+        {"match": "weather", "output": f"<think>{THOUGHT}</think>Let me see.{CALL}"},
+        {"output": "Hello, world."},
+    ]
+    config = {
+        "models": {
+            "agent": {"engine": "scripted", "format": "hermes", "replies": replies},
+            "short": {"engine": "scripted", "context": 20},
+            "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
+        },
+        "api_keys": ["behind"],
+    }
+    with serving(tmp_path_factory.mktemp("behind"), config) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory, behind: Running) -> Iterator[Running]:
+    place = {"engine": "upstream", "url": behind.url, "key_env": "BEHIND_KEY"}
+    models = {name: {**place, "protocol": name, "model": "agent"} for name in BEHIND}
+    others = {name: {**place, "protocol": "chat"} for name in ("short", "failing")}
+    os.environ["BEHIND_KEY"] = "behind"
+    try:
+        config = {"models": {**models, **others, "all": {**place, "models": "all"}}}
+        with serving(tmp_path_factory.mktemp("front"), config) as running:
+            yield running
+    finally:
+        del os.environ["BEHIND_KEY"]
+
+
+@pytest.fixture(scope="module")
+def openai(front: Running) -> Iterator[OpenAI]:
+    with sdk(front) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def anthropic(front: Running) -> Iterator[Anthropic]:
+    with anthropic_sdk(front) as client:
+        yield client
+
+
+@pytest.mark.parametrize("protocol", BEHIND)
+def test_chat_with_tools_and_thoughts(openai: OpenAI, protocol: str) -> None:
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with openai.chat.completions.stream(model=protocol, messages=messages, tools=[tool]) as stream:
+        first = stream.get_final_completion().choices[0]
+    assert first.finish_reason == "tool_calls"
+    assert first.message.content == "Let me see."
+    assert first.message.tool_calls is not None
+    (call,) = first.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    assert getattr(first.message, "reasoning_content", None) == THOUGHT
+    messages += [
+        {"role": "assistant", "content": first.message.content, "tool_calls": [call.model_dump(exclude_none=True)]},
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    second = openai.chat.completions.create(model=protocol, messages=messages, tools=[tool])
+    assert second.choices[0].message.content == "It is sunny."
+    assert second.usage is not None
+    assert second.usage.completion_tokens > 0
+    assert second.usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize("protocol", BEHIND)
+def test_messages_with_tools_and_thoughts(anthropic: Anthropic, protocol: str) -> None:
+    tools: list[Any] = [{"name": "weather", "input_schema": SCHEMA}]
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with anthropic.messages.stream(model=protocol, max_tokens=200, messages=messages, tools=tools) as stream:
+        first = stream.get_final_message()
+    assert first.stop_reason == "tool_use"
+    content: Any = first.content
+    thought, text, call = content
+    assert (thought.type, text.type, call.type) == ("thinking", "text", "tool_use")
+    assert thought.thinking == THOUGHT
+    assert call.input == {"city": "Paris"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    second = anthropic.messages.create(model=protocol, max_tokens=200, messages=messages, tools=tools)
+    assert second.content[-1].type == "text"
+    assert second.content[-1].text == "It is sunny."
+    assert second.usage.output_tokens > 0
+    assert anthropic.messages.count_tokens(model=protocol, messages=messages).input_tokens > 0
+
+
+@pytest.mark.parametrize("protocol", BEHIND)
+def test_responses_with_tools_and_thoughts(openai: OpenAI, protocol: str) -> None:
+    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}]
+    question: Any = {"role": "user", "content": "What is the weather in Paris?"}
+    with openai.responses.stream(model=protocol, input=[question], tools=tools, store=False) as stream:
+        first = stream.get_final_response()
+    output: Any = first.output
+    thought, text, call = output
+    assert (thought.type, text.type, call.type) == ("reasoning", "message", "function_call")
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    history: Any = [
+        question,
+        *(item.model_dump(exclude_none=True) for item in output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+    ]
+    second = openai.responses.create(model=protocol, input=history, tools=tools, store=False)
+    assert second.output_text == "It is sunny."
+    assert second.usage is not None
+    assert second.usage.output_tokens > 0
+
+
+def test_all_models_below_a_name(openai: OpenAI) -> None:
+    assert {"all/agent", "all/short"} <= {model.id for model in openai.models.list()}
+    reply = openai.chat.completions.create(model="all/agent", messages=[{"role": "user", "content": "hi"}])
+    assert (reply.model, reply.choices[0].message.content) == ("all/agent", "Hello, world.")
+    with pytest.raises(APIStatusError) as caught:
+        openai.chat.completions.create(model="all/nothing", messages=[{"role": "user", "content": "hi"}])
+    assert caught.value.status_code == 404
+
+
+def test_several_choices_and_stop_strings(openai: OpenAI) -> None:
+    reply = openai.chat.completions.create(
+        model="chat", messages=[{"role": "user", "content": "hi"}], n=3, stop=[", w"]
+    )
+    assert [choice.message.content for choice in reply.choices] == ["Hello"] * 3
+
+
+def test_too_long_is_too_long_here(openai: OpenAI, anthropic: Anthropic) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        openai.chat.completions.create(model="short", messages=[{"role": "user", "content": "word " * 100}])
+    assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
+
+
+def test_a_failure_in_the_middle_is_an_error_frame(openai: OpenAI) -> None:
+    stream = openai.chat.completions.create(model="failing", messages=[{"role": "user", "content": "hi"}], stream=True)
+    assert next(iter(stream)).choices[0].delta.content is not None
+    with pytest.raises(APIError, match="behind this model"):
+        list(stream)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory, smollm2: Running, smollm2_path: Path) -> Iterator[Running]:
+    """SmolLM2 behind us twice: run by another Dragoman, and by llama.cpp's own server."""
+    with llamacpp(smollm2_path) as url:
+        models = {
+            "ours": {"engine": "upstream", "url": smollm2.url, "model": "smollm2", "protocol": "messages"},
+            "theirs": {"engine": "upstream", "url": url, "model": "any", "protocol": "chat"},
+        }
+        with serving(tmp_path_factory.mktemp("real"), {"models": models}) as running:
+            yield running
+
+
+@pytest.mark.parametrize("model", ["ours", "theirs"])
+def test_real_models(real: Running, model: str) -> None:
+    messages: Any = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    with anthropic_sdk(real) as anthropic:
+        told = anthropic.messages.create(model=model, max_tokens=20, extra_body=COLD, messages=messages)
+        assert told.content[0].type == "text"
+        assert "Paris" in told.content[0].text
+        assert told.usage.input_tokens > 10
+        assert 0 < told.usage.output_tokens <= 20
+    with sdk(real) as openai:
+        response = openai.responses.create(model=model, max_output_tokens=20, temperature=0, input=messages)
+        assert response.output_text == told.content[0].text
+        shape: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+        shaped = openai.chat.completions.create(
+            model=model, max_tokens=40, temperature=0, messages=messages, response_format=shape
+        )
+        assert isinstance(json.loads(shaped.choices[0].message.content or "")["city"], str)
+
+
+def test_logprobs_of_a_real_model(real: Running) -> None:
+    with sdk(real) as openai:
+        reply = openai.chat.completions.create(
+            model="theirs", max_tokens=3, messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
+        )
+    assert reply.choices[0].logprobs is not None
+    assert reply.choices[0].logprobs.content is not None
+    assert len(reply.choices[0].logprobs.content) == 3
+    assert all(len(entry.top_logprobs) == 2 for entry in reply.choices[0].logprobs.content)
