@@ -255,7 +255,7 @@ def test_all_models_of_a_server(server: BadServer) -> None:
     server.play(HELLO)
     server.also(answer({"data": [{"id": "Org/Big", "max_model_len": 99}, {"id": "small"}]}), path="/v1/models")
     options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
-    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),)))
+    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
 
     async def talk() -> None:
         transport = httpx.ASGITransport(app)

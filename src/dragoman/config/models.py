@@ -189,7 +189,11 @@ def _check_options(
     if takes_file and entry.get("source", entry.get("path")) is None and source is None and "path" in _required(wanted):
         file.note(key, f"source is missing: a path, {KINDS} or a built-in name ({', '.join(BUILT_IN)})")
     # What is wrong with the source has been said.
-    fitting = file.fitting({"path": "", **options} if takes_file else options, wanted, key)
+    given = {"path": "", **options} if takes_file else options
+    fitting = file.fitting(given, wanted, key)
+    if len(fitting) == len(given):
+        # Each of them is right; an engine may know of some that do not go together.
+        file.convert(given, wanted, key)
     if engine in ENGINES:
         _check_format(file, wanted, options, f"{key}.format")
     return fitting

@@ -22,7 +22,7 @@ LOOK_SECONDS = 0.05
 
 
 async def models(app: "App", exchange: Exchange) -> None:
-    _check_operator(app, exchange)
+    check_operator(app, exchange)
     await app.catalog.look()
     seen = [model for model in app.catalog.listed() if exchange.caller.may_ask(model.name)]
     served = [await _served(app, model) for model in seen]
@@ -32,7 +32,7 @@ async def models(app: "App", exchange: Exchange) -> None:
 
 
 async def change(app: "App", exchange: Exchange) -> None:
-    _check_operator(app, exchange)
+    check_operator(app, exchange)
     # Its body means nothing; but no web page of another origin can send one that passes.
     await exchange.decoded(app.settings.limits, bytes)
     name, _, action = exchange.path.removeprefix(f"{ROOT}/").rpartition("/")
@@ -44,7 +44,7 @@ async def change(app: "App", exchange: Exchange) -> None:
 
 
 async def reload(app: "App", exchange: Exchange) -> None:
-    _check_operator(app, exchange)
+    check_operator(app, exchange)
     await exchange.decoded(app.settings.limits, bytes)
     try:
         await exchange.reply_json(wire.encode_reloaded(await app.reload()))
@@ -95,7 +95,7 @@ async def _served(app: "App", model: Model) -> wire.ServedModel:
     )
 
 
-def _check_operator(app: "App", exchange: Exchange) -> None:
+def check_operator(app: "App", exchange: Exchange) -> None:
     """The scope of a key has been looked at; where no key is needed, that says nothing."""
     if exchange.caller is not ANYBODY or app.is_local(exchange):
         return

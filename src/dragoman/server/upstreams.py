@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dragoman.errors import ConfigError, NotFound
 from dragoman.protocols import upstreams as wire
+from dragoman.server.admin import check_operator
 from dragoman.server.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -22,10 +23,12 @@ class Pooled(Protocol):
 
 
 async def show(app: "App", exchange: Exchange) -> None:
+    check_operator(app, exchange)
     await exchange.reply_json(wire.encode(_listed(app)))
 
 
 async def drain(app: "App", exchange: Exchange) -> None:
+    check_operator(app, exchange)
     asked = await exchange.decoded(app.settings.limits, wire.decode)
     engine = await (await app.model(exchange, asked.model)).host.ready()
     try:
