@@ -1,6 +1,6 @@
 """HTTP/1.1 to a place, as httpx wants it brought: a parser in C on the event loop's own sockets.
 
-httpx's own transport spends ten times as long on each piece of a stream, which here is each token.
+httpx's own transport costs much for each piece of a stream, and here each token is one.
 
 Rules
 1. A connection carries one exchange at a time, and is used again if its answer was read to the end and both want so.
