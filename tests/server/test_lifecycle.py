@@ -224,6 +224,7 @@ def test_a_model_of_the_folder_is_served(tmp_path: Path, smollm2_path: Path) -> 
 
 
 def test_smollm2_under_two_names_in_a_budget_for_one(tmp_path: Path, home: Path, smollm2_path: Path) -> None:
+    # As it is: the home is new, so that every load would measure which layout is faster.
     one = {"path": str(smollm2_path), "context": 512, "slots": 2, "layout": "as-is"}
     config = {"models": {"first": FIRST, "one": one, "two": one | {"slots": 1}}, "memory": "350MiB", "turn_seconds": 1}
     with serving(tmp_path, config) as running, talking(running) as client:
