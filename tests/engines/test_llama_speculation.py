@@ -88,7 +88,7 @@ DREAMS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def test_replies_are_the_same_to_the_bit_whatever_is_asked_for(with_engine: Run) -> None:
+def test_replies_are_the_same_to_the_bit_whatever_is_asked_for(with_halves: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         runner = runner_of(engine)
         let_dream(runner.context)
@@ -107,10 +107,10 @@ def test_replies_are_the_same_to_the_bit_whatever_is_asked_for(with_engine: Run)
         assert 30 < runner.accepted < runner.drafted
         await idle(engine)
 
-    with_engine(test, slots=4, context=128, gap_ms=100_000)
+    with_halves(test, slots=4, context=128, gap_ms=100_000)
 
 
-def test_a_thought_is_closed_at_the_same_token(with_engine: Run) -> None:
+def test_a_thought_is_closed_at_the_same_token(with_halves: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         runner = runner_of(engine)
         let_dream(runner.context)
@@ -123,7 +123,7 @@ def test_a_thought_is_closed_at_the_same_token(with_engine: Run) -> None:
         assert texts[0] == texts[1]
         assert runner.accepted
 
-    with_engine(test, context=256)
+    with_halves(test, context=256)
 
 
 def repeating(end: str = "", **fields: Any) -> GenerationRequest:
@@ -131,7 +131,7 @@ def repeating(end: str = "", **fields: Any) -> GenerationRequest:
     return completion(PARAGRAPHS + end, **given)
 
 
-def test_what_a_model_repeats_is_drafted_and_the_same(with_engine: Run) -> None:
+def test_what_a_model_repeats_is_drafted_and_the_same(with_halves: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         runner = runner_of(engine)
         make_rows_free(engine)
@@ -153,10 +153,10 @@ def test_what_a_model_repeats_is_drafted_and_the_same(with_engine: Run) -> None:
         await forget(engine)
         assert_same([await collect(engine, after)], [reused])
 
-    with_engine(test, context=512)
+    with_halves(test, context=512)
 
 
-def test_several_replies_are_drafted_together(with_engine: Run) -> None:
+def test_several_replies_are_drafted_together(with_halves: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         make_rows_free(engine)
         requests = [repeating(end, max_tokens=40) for end in ("", " man went down", f"\n{CITY[:40]}")]
@@ -168,10 +168,10 @@ def test_several_replies_are_drafted_together(with_engine: Run) -> None:
         assert runner_of(engine).accepted >= 40
         assert_same(*replies)
 
-    with_engine(test, slots=3, context=512, gap_ms=100_000)
+    with_halves(test, slots=3, context=512, gap_ms=100_000)
 
 
-def test_a_seed_gives_the_same_reply(with_engine: Run) -> None:
+def test_a_seed_gives_the_same_reply(with_halves: Run) -> None:
     """At this temperature the repeated text is nearly certain, so that rounding does not reach the chance."""
 
     async def test(engine: LlamaEngine) -> None:
@@ -184,12 +184,12 @@ def test_a_seed_gives_the_same_reply(with_engine: Run) -> None:
         assert texts[0] == texts[1]
         assert runner_of(engine).accepted >= 40
 
-    with_engine(test, context=512)
+    with_halves(test, context=512)
 
 
-def test_without_speculation_nothing_is_drafted(with_engine: Run) -> None:
+def test_without_speculation_nothing_is_drafted(with_halves: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         await collect(engine, repeating(max_tokens=20))
         assert not runner_of(engine).drafted
 
-    with_engine(test, context=512, speculation=False)
+    with_halves(test, context=512, speculation=False)

@@ -208,6 +208,7 @@ def test_a_model_of_the_folder_is_served(tmp_path: Path, smollm2_path: Path) -> 
     config = {
         "models": {"first": FIRST},
         "models_dir": [str(smollm2_path.parent)],
+        "layout": "as-is",
         "aliases": {"gpt-*": smollm2_path.stem},
     }
     with serving(tmp_path, config) as running, talking(running) as client:

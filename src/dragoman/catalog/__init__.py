@@ -267,7 +267,8 @@ class Catalog:
             if engine is None:
                 words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
                 raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
-            spec = ModelSpec(found.name, engine, found.path)
+            options = {"layout": self._settings.layout} if engine == "llama" else {}
+            spec = ModelSpec(found.name, engine, found.path, options)
             host = self._host(spec, self._settings.keep_alive, self._settings.limits)
             self._found[found.path] = Model(found.name, host, spec, found)
         return self._found[found.path]

@@ -5,7 +5,7 @@
               | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, ...the engine's own options}
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
-    default, models_dir, memory, keep_alive, turn_seconds,
+    default, models_dir, memory, keep_alive, turn_seconds, layout,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, grace_seconds, drain_seconds
     keys, telemetry, cors, tls             sections of their own, see `operation`
 
@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -83,6 +83,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds for which a model stays loaded when nobody uses it."""
     turn_seconds: Seconds = 10.0
     """For how long a model may stay while others wait for its memory."""
+    layout: Literal["auto", "as-is"] = "auto"
+    """Whether llama may use another layout of a model's weights, where the model itself does not say."""
     host: Word = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     api_keys: tuple[Word, ...] = ()
@@ -128,7 +130,7 @@ class Flags(msgspec.Struct, frozen=True):
     tls_certificate: str | None = None
     tls_key: str | None = None
     anonymous: bool = False
-    layout: str | None = None
+    layout: Literal["auto", "as-is"] | None = None
     """Of the models that llama.cpp runs."""
 
 
@@ -153,8 +155,7 @@ def load_settings(
         folders = ()
     if not models and not offered and not folders:
         models = {"smollm2": ModelSpec("smollm2", "llama", "smollm2")}
-    if flags.layout is not None:
-        models = {name: _laid_out(model, flags.layout) for name, model in models.items()}
+    models = {name: _laid_out(model, flags.layout, settings.layout) for name, model in models.items()}
     key = environ.get("DRAGOMAN_API_KEY")
     result = Settings(
         models=tuple(models.values()),
@@ -164,6 +165,7 @@ def load_settings(
         memory=memory or settings.memory,
         keep_alive=settings.keep_alive if keep_alive is None else keep_alive,
         turn_seconds=settings.turn_seconds,
+        layout=flags.layout or settings.layout,
         host=flags.host or settings.host,
         port=settings.port if flags.port is None else flags.port,
         api_keys=tuple(flags.api_keys) or ((key,) if key else settings.api_keys),
@@ -194,8 +196,9 @@ def _model_flag(flag: str) -> tuple[str, ModelSpec]:
     return name, ModelSpec(name, "llama", source)
 
 
-def _laid_out(model: ModelSpec, layout: str) -> ModelSpec:
-    if model.engine != "llama":
+def _laid_out(model: ModelSpec, by_flag: str | None, otherwise: str) -> ModelSpec:
+    layout = by_flag or model.options.get("layout", otherwise)
+    if model.engine != "llama" or layout == model.options.get("layout", "auto"):
         return model
     return msgspec.structs.replace(model, options={**model.options, "layout": layout})
 
