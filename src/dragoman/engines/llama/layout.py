@@ -293,6 +293,8 @@ def _messages(process: "subprocess.Popen[bytes]") -> Iterator[Message]:
     while True:
         # A kill ends the pipe, and with it the wait for a line.
         too_long = threading.Timer(SILENCE_SECONDS, process.kill)
+        # A Ctrl-C that comes while it starts leaves it running; nobody waits for it then.
+        too_long.daemon = True
         too_long.start()
         try:
             line = process.stdout.readline()
