@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable
+from contextlib import aclosing
 
 import pytest
 
@@ -44,6 +45,18 @@ def test_it_tells_how_much_of_it_has_been_loaded(with_engine: Run) -> None:
         assert engine.progress == 1
 
     with_engine(test)
+
+
+def test_it_tells_how_much_of_its_room_is_taken(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.kv_used is None
+        async with aclosing(engine.generate(completion(max_tokens=None, ignore_eos=True))) as stream:
+            used = [engine.kv_used or 0 async for _ in stream]
+        assert 5 / 128 <= used[0] < 0.1
+        assert 0.4 < max(used) <= 0.5
+        assert engine.kv_used == 0
+
+    with_engine(test, context=64, slots=2)
 
 
 def test_a_seed_repeats_and_another_differs(with_engine: Run) -> None:

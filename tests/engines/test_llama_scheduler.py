@@ -12,7 +12,7 @@ from dragoman.engines.llama.radix import Prefixes, _Node
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Chunk, Job, Plan, Scheduler, share, share_between
 from dragoman.engines.llama.sequences import WORTH, Clear, Copy, Trim
 
-SCHEDULES = 4000
+SCHEDULES = 10_000
 WRONG = 77
 Cell = tuple[int, str]
 """A token, and the principal whose job computed it."""

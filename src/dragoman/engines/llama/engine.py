@@ -113,9 +113,16 @@ class _Loaded(msgspec.Struct, frozen=True):
     adapted: Mapping[str, Runner]
     """By the names of the adapters."""
 
+    capacity: int
+    """Tokens that fit into the slots of all runners."""
+
     @property
     def runners(self) -> Sequence[Runner]:
         return [self.runner, *self.adapted.values()]
+
+    @property
+    def tokens(self) -> int:
+        return sum(runner.tokens for runner in self.runners)
 
 
 class LlamaEngine(Engine):
@@ -129,6 +136,7 @@ class LlamaEngine(Engine):
         self.model: Model | None = None
         self.embedder: Embedder | None = None
         self.loaded: _Loaded | None = None
+        self.writing = 0
         # Threads of its own: they must be through with the model before it is freed.
         self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
         # Nobody's generation waits for answers to questions about prompts and tokens.
@@ -194,13 +202,18 @@ class LlamaEngine(Engine):
         generation = await self._aside(loaded.intake.generation, request, read, pool=shaping)
         runner = loaded.adapted.get(request.model, loaded.runner)
         runner.submit(generation)
+        self.writing += 1
         try:
             while events := await generation.inbox.take():
+                self.kv_used = loaded.tokens / loaded.capacity
                 if type(events[-1]) is Finished and generation.bearings.checks:
                     events = [*events[:-1], await self._aside(_checked, generation, events[-1], pool=self.shapers)]
                 yield events
         finally:
             runner.cancel(generation)
+            self.writing -= 1
+            if not self.writing:
+                self.kv_used = 0.0
 
     async def render(self, request: GenerationRequest) -> Rendered:
         return await self._aside(self._writing().intake.render, request, pool=self.tellers)
@@ -327,7 +340,8 @@ def _loaded(model: Model, options: LlamaOptions, length: int, runners: Sequence[
     speculation = options.speculation and not model.forgets
     fitting = min(length, plain.context.length)
     intake = Intake(model, fitting, syntax, options.template_options, speculation=speculation)
-    return _Loaded(model, plain.context, intake, plain, dict(zip(options.adapters, others, strict=True)))
+    capacity = options.slots * fitting * len(runners)
+    return _Loaded(model, plain.context, intake, plain, dict(zip(options.adapters, others, strict=True)), capacity)
 
 
 def _choose_threads(contexts: Sequence[Context], path: Path) -> int:

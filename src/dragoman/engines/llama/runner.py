@@ -91,6 +91,8 @@ class Runner:
         self.company: Sequence[Runner] = ()
         """Others that take turns with this one."""
         self.decodes = False
+        self.tokens = 0
+        """Those that its jobs have in memory, after the last step."""
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
         self.gap = gap
@@ -145,6 +147,7 @@ class Runner:
                 log.exception("a step of the decoder failed")
                 self._start_over(EngineFailed("the engine failed; the server's log says more"))
             self.decodes = bool(self.scheduler.decoding)
+            self.tokens = self.scheduler.tokens
             self._deliver()
         self._start_over(EngineFailed(STOPPED))
         self._deliver()

@@ -124,6 +124,11 @@ class Scheduler:
         """The jobs that wait for the token after the last one."""
         return [job for job, slot in self.slots.items() if slot.sampled is not None]
 
+    @property
+    def tokens(self) -> int:
+        """Those that jobs have in memory; what is only kept for later counts as room."""
+        return sum(slot.done for slot in self.slots.values())
+
     def add(self, job: Job) -> None:
         self.waiting[job.id] = job
 
