@@ -1,0 +1,417 @@
+"""How much of vLLM's speed reaches the clients: through Dragoman and through vLLM's own server, on one GPU.
+
+    python -m bench.vllm_gpu FOLDER [--only NAME ...] [--streams N ...] [--rounds N] [--json FILE]
+
+FOLDER is a model in Hugging Face's layout; without weights they are drawn by chance, which takes as long to compute.
+All have the same engine arguments, and one after the other has the GPU.
+
+    offline      `LLM.generate` of all prompts at once: what the engine can do
+    dragoman     our defaults
+    serve        `vllm serve`, its defaults
+    serve-4      the same with --api-server-count 4
+    serve-10     the same with --stream-interval 10
+
+Each level has so many streams at once, of 128 tokens in and 128 out, all of them begun in the same moment, a few times
+over; medians are shown. `chat` is 64 streams with a prompt of 4,000 tokens and tools, in requests per second. CPU
+seconds are those of the server and all its children. The clients are several processes, whose own limit is measured
+too: `ceiling` is what they can take from servers that have every frame ready.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from dragoman.loadtest.connection import Connection, Connections
+
+NAME = "bench"
+PROMPT, REPLY = 128, 128
+CHAT_STREAMS, CHAT_TOKENS, CHAT_REPLY = 64, 4000, 32
+CLIENTS = max(2, min(8, (os.cpu_count() or 2) // 2))
+START_SECONDS = 420
+SILENCE_SECONDS = 60.0
+TOKENS = range(1000, 20000)
+FIRST = re.compile(rb'"(?:text|content)": ?"[^"]')
+USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+VARIANTS: Mapping[str, Sequence[str]] = {
+    "serve": (),
+    "serve-4": ("--api-server-count", "4"),
+    "serve-10": ("--stream-interval", "10"),
+}
+
+
+class Seen(NamedTuple):
+    """One reply, in seconds of one clock for all processes."""
+
+    begun: float
+    first: float
+    ended: float
+    tokens: int
+    frames: int
+    status: int
+
+
+class Figures(NamedTuple):
+    tokens_per_second: float
+    requests_per_second: float
+    ttft_p50: float
+    ttft_p99: float
+    tokens_per_frame: float
+    cpu_per_million: float
+    failed: int
+
+
+class Reading:
+    """As little as tells the first token, the frames and the usage: this is not what is measured."""
+
+    def __init__(self) -> None:
+        self.first = 0.0
+        self.frames = 0
+        self.tail = b""
+
+    def feed(self, data: bytes, now: float) -> None:
+        if not self.first and FIRST.search(data):
+            self.first = now
+        self.frames += data.count(b"data: ")
+        self.tail = (self.tail + data)[-2000:]
+
+    @property
+    def tokens(self) -> int:
+        return int(found[-1]) if (found := USAGE.findall(self.tail)) else 0
+
+
+def client(pipe: Pipe) -> None:
+    """Asks what it is told to ask, as many at once, and tells what came."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.install()
+    asyncio.run(_client(pipe))
+
+
+async def _client(pipe: Pipe) -> None:
+    loop = asyncio.get_running_loop()
+    while (job := await loop.run_in_executor(None, pipe.recv)) is not None:
+        url, route, bodies, moment = job
+        connections = Connections(url, None, SILENCE_SECONDS)
+        connections.idle += [await connections._opened() for _ in bodies]
+        await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+        asked = [_ask(connections.request("POST", route, body), connections.idle.pop()) for body in bodies]
+        pipe.send([tuple(seen) for seen in await asyncio.gather(*asked)])
+
+
+async def _ask(request: bytes, connection: Connection) -> Seen:
+    reading = Reading()
+    begun = time.perf_counter()
+    status = await connection.ask(request, reading.feed, SILENCE_SECONDS)
+    ended = time.perf_counter()
+    connection.transport.abort()
+    return Seen(begun, reading.first or ended, ended, reading.tokens, reading.frames, status)
+
+
+class Load:
+    """The processes that ask."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Pipe] = []
+        self.processes = []
+        for _ in range(CLIENTS):
+            here, there = context.Pipe()
+            process = context.Process(target=client, args=(there,), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def ask(self, url: str, route: str, bodies: Sequence[bytes]) -> list[Seen]:
+        moment = time.perf_counter() + 0.3 + len(bodies) / 2000
+        for at, pipe in enumerate(self.pipes):
+            pipe.send((url, route, bodies[at :: len(self.pipes)], moment))
+        return [Seen(*seen) for pipe in self.pipes for seen in pipe.recv()]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+
+
+def completion(seed: int) -> bytes:
+    numbers = random.Random(seed)
+    prompt = [numbers.choice(TOKENS) for _ in range(PROMPT)]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    asked = {"model": NAME, "prompt": prompt, "max_tokens": REPLY, "ignore_eos": True, "temperature": 1.0, **usage}
+    return json.dumps(asked).encode()
+
+
+def chat(seed: int) -> bytes:
+    """As an agent asks: long instructions and tools that are everybody's, and a question of its own."""
+    numbers = random.Random(7)
+    words = [f"rule{numbers.randrange(100)}" for _ in range(CHAT_TOKENS // 5)]
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}}
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{at}", "description": "Reads.", "parameters": parameters}}
+        for at in range(12)
+    ]
+    messages = [
+        {"role": "system", "content": " ".join(words)},
+        {"role": "user", "content": f"Question {seed}: " + " ".join(str(numbers.random()) for _ in range(10))},
+    ]
+    asked = {"model": NAME, "messages": messages, "tools": tools, "max_tokens": CHAT_REPLY, "ignore_eos": True}
+    return json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all that it has started, as far as they still run."""
+    parents: dict[int, tuple[int, float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / 100)
+    tree, total = {pid}, parents.get(pid, (0, 0.0))[1]
+    while more := {child for child, (parent, _) in parents.items() if parent in tree and child not in tree}:
+        tree |= more
+        total += sum(parents[child][1] for child in more)
+    return total
+
+
+def measured(load: Load, url: str, pid: int, route: str, bodies: Sequence[bytes]) -> Figures:
+    before = cpu_seconds(pid)
+    seen = load.ask(url, route, bodies)
+    spent = cpu_seconds(pid) - before
+    good = [one for one in seen if one.status == 200 and one.tokens]
+    if not good:
+        raise SystemExit(f"nothing came back: status {seen[0].status}")
+    seconds = max(one.ended for one in good) - min(one.begun for one in good)
+    tokens = sum(one.tokens for one in good)
+    first = sorted(one.first - one.begun for one in good)
+    return Figures(
+        tokens / seconds,
+        len(good) / seconds,
+        statistics.median(first),
+        first[min(len(first) - 1, len(first) * 99 // 100)],
+        tokens / sum(one.frames for one in good),
+        spent / tokens * 1e6,
+        len(seen) - len(good),
+    )
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    return Figures(*(statistics.median(values) for values in zip(*rounds, strict=True)))
+
+
+def of_server(load: Load, url: str, pid: int, streams: Sequence[int], rounds: int) -> dict[str, Figures]:
+    """All levels of one server, the first round of each not counted: it is when things are compiled and cached."""
+    found = {}
+    for count in streams:
+        bodies = [[completion(1000 * turn + at) for at in range(count)] for turn in range(rounds + 1)]
+        runs = [measured(load, url, pid, "completions", part) for part in bodies]
+        found[str(count)] = medians(runs[1:])
+        print(f"  {count:4} streams: {shown(found[str(count)])}", flush=True)
+    bodies = [[chat(1000 * turn + at) for at in range(CHAT_STREAMS)] for turn in range(rounds + 1)]
+    runs = [measured(load, url, pid, "chat/completions", part) for part in bodies]
+    found["chat"] = medians(runs[1:])
+    print(f"  chat: {shown(found['chat'])}", flush=True)
+    return found
+
+
+def shown(figures: Figures) -> str:
+    return (
+        f"{figures.tokens_per_second:8,.0f} tok/s  {figures.requests_per_second:6.1f} req/s  "
+        f"TTFT p50 {figures.ttft_p50 * 1000:6.0f} ms p99 {figures.ttft_p99 * 1000:6.0f} ms  "
+        f"{figures.tokens_per_frame:5.2f} tok/frame  {figures.cpu_per_million:6.1f} CPU s per million tokens"
+        + (f"  {figures.failed} FAILED" if figures.failed else "")
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(url: str, child: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            raise SystemExit(f"the server ended with exit code {child.returncode}")
+        try:
+            urlopen(url, timeout=2).close()
+            return
+        except (URLError, OSError):
+            time.sleep(0.5)
+    raise SystemExit(f"nobody answers at {url}")
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str], url: str, log: Path) -> Iterator[int]:
+    with log.open("wb") as output:
+        child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            wait_for(url, child)
+            yield child.pid
+        except SystemExit:
+            print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
+            raise
+        finally:
+            child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def engine_args(folder: Path) -> dict[str, Any]:
+    weights = any(folder.glob("*.safetensors"))
+    common: dict[str, Any] = {"max_model_len": 8192, "gpu_memory_utilization": 0.8, "max_num_seqs": 512}
+    return common if weights else common | {"load_format": "dummy"}
+
+
+def vllm_command(folder: Path, port: int, flags: Sequence[str]) -> list[str]:
+    given = [part for key, value in engine_args(folder).items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    place = ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", NAME]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *given, *tools, *place, *flags]
+
+
+def dragoman_command(folder: Path, port: int, scratch: Path) -> list[str]:
+    config = scratch / "dragoman.json"
+    model = {"engine": "vllm", "path": str(folder), "args": engine_args(folder), "format": "hermes"}
+    config.write_text(json.dumps({"models": {NAME: model}}))
+    return [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(port)]
+
+
+OFFLINE = """
+import json, random, sys, time
+from vllm import LLM, SamplingParams
+folder, args, streams, rounds, size, reply = json.loads(sys.argv[1])
+if __name__ == "__main__":
+    llm = LLM(model=folder, **args)
+    wanted = SamplingParams(max_tokens=reply, ignore_eos=True, temperature=1.0)
+    for count in streams:
+        speeds = []
+        for turn in range(rounds + 1):
+            numbers = random.Random(turn)
+            drawn = [[numbers.randrange(1000, 20000) for _ in range(size)] for _ in range(count)]
+            prompts = [{"prompt_token_ids": tokens} for tokens in drawn]
+            begun = time.perf_counter()
+            made = llm.generate(prompts, wanted, use_tqdm=False)
+            speeds.append(sum(len(one.outputs[0].token_ids) for one in made) / (time.perf_counter() - begun))
+        print("SPEED", count, sorted(speeds[1:])[len(speeds[1:]) // 2], flush=True)
+"""
+
+
+def offline(folder: Path, streams: Sequence[int], rounds: int, scratch: Path) -> dict[str, float]:
+    script = scratch / "offline.py"
+    script.write_text(OFFLINE)
+    asked = json.dumps([str(folder), engine_args(folder), list(streams), rounds, PROMPT, REPLY])
+    done = subprocess.run([sys.executable, str(script), asked], capture_output=True, text=True, check=False)
+    speeds = dict(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SPEED"))
+    if not speeds:
+        raise SystemExit(done.stderr[-3000:])
+    for count, speed in speeds.items():
+        print(f"  {count:>4} streams: {float(speed):8,.0f} tok/s", flush=True)
+    return {count: float(speed) for count, speed in speeds.items()}
+
+
+async def _stub(port: int) -> None:
+    """Every frame of a reply ready, and one write for each."""
+    frame = (
+        b'data: {"id":"cmpl-1","object":"text_completion","model":"bench","choices":[{"index":0,"text":" word"}]}\n\n'
+    )
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":128,"completion_tokens":%d}}\n\n' % REPLY
+
+    def chunk(data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            await reader.readexactly(int(length[1]) if length else 0)
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(REPLY):
+                writer.write(chunk(frame))
+                await asyncio.sleep(0)
+            writer.write(chunk(usage) + b"0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(reply, "127.0.0.1", port, reuse_port=True, backlog=1024)
+    await server.serve_forever()
+
+
+def stub(port: int) -> None:
+    asyncio.run(_stub(port))
+
+
+def ceiling(load: Load, streams: int) -> float:
+    port = free_port()
+    context = multiprocessing.get_context("spawn")
+    servers = [context.Process(target=stub, args=(port,), daemon=True) for _ in range(CLIENTS)]
+    for one in servers:
+        one.start()
+    time.sleep(2)
+    url = f"http://127.0.0.1:{port}"
+    runs = [measured(load, url, os.getpid(), "completions", [completion(at) for at in range(streams)]) for _ in "123"]
+    for one in servers:
+        one.kill()
+    return medians(runs).tokens_per_second
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    names = ["ceiling", "offline", "dragoman", *VARIANTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 64, 256, 512])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where the figures go, after each server")
+    arguments = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp())
+    load = Load()
+    found: dict[str, Any] = {}
+    for name in arguments.only:
+        print(f"{name}:", flush=True)
+        begun = time.monotonic()
+        if name == "ceiling":
+            found[name] = ceiling(load, max(arguments.streams))
+            print(f"  {found[name]:,.0f} tok/s by {CLIENTS} clients", flush=True)
+        elif name == "offline":
+            found[name] = offline(arguments.folder, arguments.streams, arguments.rounds, scratch)
+        else:
+            port = free_port()
+            if name == "dragoman":
+                command, ready = dragoman_command(arguments.folder, port, scratch), "ready"
+            else:
+                command, ready = vllm_command(arguments.folder, port, VARIANTS[name]), "health"
+            with server(command, f"http://127.0.0.1:{port}/{ready}", scratch / f"{name}.log") as pid:
+                print(f"  ready after {time.monotonic() - begun:.0f} s", flush=True)
+                figures = of_server(load, f"http://127.0.0.1:{port}", pid, arguments.streams, arguments.rounds)
+                found[name] = {level: one._asdict() for level, one in figures.items()}
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1))
+    load.close()
+
+
+if __name__ == "__main__":
+    main()
