@@ -99,6 +99,10 @@ async def _run(
     failure: DragomanError | None = None
     for chosen in (model, *app.fallbacks(exchange, model)):
         request = asked_of(chosen, decoded, exchange)
+        if failure is not None:
+            words = "request %s: model %s cannot answer (%s); %s is asked"
+            log_run.warning(words, request.id, model.name, failure.message, chosen.name)
+            exchange.begin_again()
         exchange.record.model = chosen.name
         try:
             await _run_by(app, exchange, chosen, request, begin(request))
@@ -108,8 +112,6 @@ async def _run(
             failure = failure or error
             if error.status not in OF_THE_MODEL:
                 break
-            log_run.warning("request %s: model %s cannot answer: %s", request.id, chosen.name, error.message)
-            exchange.begin_again()
         else:
             return request
     exchange.record.model = model.name
