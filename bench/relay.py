@@ -10,7 +10,7 @@ One Dragoman with the scripted engine is the upstream; in front of it stand Drag
 
 Tokens come at a steady pace, so that each has to be passed on alone. CPU is the proxy's own, the kernel's part of it
 included. The latency of a request is the time to its first token, with the upstream's own taken off. Cores as in
-bench/frontend.py: all servers share one, and whoever asks has the other.
+bench/frontend.py: all servers share one, and whoever asks has the other. Rounds alternate; medians are shown.
 """
 
 import argparse
@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class Cost(NamedTuple):
 
 
 @contextmanager
-def relay(upstream: int, protocol: str) -> Iterator[tuple[int, int]]:
+def relay(protocol: str, upstream: int) -> Iterator[tuple[int, int]]:
     model = {"engine": "upstream", "url": f"http://127.0.0.1:{upstream}", "protocol": protocol}
     with served({"models": {NAME: model}, "limits": {"keepalive_seconds": 3600}}) as served_at:
         yield served_at
@@ -132,10 +132,25 @@ def _note_second(first: "asyncio.Future[float]", frames: int) -> None:
         first.set_result(time.perf_counter())
 
 
-def measured(paced: tuple[int, int], at_once: tuple[int, int], streams: int, times: int) -> Cost:
-    """Of the same proxy in front of an upstream with a pace, and of one that answers at once."""
-    first = statistics.median(run(first_tokens(at_once[0], times)))
-    return Cost(first, *run(cpu_per_token(*paced, streams)))
+class Proxy(NamedTuple):
+    """The same proxy in front of an upstream with a pace, and of one that answers at once: ports and process ids."""
+
+    paced: tuple[int, int]
+    at_once: tuple[int, int]
+
+
+def measured(proxies: Mapping[str, Proxy], rounds: int, streams: int, times: int) -> dict[str, Cost]:
+    """Medians, the proxies taking turns: what else the machine does is no one's fault alone."""
+    found: dict[str, list[Cost]] = {name: [] for name in proxies}
+    for _ in range(rounds):
+        for name, proxy in proxies.items():
+            first = statistics.median(run(first_tokens(proxy.at_once[0], times)))
+            found[name].append(Cost(first, *run(cpu_per_token(*proxy.paced, streams))))
+    return {name: Cost(*map(statistics.median, zip(*costs, strict=True))) for name, costs in found.items()}
+
+
+def in_front(stack: ExitStack, start: Callable[[int], AbstractContextManager[tuple[int, int]]], *below: int) -> Proxy:
+    return Proxy(*(stack.enter_context(start(upstream)) for upstream in below))
 
 
 def main() -> None:
@@ -146,23 +161,22 @@ def main() -> None:
     options = parser.parse_args()
     if pin := pinned(1):
         pin()
-    streams, tokens, times = (10, 60, 20) if options.quick else (20, 200, 100)
+    rounds, streams, tokens, times = (1, 10, 60, 20) if options.quick else (3, 20, 200, 40)
     # No two tokens alike: LiteLLM takes a hundred equal ones for a model that has lost its way, and breaks off.
     reply = [{"output": "".join(f"{number:{CHUNK}}" for number in range(tokens))}]
-    with (
-        frontend.dragoman(replies=reply, tokens_per_second=20) as (slow, _),
-        frontend.dragoman(replies=reply) as (fast, _),
-    ):
+    with ExitStack() as stack:
+        slow, _ = stack.enter_context(frontend.dragoman(replies=reply, tokens_per_second=20))
+        fast, _ = stack.enter_context(frontend.dragoman(replies=reply))
+        proxies = {
+            f"Dragoman, {protocol} upstream": in_front(stack, partial(relay, protocol), slow, fast)
+            for protocol in options.protocols.split(",")
+        }
+        if options.litellm:
+            proxies["LiteLLM proxy"] = in_front(stack, partial(litellm, options.litellm), slow, fast)
         alone = statistics.median(run(first_tokens(fast, times)))
         print(f"the upstream itself: first token after {alone * 1e3:.2f} ms")
         print(f"\n  {'in front of it':<28}{'added to a request':>20}{'CPU per token':>16}{'user space':>12}")
-        costs = {}
-        for protocol in options.protocols.split(","):
-            with relay(slow, protocol) as paced, relay(fast, protocol) as at_once:
-                costs[f"Dragoman, {protocol} upstream"] = measured(paced, at_once, streams, times)
-        if options.litellm:
-            with litellm(options.litellm, slow) as paced, litellm(options.litellm, fast) as at_once:
-                costs["LiteLLM proxy"] = measured(paced, at_once, streams, times)
+        costs = measured(proxies, rounds, streams, times)
     for name, cost in costs.items():
         print(f"  {name:<28}{(cost.first_token - alone) * 1e3:>17.2f} ms{cost.per_token * 1e6:>13.0f} us", end="")
         print(f"{cost.user_per_token * 1e6:>9.0f} us")

@@ -239,6 +239,12 @@ MISTAKES = {
     "models:\n  smollm2:\n    sampling: {max_tokens: 0}": "3: models.smollm2.sampling.max_tokens: expected int >= 1",
     "models:\n  smollm2:\n    sampling: {temp: 1}": "3: models.smollm2.sampling.temp: unknown key; keys: "
     "temperature, ...",
+    "models:\n  smollm2:\n    fallback: 5": "3: models.smollm2.fallback: expected str | null, got int",
+    "models:\n  smollm2:\n    fallback: nobody": "3: models.smollm2.fallback: no model is called 'nobody'; models: "
+    "smollm2",
+    "models:\n  smollm2:\n    fallback: SmolLM2": "3: models.smollm2.fallback: a circle: smollm2 -> smollm2",
+    "models:\n  a: {engine: scripted, fallback: b}\n  b: {engine: scripted, fallback: c}\n"
+    "  c: {engine: scripted, fallback: b}": "3: models.b.fallback: a circle: b -> c -> b",
     "models: [a]": "1: models: expected a mapping, got list",
     "models:\n  smollm2:\n    source: smollm2\n    slots: many": "4: models.smollm2.slots: expected int, got str",
     "models:\n  a:\n    path: x\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, ...",

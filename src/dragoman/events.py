@@ -9,7 +9,7 @@ Rules
    spread over several tokens) and text without tokens of its own (what a stage held back).
 """
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -97,6 +97,10 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 
 
 Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished
+
+Listener = Callable[[Sequence[Event]], Awaitable[None] | None]
+"""Is called with events that became ready together. Where it returns something to wait for, that comes first: until
+then it must not be called again."""
 
 
 def total_usage(usages: Iterable[Usage]) -> Usage:

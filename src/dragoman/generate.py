@@ -10,6 +10,7 @@ Rules
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 from dragoman.admission import Slots
 from dragoman.conversation import Asked, GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
-from dragoman.engines.run import run
+from dragoman.engines.run import tell
 from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
 from dragoman.events import Event, Finished, Usage
 from dragoman.formats import FORMATS
@@ -130,20 +131,32 @@ def _single(request: GenerationRequest) -> list[GenerationRequest]:
 
 async def _choice(engine: Engine, request: GenerationRequest, index: int, take: Take) -> None:
     stages = _stages(engine, request)
-    source = run(engine, request)
-    try:
-        async for ready in source:
-            events = ready
-            for stage in stages:
-                events = stage(events)
-            if events:
-                pause = take(index, events)
-                if pause is not None:
-                    await pause
-                if type(events[-1]) is Finished:
-                    return
-    finally:
-        await source.aclose()
+
+    def listener(ready: Sequence[Event]) -> Awaitable[None] | None:
+        events = ready
+        for stage in stages:
+            events = stage(events)
+        if not events:
+            return None
+        pause = take(index, events)
+        if type(events[-1]) is not Finished:
+            return pause
+        if pause is not None:
+            return _ended(pause)
+        raise _Ended
+
+    # Where a stage ends the reply the engine would go on, and nobody needs to hear how it ends.
+    with suppress(_Ended):
+        await tell(engine, request, listener)
+
+
+class _Ended(Exception):
+    """The reply is complete."""
+
+
+async def _ended(pause: Awaitable[None]) -> None:
+    await pause
+    raise _Ended
 
 
 def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:

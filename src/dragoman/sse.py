@@ -54,6 +54,11 @@ class Decoder:
             self._take(line, frames)
         return frames
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the next byte begins a frame."""
+        return not (self._pieces or self._data or self._event or self._after_cr or self._is_at_start)
+
     def end(self) -> list[Frame]:
         """What the last line and the last frame are, where nothing ended them."""
         frames: list[Frame] = []
@@ -68,10 +73,9 @@ class Decoder:
 
     def _is_whole_frame(self, data: bytes) -> bool:
         """Whether this is one frame with one line and nothing else, as most pieces of most streams are."""
-        if self._after_cr or self._pieces or self._data or self._event:
-            return False
         return (
-            data.startswith(b"data: ")
+            self.is_between
+            and data.startswith(b"data: ")
             and data.find(b"\n") == len(data) - 2
             and data.endswith(b"\n\n")
             and b"\r" not in data

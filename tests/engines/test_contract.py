@@ -3,8 +3,9 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from dragoman.conversation import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.interface import Engine, ModelInfo, Output
 from dragoman.engines.run import call, run
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
+from dragoman.engines.upstream.engine import UpstreamEngine
+from dragoman.engines.upstream.options import ProtocolName, UpstreamOptions
 from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.reply import Choice
 from dragoman.worker.parent import WorkerEngine, options_of
+from tests.serving import serving
 from tests.test_generate import whole
 
 FEATURES = {
@@ -92,6 +96,8 @@ class Subject:
         if isinstance(self.engine, WorkerEngine):
             assert self.engine._child is not None
             return len(self.engine._child.streams)
+        if isinstance(self.engine, UpstreamEngine):
+            return self.engine.states()[0].running
         return self.engine.live if isinstance(self.engine, Slow | Plain) else 0
 
 
@@ -108,20 +114,31 @@ def llama_in_a_worker(path: Path) -> Engine:
     return WorkerEngine("llama", "smollm2", options)
 
 
-SUBJECTS: dict[str, tuple[Callable[[Path], Engine], type[DragomanError]]] = {
-    "scripted": (scripted, ContextTooLong),
-    "scripted in a worker": (scripted_in_a_worker, ContextTooLong),
-    "llama in a worker": (llama_in_a_worker, ContextTooLong),
-    "somebody's async engine": (lambda path: Slow(), EngineFailed),
-    "somebody's plain engine": (lambda path: Plain(), EngineFailed),
+@contextmanager
+def upstream(protocol: ProtocolName) -> Iterator[Engine]:
+    """The scripted engine of another server, in a process of its own."""
+    script = {"engine": "scripted", "context": CONTEXT, "tokens_per_second": 100}
+    with TemporaryDirectory() as folder, serving(Path(folder), {"models": {"scripted": script}}) as below:
+        yield UpstreamEngine("scripted", UpstreamOptions(url=below.url, protocol=protocol))
+
+
+Make = Callable[[Path], AbstractContextManager[Engine]]
+SUBJECTS: dict[str, tuple[Make, type[DragomanError]]] = {
+    "scripted": (lambda path: nullcontext(scripted(path)), ContextTooLong),
+    "scripted in a worker": (lambda path: nullcontext(scripted_in_a_worker(path)), ContextTooLong),
+    "llama in a worker": (lambda path: nullcontext(llama_in_a_worker(path)), ContextTooLong),
+    "upstream, chat": (lambda path: upstream("chat"), ContextTooLong),
+    "upstream, messages": (lambda path: upstream("messages"), ContextTooLong),
+    "upstream, responses": (lambda path: upstream("responses"), ContextTooLong),
+    "somebody's async engine": (lambda path: nullcontext(Slow()), EngineFailed),
+    "somebody's plain engine": (lambda path: nullcontext(Plain()), EngineFailed),
 }
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)
 def subject(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Subject]:
     make, error = SUBJECTS[request.param]
-    with asyncio.Runner() as runner:
-        engine = make(smollm2_path)
+    with asyncio.Runner() as runner, make(smollm2_path) as engine:
         runner.run(engine.start())
         yield Subject(engine, runner, error)
         runner.run(engine.stop())
@@ -181,6 +198,10 @@ def test_counts_are_the_sum_of_the_deltas(subject: Subject) -> None:
         assert isinstance(started, Started)
         assert isinstance(finished, Finished)
         counted = Usage(started.prompt_tokens, sum(delta.count for delta in deltas(said)), started.cached_tokens)
+        if isinstance(engine, UpstreamEngine):
+            # Only the server over there knows, and says so at the end.
+            assert counted == Usage()
+            counted = Usage(prompt=6, completion=6)
         assert finished.usage == (counted if "usage" in engine.supports() else None)
         assert (await choice(engine, ask("Say hello to the world."))).usage == counted
 
@@ -195,7 +216,7 @@ def test_no_more_than_max_tokens(subject: Subject, limit: int) -> None:
         assert (reply.usage.completion, reply.reason) == (limit, "length")
         if "max_tokens" in engine.supports():
             said = await events(engine, request)
-            assert sum(delta.count for delta in deltas(said)) == limit
+            assert sum(delta.count for delta in deltas(said)) == (0 if isinstance(engine, UpstreamEngine) else limit)
             assert "".join(delta.text for delta in deltas(said)) == reply.text
 
     subject.run(test)
@@ -285,7 +306,7 @@ def test_what_it_says_of_itself(subject: Subject) -> None:
     assert info.context in (None, CONTEXT)
     assert {"chat", "completion"} <= subject.engine.supports() <= FEATURES
     assert subject.engine.slots in (None, SLOTS)
-    assert subject.engine.device == "cpu"
+    assert subject.engine.device == ("elsewhere" if isinstance(subject.engine, UpstreamEngine) else "cpu")
 
 
 def test_tokens_are_told_where_that_is_declared(subject: Subject) -> None:
@@ -315,7 +336,8 @@ def test_vectors_are_made_where_that_is_declared(subject: Subject) -> None:
         assert first.dimensions == ids.dimensions == other.dimensions > 8
         assert all(math.hypot(*made.values) == pytest.approx(1, abs=1e-5) for made in (first, ids, other))
         assert first.likeness(second) == pytest.approx(1, abs=1e-3)
-        assert ids.tokens == 3
+        # Servers tell those of all inputs together.
+        assert (first.tokens if isinstance(engine, UpstreamEngine) else ids.tokens) >= 3
         assert first.likeness(other) < 0.99
         with pytest.raises(ContextTooLong):
             await call(engine.embed, ["fine", OVERLONG])

@@ -232,6 +232,13 @@ def test_proxies_of_the_environment_are_not_used(
     assert ask(upstream_app(server.url, proxy=other.url)).status_code == 502
 
 
+def test_a_proxy_of_the_configuration_is_used(server: BadServer, other: BadServer) -> None:
+    other.play(HELLO, path=f"{server.url}{CHAT}")
+    app = upstream_app(server.url, proxy=other.url)
+    assert ask(app).json()["choices"][0]["message"]["content"] == "Hello"
+    assert not server.requests
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_addresses_of_images_are_for_the_operator_to_allow(server: BadServer, other: BadServer, allowed: bool) -> None:
     server.play(HELLO)
@@ -254,6 +261,7 @@ def test_images_go_along_as_data(server: BadServer) -> None:
 def test_all_models_of_a_server(server: BadServer) -> None:
     server.play(HELLO)
     server.also(answer({"data": [{"id": "Org/Big", "max_model_len": 99}, {"id": "small"}]}), path="/v1/models")
+    server.also(answer({"data": [{"embedding": [3, 4]}]}), path="/v1/embeddings")
     options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
     app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
 
@@ -267,10 +275,16 @@ def test_all_models_of_a_server(server: BadServer) -> None:
             assert reply.json()["model"] == "cloud/Org/Big"
             assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
             assert (await client.post(CHAT, json=body | {"model": "cloud"})).status_code == 404
+            made = await client.post("/v1/embeddings", json={"model": "cloud/small", "input": "a"})
+            assert made.json()["model"] == "cloud/small"
+            assert made.json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+            asked = {"model": "cloud/org/big", "query": "a", "documents": ["b"]}
+            assert (await client.post("/v1/rerank", json=asked)).status_code == 502
         await app.stop()
 
     asyncio.run(talk())
     assert [body["model"] for body in sent(server)] == ["Org/Big"]
+    assert [body["model"] for body in sent(server, "/v1/embeddings")] == ["small", "Org/Big"]
 
 
 def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:

@@ -6,33 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from dragoman import errors
 from dragoman.conversation import Reasoning, Text, ToolCall
-from dragoman.errors import (
-    AnswerTimeout,
-    BadAnswer,
-    ContextTooLong,
-    DragomanError,
-    MalformedToolCall,
-    ModelLoading,
-    ModelNotFound,
-    QuotaExhausted,
-    RateLimited,
-    ServerFailed,
-    StreamCutOff,
-    Unauthorized,
-    Unavailable,
-    Unreachable,
-)
 from tests.badserver import CHAT, ROWS, BadServer, Row
 from tests.engines.asking import ask, upstream_app
 
-STATUS: dict[type[DragomanError], int] = {
-    **dict.fromkeys((StreamCutOff, BadAnswer, ServerFailed, Unreachable), 502),
-    **dict.fromkeys((Unauthorized, QuotaExhausted, ModelNotFound), 502),
-    ContextTooLong: 400,
-    RateLimited: 429,
-    AnswerTimeout: 504,
-    **dict.fromkeys((Unavailable, ModelLoading), 503),
+STATUS: dict[type[errors.DragomanError], int] = {
+    **dict.fromkeys((errors.StreamCutOff, errors.BadAnswer, errors.ServerFailed, errors.Unreachable), 502),
+    **dict.fromkeys((errors.Unauthorized, errors.QuotaExhausted, errors.ModelNotFound), 502),
+    errors.ContextTooLong: 400,
+    errors.RateLimited: 429,
+    errors.AnswerTimeout: 504,
+    **dict.fromkeys((errors.Unavailable, errors.ModelLoading), 503),
 }
 
 
@@ -59,7 +44,7 @@ def wanted_parts(parts: tuple[object, ...]) -> list[object]:
 
 def first_attempt(row: Row) -> tuple[int, tuple[object, ...]]:
     """What the engine makes of the first script: to ask again is for our own caller to decide."""
-    if row.made is MalformedToolCall:
+    if row.made is errors.MalformedToolCall:
         return 200, row.arrived
     if isinstance(row.made, tuple):
         refusal = bytes(row.scripts[0][0])[9:12] if row.attempts > 1 and row.scripts[0] else b""  # type: ignore[arg-type]
@@ -92,7 +77,7 @@ def test_in_the_middle_of_a_stream(server: BadServer, row: Row) -> None:
     response = ask(upstream_app(server.url), stream=True)
     assert response.status_code == 200
     frames = [frame.removeprefix("data: ") for frame in response.text.split("\n\n") if frame]
-    if row.made is MalformedToolCall:
+    if row.made is errors.MalformedToolCall:
         assert frames[-1] == "[DONE]"
         return
     assert "[DONE]" not in frames

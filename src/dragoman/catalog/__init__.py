@@ -25,7 +25,7 @@ import difflib
 import fnmatch
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -208,6 +208,15 @@ class Catalog:
             if tag == "latest" and (model := self._named(base)) is not None:
                 return model
         raise ModelNotFound(self._unknown(name), param="model")
+
+    def fallbacks(self, model: Model) -> Iterator[Model]:
+        """Those that answer for it when it cannot, the nearest first. A file that has gone answers for nobody."""
+        while model.spec is not None and model.spec.fallback is not None:
+            try:
+                model = self.resolve(model.spec.fallback)
+            except (ModelNotFound, NotSupported):
+                return
+            yield model
 
     async def find(self, name: str) -> Model:
         """The same, after another look if the name is not known yet."""

@@ -1,4 +1,4 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `models`, `pull`, `keys`, `bench`. One file per command.
+"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `keys`, `bench`. One file for each.
 
 A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
 code. 0 is success, 1 a failure that was told, 2 a mistake of the user's in one line on stderr (several in several),
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dragoman import __version__
-from dragoman.cli import bench, chat, check, keys, models, pull, serve
+from dragoman.cli import bench, chat, check, drain, keys, models, pull, serve
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -25,6 +25,8 @@ examples:
                                              two built-in models: one to chat, one for embeddings
   dragoman pull smollm2                      only download the built-in model
   dragoman keys create anna                  a key for somebody
+  dragoman drain smollm2 http://10.0.0.2:8000
+                                             one of the servers behind a model gets nothing new
   dragoman bench --concurrency 1,4,16        how fast the server on http://127.0.0.1:8000 answers
 
 `dragoman COMMAND --help` says more about a command.
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add(commands)
     chat.add(commands)
     models.add(commands)
+    drain.add(commands)
     pull.add(commands)
     keys.add(commands)
     bench.add(commands)

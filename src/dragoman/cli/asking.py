@@ -1,15 +1,18 @@
 """A running server, asked by a command: at an address that was given, or where the configuration has it listen."""
 
+import argparse
 import json
+import os
 import socket
 import ssl
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
-from dragoman.config import Settings
+from dragoman.config import Flags, Settings, load_settings
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
 
@@ -48,15 +51,17 @@ class Server:
     def get(self, path: str) -> Any:
         return self._ask("GET", path, PATIENCE_SECONDS)
 
-    def post(self, path: str) -> Any:
-        return self._ask("POST", path, LOADING_SECONDS)
+    def post(self, path: str, body: object = None) -> Any:
+        return self._ask("POST", path, LOADING_SECONDS, body)
 
     def strange(self) -> ConfigError:
         return ConfigError(f"{self.place}: what answers there is no list of models")
 
-    def _ask(self, method: str, path: str, patience: float) -> Any:
+    def _ask(self, method: str, path: str, patience: float, body: object = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers if data is None else {**self._headers, "content-type": "application/json"}
         request = urllib.request.Request(  # noqa: S310 (it is http or https)
-            f"{self._address}{path}", headers=self._headers, method=method
+            f"{self._address}{path}", data, headers, method=method
         )
         try:
             with self._opener.open(request, timeout=patience) as response:
@@ -68,6 +73,27 @@ class Server:
             raise ConfigError(f"{self.place}: no answer: {reason}{_way_out(reason)}") from error
         except ValueError as error:
             raise self.strange() from error
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those that say which server is asked."""
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
+    of.add_argument("--url", help="the address of a running server, or unix:PATH")
+    parser.add_argument("--api-key", metavar="KEY", help="a key for that server")
+
+
+def named(arguments: argparse.Namespace) -> Server:
+    """The server that these flags say."""
+    if arguments.url is not None:
+        return at(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
+    return configured(settings(arguments.config), arguments.api_key)
+
+
+def settings(config: str | None) -> Settings:
+    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    return load_settings(config, Flags(), os.environ)
 
 
 def at(url: str, key: str | None) -> Server:

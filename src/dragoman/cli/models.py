@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +12,7 @@ from dragoman import sources
 from dragoman.catalog.foreseen import foreseen
 from dragoman.cli import asking
 from dragoman.cli.asking import Server
-from dragoman.config import Flags, ModelSpec, Settings, load_settings
+from dragoman.config import ModelSpec
 from dragoman.config.quantities import shown_size
 from dragoman.engines import engine_class
 from dragoman.engines.llama.layout import in_use
@@ -59,10 +57,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("action", nargs="?", choices=("load", "unload"), help="what the server is to do")
     parser.add_argument("name", nargs="?", metavar="NAME", help="with which model")
-    of = parser.add_mutually_exclusive_group()
-    of.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
-    of.add_argument("--url", help="the address of a running server, or unix:PATH")
-    parser.add_argument("--api-key", metavar="KEY", help="a key for that server")
+    asking.add_flags(parser)
     parser.add_argument("--configured", action="store_true", help="what is configured, whether it is served or not")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(run=run)
@@ -78,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _rows(arguments: argparse.Namespace) -> list[Row]:
     if arguments.url is not None:
-        return _served(_given_server(arguments))
-    settings = _settings(arguments)
+        return _served(asking.named(arguments))
+    settings = asking.settings(arguments.config)
     server = asking.configured(settings, arguments.api_key)
     if not arguments.configured and server.is_there():
         return _served(server)
@@ -88,23 +83,10 @@ def _rows(arguments: argparse.Namespace) -> list[Row]:
     return [_configured(spec, name) for spec in settings.models for name in spec.names]
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
-    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    return load_settings(arguments.config, Flags(), os.environ)
-
-
-def _given_server(arguments: argparse.Namespace) -> Server:
-    return asking.at(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
-
-
 def _change(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         raise ConfigError(f"{arguments.action} what? give the NAME of a model")
-    if arguments.url is not None:
-        server = _given_server(arguments)
-    else:
-        server = asking.configured(_settings(arguments), arguments.api_key)
+    server = asking.named(arguments)
     name = urllib.parse.quote(arguments.name, safe="")
     row = _standing(server.post(f"/admin/models/{name}/{arguments.action}"))
     print(f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else ""))

@@ -72,8 +72,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        repeated = retries if isinstance(retries, Retries) else Retries(retries)
-        self._talk = Talk(url, model=model, api_key=api_key, protocol=protocol, retries=repeated, extra_headers=headers)
+        self._talk = Talk(url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers)
         settings = transport.settings(self._talk.site, timeout, connect_timeout)
         self._line = Line(self._talk, http or httpx.AsyncClient(**settings))
 

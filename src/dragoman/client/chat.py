@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dragoman.client import reading, saying, usage, wording
-from dragoman.client.calls import NewId, new_id
-from dragoman.client.draft import Draft
+from dragoman.client.draft import DraftReader
 from dragoman.conversation import (
     Constraint,
     GenerationRequest,
@@ -186,34 +185,12 @@ class _PlainChunk(msgspec.Struct):
 _plain_chunks = msgspec.json.Decoder(_PlainChunk)
 
 
-def _plain_text(data: str) -> str | None:
-    try:
-        return _plain_chunks.decode(data).choices[0].delta.content
-    except (msgspec.DecodeError, RecursionError):
-        return None  # another reads it with more patience
-
-
-class Reader:
-    def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
-        self._draft = Draft(make_id, check_calls)
-
-    @property
-    def finished(self) -> bool:
-        return self._draft.finished
-
-    @property
-    def knows_end(self) -> bool:
-        return self._draft.reason is not None
-
-    def take(self) -> list[Event]:
-        """Events that were ready when something went wrong."""
-        return self._draft.take()
-
+class Reader(DraftReader):
     def frame(self, frame: Frame) -> list[Event]:
         data = frame.data.strip()
         if data == DONE:
             self._close()
-        elif not frame.event and (text := _plain_text(data)) is not None:
+        elif (text := self.plain(frame)) is not None:
             self._draft.say(text)
         elif data:
             body = reading.parse(data)
@@ -223,6 +200,14 @@ class Reader:
             if isinstance(body, dict):
                 self._chunk(body)
         return self._draft.take()
+
+    def plain(self, frame: Frame) -> str | None:
+        if frame.event:
+            return None
+        try:
+            return _plain_chunks.decode(frame.data).choices[0].delta.content
+        except (msgspec.DecodeError, RecursionError):
+            return None  # another reads it with more patience
 
     def whole(self, body: Mapping[str, Any]) -> list[Event]:
         if not isinstance(_choice_of(body), dict):

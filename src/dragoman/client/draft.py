@@ -7,11 +7,12 @@ Rules
 4. A reply that has calls and ended of itself ended because of them, whatever word the server has for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dragoman.client.calls import Calls, NewId, new_id
 from dragoman.errors import BadAnswer
 from dragoman.events import Event, Finished, FinishReason, ReasoningDelta, Started, TextDelta, TokenLogprob, Usage
+from dragoman.sse import Frame
 
 REASONS: dict[str, FinishReason] = {
     "stop": "stop",
@@ -63,6 +64,13 @@ class Draft:
         if text:
             self._beside_calls(TextDelta(text, 0, (), self._taken()))
 
+    def say_all(self, texts: Sequence[str]) -> list[Event]:
+        if self._begun and not self._held and not self.logprobs and not self.calls:
+            return [TextDelta(text, 0) for text in texts if text]
+        for text in texts:
+            self.say(text)
+        return self.take()
+
     def think(self, text: str, signature: str | None = None) -> None:
         if text or signature:
             self._beside_calls(ReasoningDelta(text, 0, (), self._taken(), signature))
@@ -100,6 +108,8 @@ class Draft:
     def _beside_calls(self, event: Event) -> None:
         if self._held or self.calls.is_open:
             self._held.append(event)
+        elif self._begun:
+            self._ready.append(event)
         else:
             self._add([event])
 
@@ -109,3 +119,28 @@ class Draft:
                 self._begun = True
                 self._ready.append(Started())
             self._ready.append(event)
+
+
+class DraftReader:
+    """What it means for every protocol to read a reply into a draft."""
+
+    def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
+        self._draft = Draft(make_id, check_calls)
+
+    @property
+    def finished(self) -> bool:
+        return self._draft.finished
+
+    @property
+    def knows_end(self) -> bool:
+        return self._draft.reason is not None
+
+    def take(self) -> list[Event]:
+        """Events that were ready when something went wrong."""
+        return self._draft.take()
+
+    def plain(self, frame: Frame) -> str | None:
+        return None
+
+    def say(self, texts: Sequence[str]) -> list[Event]:
+        return self._draft.say_all(texts)

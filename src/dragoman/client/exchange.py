@@ -18,13 +18,14 @@ Rules
 5. However the bytes are cut, the events are the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from dragoman.client import chat, completions, messages, reading, responses, saying, wording
 from dragoman.client.calls import NewId, new_id
+from dragoman.client.mould import Mould
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import BadAnswer, DragomanError, StreamCutOff
 from dragoman.events import Event
@@ -49,6 +50,12 @@ class Reader(Protocol):
     def take(self) -> list[Event]: ...
 
     def frame(self, frame: Frame) -> list[Event]: ...
+
+    def plain(self, frame: Frame) -> str | None:
+        """The text of a frame that has one and nothing else, whatever came before it; else None."""
+
+    def say(self, texts: Sequence[str]) -> list[Event]:
+        """Texts of such frames."""
 
     def whole(self, body: Mapping[str, Any]) -> list[Event]: ...
 
@@ -93,10 +100,13 @@ class Exchange:
         self.body = protocol.encode(request, stream)
         self.request_id: str | None = None
         self._reader = protocol.reader(make_id, check_calls)
+        self._mould = Mould(self._reader.plain)
         self._status = 200
         self._headers: Mapping[str, str] = {}
         self._failure: DragomanError | None = None
         self._frames: Decoder | None = None
+        self._is_between = False
+        """Whether what comes next begins a frame, and more is wanted."""
         self._whole = bytearray()
         self._is_whole = False
         """Whether the answer is not a stream, or cannot be told yet."""
@@ -117,10 +127,14 @@ class Exchange:
         self.request_id = headers.get("x-request-id") or headers.get("request-id")
 
     def feed(self, data: bytes) -> list[Event]:
+        if self._is_between:
+            texts = self._mould.texts(data)
+            if texts is not None:
+                return self._reader.say(texts)
         if self.finished:
             return []
         if self._frames is not None:
-            return self._read(self._frames.feed, data)
+            return self._read_with_care(self._frames, data)
         self._whole += data
         if not self._is_whole:
             return self._begin()
@@ -162,19 +176,32 @@ class Exchange:
         self._frames = Decoder()
         data = bytes(self._whole)
         self._whole.clear()
-        return self._read(self._frames.feed, data)
+        return self._read_with_care(self._frames, data)
 
-    def _read(self, decode: Callable[..., list[Frame]], *data: bytes) -> list[Event]:
-        events: list[Event] = []
+    def _read_with_care(self, frames: Decoder, data: bytes) -> list[Event]:
+        was_between = self._is_between
+        read = self._decoded(frames.feed, data)
+        if was_between and len(read) == 1 and frames.is_between:
+            self._mould.learn(data, read[0])
+        events = self._read(read)
+        self._is_between = frames.is_between and not self.finished
+        return events
+
+    def _decoded(self, decode: Callable[..., list[Frame]], *data: bytes) -> list[Frame]:
         try:
-            for frame in decode(*data):
-                events += self._attempt(self._reader.frame, frame)
+            return decode(*data)
         except FrameTooLong as error:
             self._failure = BadAnswer(str(error))
+            return []
+
+    def _read(self, frames: Sequence[Frame]) -> list[Event]:
+        events: list[Event] = []
+        for frame in frames:
+            events += self._attempt(self._reader.frame, frame)
         return events
 
     def _read_last(self, frames: Decoder) -> list[Event]:
-        events = self._read(frames.end)
+        events = self._read(self._decoded(frames.end))
         if type(self._failure) is BadAnswer:
             # Half a frame: what that means is for the reader to say, who knows whether more had to come.
             self._failure = None

@@ -4,8 +4,9 @@
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import httpx
 
@@ -13,9 +14,13 @@ from dragoman.client import transport
 from dragoman.client.exchange import MOST_BYTES, MOST_ERROR_BYTES, Exchange
 from dragoman.client.talk import Arrived, Call, Missed, Opening, Talk, Wait
 from dragoman.errors import BadAnswer
-from dragoman.events import Event
+from dragoman.events import Event, Listener, TextDelta
 
 Answer = Arrived[httpx.Response]
+Pour = Callable[[Callable[[bytes], bool]], Awaitable[bool]]
+"""Calls a function with pieces of a body as they come, until it says no or there are no more: whether there may be."""
+POUR = "dragoman.pour"
+"""An extension of httpx's responses: the `Pour` of a transport that calls in the moment in which a piece arrives."""
 
 
 class Line:
@@ -67,6 +72,26 @@ class Line:
             else:
                 await response.aclose()
 
+    async def tell(self, exchange: Exchange, arrived: Answer, listener: Listener) -> None:
+        """The same reply, for a listener. Where the transport can, it is called as soon as the bytes are there."""
+        exchange.head(arrived.status, arrived.headers)
+        response = arrived.response
+        handing = _Handing(exchange, listener)
+        try:
+            try:
+                await handing.over(_pouring(response))
+                ended = exchange.end()
+            except httpx.HTTPError as error:
+                error.request = response.request
+                ended = transport.broken(exchange, error)
+            for events in ended:
+                await handing.out(events)
+        finally:
+            if exchange.finished:
+                self._linger(response, _pieces(response))
+            else:
+                await response.aclose()
+
     async def json(self, topic: str, calls: Sequence[Call]) -> bytes:
         _, arrived = await self.open(topic, calls)
         async with aclosing(arrived.response) as response:
@@ -100,11 +125,62 @@ class Line:
         task.add_done_callback(self._lingering.discard)
 
 
+class _Handing:
+    """Events on their way to a listener who may want a pause."""
+
+    def __init__(self, exchange: Exchange, listener: Listener) -> None:
+        self._exchange = exchange
+        self._listener = listener
+        self._pause: Awaitable[None] | None = None
+
+    async def over(self, pour: Pour) -> None:
+        """All that comes, until the reply is complete."""
+        try:
+            while await pour(self._take):
+                pause, self._pause = self._pause, None
+                if pause is not None:
+                    await pause
+                if self._exchange.finished:
+                    return
+        finally:
+            if isinstance(self._pause, Coroutine):
+                # Whoever is cancelled waits for nothing any more.
+                self._pause.close()
+
+    def _take(self, piece: bytes) -> bool:
+        events = self._exchange.feed(piece)
+        if events:
+            self._pause = pause = self._listener(events)
+            if pause is None and type(events[-1]) is TextDelta:
+                return True  # nearly always
+        return self._pause is None and not self._exchange.finished
+
+    async def out(self, events: Sequence[Event]) -> None:
+        if events and (pause := self._listener(events)) is not None:
+            await pause
+
+
+def _pouring(response: httpx.Response) -> Pour:
+    pour: Pour | None = response.extensions.get(POUR)
+    return partial(_pour, _pieces(response)) if pour is None or _is_packed(response) else pour
+
+
+async def _pour(pieces: AsyncIterator[bytes], take: Callable[[bytes], bool]) -> bool:
+    async for piece in pieces:
+        if not take(piece):
+            return True
+    return False
+
+
 def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
-    if "content-encoding" in response.headers or not isinstance(response.stream, AsyncIterable):
+    if _is_packed(response) or not isinstance(response.stream, AsyncIterable):
         return response.aiter_bytes()
     # Where nothing has to be unpacked, each piece is spared two layers.
     return aiter(response.stream)
+
+
+def _is_packed(response: httpx.Response) -> bool:
+    return "content-encoding" in response.headers
 
 
 async def _lingered(response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:

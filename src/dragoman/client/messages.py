@@ -18,7 +18,7 @@ import msgspec
 
 from dragoman.client import reading, saying, usage, wording
 from dragoman.client.calls import NewId, arguments_text, new_id
-from dragoman.client.draft import Draft
+from dragoman.client.draft import DraftReader
 from dragoman.conversation import (
     GenerationRequest,
     Image,
@@ -80,7 +80,8 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
             turns.append({"role": role, "content": blocks})
     for turn in turns:
         turn["content"].sort(key=lambda block: block["type"] != "tool_result")
-    return [turn for turn in turns if turn["content"]]
+    # Turns without content are refused; but somebody who says nothing at all has said something.
+    return [turn for turn in turns if turn["content"]] or [{"role": "user", "content": ""}]
 
 
 def _blocks(part: Part) -> list[Block]:
@@ -163,24 +164,34 @@ def _config(request: GenerationRequest) -> dict[str, Any] | None:
     return config or None
 
 
-class Reader:
+class _PlainDelta(msgspec.Struct, tag_field="type", tag="text_delta", forbid_unknown_fields=True):
+    text: str
+
+
+class _PlainEvent(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    """An event that has a piece of text and nothing else, as nearly all have."""
+
+    delta: _PlainDelta
+    error: None = None
+
+
+_plain_events = msgspec.json.Decoder(_PlainEvent)
+
+
+class Reader(DraftReader):
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
-        self._draft = Draft(make_id, check_calls)
+        super().__init__(make_id, check_calls)
         self._open: dict[object, Block] = {}
         """The blocks that have begun, by index, each with what it began with."""
         self._signature = ""
 
-    @property
-    def finished(self) -> bool:
-        return self._draft.finished
-
-    @property
-    def knows_end(self) -> bool:
-        return self._draft.reason is not None
-
-    def take(self) -> list[Event]:
-        """Events that were ready when something went wrong."""
-        return self._draft.take()
+    def plain(self, frame: Frame) -> str | None:
+        if frame.event not in ("", "content_block_delta"):
+            return None
+        try:
+            return _plain_events.decode(frame.data).delta.text
+        except (msgspec.DecodeError, RecursionError):
+            return None
 
     def frame(self, frame: Frame) -> list[Event]:
         data = frame.data.strip()

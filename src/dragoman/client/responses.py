@@ -16,7 +16,7 @@ from typing import Any
 
 from dragoman.client import reading, saying, usage, wording
 from dragoman.client.calls import NewId, arguments_text, new_id
-from dragoman.client.draft import Draft
+from dragoman.client.draft import DraftReader
 from dragoman.conversation import (
     Constraint,
     GenerationRequest,
@@ -139,9 +139,9 @@ def _shape(constraint: Constraint | None) -> dict[str, Any] | None:
     return {"format": {"type": "json_object"}} if isinstance(constraint, JsonObject) else None
 
 
-class Reader:
+class Reader(DraftReader):
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
-        self._draft = Draft(make_id, check_calls)
+        super().__init__(make_id, check_calls)
         self._names: dict[object, object] = {}
         """The first name of an item at each index."""
         self._told: set[object] = set()
@@ -152,16 +152,8 @@ class Reader:
         """and which part of a summary was told last."""
 
     @property
-    def finished(self) -> bool:
-        return self._draft.finished
-
-    @property
     def knows_end(self) -> bool:
         return self._draft.finished
-
-    def take(self) -> list[Event]:
-        """Events that were ready when something went wrong."""
-        return self._draft.take()
 
     def frame(self, frame: Frame) -> list[Event]:
         data = frame.data.strip()

@@ -75,8 +75,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         http: httpx.Client | None = None,
     ) -> None:
-        repeated = retries if isinstance(retries, Retries) else Retries(retries)
-        self._talk = Talk(url, model=model, api_key=api_key, protocol=protocol, retries=repeated, extra_headers=headers)
+        self._talk = Talk(url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers)
         self._http = http or httpx.Client(**transport.settings(self._talk.site, timeout, connect_timeout))
 
     @property

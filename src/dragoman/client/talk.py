@@ -88,14 +88,14 @@ class Talk:
         model: str = "",
         api_key: str | None = None,
         protocol: ProtocolName = "auto",
-        retries: Retries | None = None,
+        retries: int | Retries = 2,
         extra_headers: Mapping[str, str] | None = None,
     ) -> None:
         if protocol != "auto" and protocol not in PROTOCOLS:
             raise ConfigError(f"protocol {protocol!r}: expected auto, {', '.join(PROTOCOLS)}")
         self.site = site(url)
         self.model = model
-        self.retries = retries or Retries()
+        self.retries = Retries(retries) if isinstance(retries, int) else retries
         self._key = api_key
         self._extra = {name.lower(): value for name, value in (extra_headers or {}).items()}
         self._ways: dict[str, str] = {} if protocol == "auto" else {"generate": protocol}

@@ -2,7 +2,8 @@
 
     file     := --config, or $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one (JSON is YAML)
     models   := name: source
-              | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, ...the engine's own options}
+              | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, fallback,
+                       ...the engine's own options}
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, memory, keep_alive, turn_seconds, layout,
@@ -309,8 +310,27 @@ class _Reading:
                 self.note(f"--alias {pattern}={name}: {wrong}")
             elif wrong is not None:
                 self._file.note(f"aliases.{pattern}", wrong)
+        for model in settings.models:
+            wrong = None if model.fallback is None else unknown(model.fallback) or _circle(model, settings.models)
+            if wrong is not None:
+                self._file.note(f"models.{model.name}.fallback", wrong)
         wrong = None if settings.default is None else unknown(settings.default)
         if wrong is not None and self._flags.default:
             self.note(f"--default: {wrong}")
         elif wrong is not None:
             self._file.note("default", wrong)
+
+
+def _circle(model: ModelSpec, models: Sequence[ModelSpec]) -> str | None:
+    """What is wrong where a model would end up answering for itself; of a circle the first model is told."""
+    specs = {name.lower(): spec for spec in models for name in spec.names}
+    way = [model]
+    while (fallback := way[-1].fallback) is not None:
+        after = specs.get(fallback.lower()) or next((spec for spec in models if spec.has(fallback)), None)
+        if after is None or after in way[1:]:
+            return None  # a file, which has none; or the circle is that of others, who are told
+        way.append(after)
+        if after is model:
+            first = next(spec for spec in models if spec in way)
+            return f"a circle: {' -> '.join(spec.name for spec in way)}" if first is model else None
+    return None

@@ -1,7 +1,7 @@
 """One entry of `models:`.
 
 model := SOURCE
-       | {engine, source or path, sampling, keep_alive, ...the engine's own options}
+       | {engine, source or path, sampling, keep_alive, fallback, ...the engine's own options}
 
 Among the options of llama are `adapters`, each of which is a model too:
 
@@ -76,6 +76,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     keep_alive: float | None = None
     """Seconds; None: as for all models."""
     adapters: tuple[str, ...] = ()
+    fallback: str | None = None
+    """The model that answers when this one cannot."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +97,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
 
 
-OURS = ("engine", "source", "path", "sampling", "keep_alive")
+OURS = ("engine", "source", "path", "sampling", "keep_alive", "fallback")
 """Keys that are the same for every engine."""
 
 
@@ -155,6 +157,7 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
         _sampling(file, entry, key),
         file.parsed(entry, "keep_alive", duration, key),
         tuple(adapters),
+        file.convert(entry.get("fallback"), Word | None, f"{key}.fallback"),
     )
 
 

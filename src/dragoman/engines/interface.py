@@ -17,7 +17,7 @@ Stop strings, the number of choices and streaming are the server's business and 
 `max_tokens` where the engine leaves it to the server.
 """
 
-from collections.abc import AsyncIterable, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from typing import ClassVar, Self
 
 import msgspec
@@ -25,10 +25,12 @@ import msgspec
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.errors import NotSupported
-from dragoman.events import Event
+from dragoman.events import Event, Listener
 
 Output = str | Event | Sequence[str | Event]
 """Text counts as one token; a list or tuple holds what became ready together."""
+
+MakeVectors = Callable[[Sequence[Input]], Sequence[Embedding] | Awaitable[Sequence[Embedding]]]
 
 OWN_FEATURES: dict[str, tuple[str, ...]] = {
     "generate": ("chat", "completion"),
@@ -71,6 +73,9 @@ class Engine:
     streams_events: ClassVar[bool] = False
     """Its `generate` is an async generator of lists of events from `Started` to `Finished`: nothing has to be added."""
 
+    calls_back: ClassVar[bool] = False
+    """It answers by `tell`; its `generate` is for those who would rather read."""
+
     tells_calls: bool = False
     """Its events tell thoughts and tool calls: nothing is looked for in its text."""
 
@@ -111,6 +116,12 @@ class Engine:
         """Answer. A plain generator runs in a thread of its own; closing the iterator means: stop working on it."""
         raise NotSupported("this model does not generate text")
 
+    async def tell(self, request: GenerationRequest, listener: Listener) -> None:
+        """Answer by calling the listener in the moment in which something is ready, from `Started` to `Finished`: for
+        engines to which events come in the event loop's own callbacks, who are spared the way through a task. What
+        the listener raises ends the generation and is raised here; so does cancelling."""
+        raise NotSupported("this model does not generate text")
+
     def render(self, request: GenerationRequest) -> Rendered | Awaitable[Rendered]:
         """The prompt that `generate` would begin with."""
         raise NotSupported("this model does not tell its prompts")
@@ -129,3 +140,7 @@ class Engine:
     def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding] | Awaitable[Sequence[Embedding]]:
         """A vector for each of the inputs, which are not empty, in their order; a long list comes in parts."""
         raise NotSupported("this model makes no embeddings")
+
+    def vectors_of(self, model: str) -> MakeVectors:
+        """What makes the vectors of one of its models; for an engine that has one it is `embed`."""
+        return self.embed

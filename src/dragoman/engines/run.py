@@ -8,13 +8,14 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import TypeVar, cast
 
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, Output
 from dragoman.errors import DragomanError, EngineFailed
-from dragoman.events import Event, Finished, Started, TextDelta
+from dragoman.events import Event, Finished, Listener, Started, TextDelta
 from dragoman.mailbox import Mailbox
 
 log = logging.getLogger("dragoman.engine")
@@ -33,6 +34,49 @@ def run(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[E
     if engine.streams_events:
         return cast("AsyncGenerator[Sequence[Event], None]", engine.generate(request))
     return _completed(engine, request)
+
+
+async def tell(engine: Engine, request: GenerationRequest, listener: Listener) -> None:
+    """The same, for one who is called."""
+    if engine.calls_back:
+        await engine.tell(request, listener)
+        return
+    async with aclosing(run(engine, request)) as batches:
+        async for events in batches:
+            pause = listener(events)
+            if pause is not None:
+                await pause
+
+
+async def read(tell: Callable[[Listener], Coroutine[None, None, None]]) -> AsyncGenerator[Sequence[Event], None]:
+    """What is told, for one who reads: nothing more is told until the reader comes for it."""
+    mailbox, wanted = Mailbox(), asyncio.Event()
+
+    def put(events: Sequence[Event]) -> Awaitable[None]:
+        wanted.clear()
+        mailbox.put(events)
+        return _set(wanted)
+
+    telling = asyncio.create_task(_told(tell(put), mailbox))
+    try:
+        while batch := await mailbox.take():
+            yield batch
+            wanted.set()
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+
+async def _told(telling: Coroutine[None, None, None], mailbox: Mailbox) -> None:
+    try:
+        await telling
+        mailbox.end()
+    except Exception as error:  # noqa: BLE001 (the reader raises it)
+        mailbox.fail(error)
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:

@@ -138,7 +138,9 @@ class ChatEncoder(openai.StreamEncoder):
         return _entry(choice, {"content": text})
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
-        return super()._text_frames(choice, [*self._between(choice), *texts])
+        if choice in self._parted or choice not in self._told:
+            texts = [*self._between(choice), *texts]
+        return super()._text_frames(choice, texts)
 
     def _between(self, choice: int) -> list[str]:
         """What separates the text at hand from an earlier one, where something else stood between them."""

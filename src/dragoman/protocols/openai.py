@@ -183,6 +183,8 @@ class StreamEncoder(ABC):
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         if self._plain:
+            if len(events) == 1 and type(events[0]) is TextDelta:
+                return self._text_frames(choice, [events[0].text]) if events[0].text else b""
             texts = [event.text for event in events if type(event) is TextDelta and event.text]
             if len(texts) == len(events):
                 return self._text_frames(choice, texts)

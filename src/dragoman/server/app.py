@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -279,6 +279,10 @@ class App:
         exchange.record.model = model.name
         caller.check_model(model.name)
         return model
+
+    def fallbacks(self, exchange: Exchange, model: Model) -> Iterator[Model]:
+        """Those that may answer for it, if the caller may ask them."""
+        return (other for other in self.catalog.fallbacks(model) if exchange.caller.may_ask(other.name))
 
     async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
         status = exchange.family.status(error)

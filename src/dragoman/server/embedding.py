@@ -13,7 +13,7 @@ import msgspec
 from dragoman.admission import Slots
 from dragoman.catalog import Model
 from dragoman.embedding import Embedding, EmbeddingRequest, Input, RerankRequest
-from dragoman.engines.interface import Engine
+from dragoman.engines.interface import MakeVectors
 from dragoman.engines.run import call
 from dragoman.errors import BadRequest, EngineFailed, NotSupported
 from dragoman.events import Usage
@@ -69,7 +69,7 @@ async def _embed(
         engine = engine or await host.enter()
         exchange.expect(app.settings.limits.stall_seconds, silent_engine)
         for part in parts(request.inputs):
-            made += await _made(engine, part)
+            made += await _made(engine.vectors_of(model.name), part)
             if isinstance(request, EmbeddingRequest):
                 _check_dimensions(request, made[0])
             exchange.note_progress()
@@ -81,8 +81,8 @@ async def _embed(
     return made
 
 
-async def _made(engine: Engine, inputs: Sequence[Input]) -> Sequence[Embedding]:
-    made = await call(engine.embed, inputs)
+async def _made(make: MakeVectors, inputs: Sequence[Input]) -> Sequence[Embedding]:
+    made = await call(make, inputs)
     if len(made) != len(inputs) or len({entry.dimensions for entry in made}) != 1 or not made[0].vector:
         raise EngineFailed("the engine made something else than one vector for each input")
     return made

@@ -266,6 +266,10 @@ class Exchange:
         """The reply is not to say that these parameters were honoured."""
         self._ignored = tuple(dict.fromkeys((*self._ignored, *params)))
 
+    def begin_again(self) -> None:
+        """Another engine is asked: what the one before could not honour is not its business."""
+        self._ignored = self._warnings = ()
+
     def warn(self, words: str) -> None:
         """Something is odd about the reply; the log says so, and a header where it has not been sent."""
         log.warning("request %s: %s", self.record.id, words, extra={"request_id": self.record.id})

@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("dragoman.prompts")
+log_run = logging.getLogger("dragoman.server")
 Settle = Callable[[], Awaitable[None]]
+Begin = Callable[[GenerationRequest], Take]
+"""Gets ready to tell the reply to a request, which names the model that is asked for it."""
+OF_THE_MODEL = frozenset({429, 500, 502, 503, 504})
+"""Statuses of errors that another model may not have."""
 
 
 def new_id(prefix: str) -> str:
@@ -53,19 +58,16 @@ async def reply_to(
     """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
     model = await app.model(exchange, decoded.model)
     record = exchange.record
-    request = msgspec.structs.replace(
-        with_defaults(decoded, model.sampling), id=record.id, model=model.name, principal=record.principal
-    )
     if exchange.lease is not None:
-        exchange.lease.reserve(estimated(request, exchange.weight))
+        exchange.lease.reserve(estimated(asked_of(model, decoded, exchange), exchange.weight))
     if app.settings.telemetry.log_prompts:
-        asked = msgspec.json.encode(request.messages or request.prompts).decode()
+        asked = msgspec.json.encode(decoded.messages or decoded.prompts).decode()
         log.info("request %s asks: %s", record.id, asked, extra={"request_id": record.id})
-    if request.delivery.stream:
-        await _stream(app, exchange, model, request, telling.encoder(request, int(time.time())), settle)
+    if decoded.delivery.stream:
+        await _stream(app, exchange, model, decoded, telling, settle)
         return
     collection = Collection()
-    await _run(app, exchange, model, request, _collector(app, exchange, collection))
+    request = await _run(app, exchange, model, decoded, lambda request: _collector(app, exchange, collection))
     told = telling.encode_reply(request, int(time.time()), collection.reply())
     if settle is not None:
         await settle()
@@ -80,7 +82,44 @@ def with_defaults(request: GenerationRequest, defaults: SamplingDefaults) -> Gen
     return msgspec.structs.replace(request, sampling=defaults.fill(request.sampling), max_tokens=most)
 
 
-async def _run(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, take: Take) -> None:
+def asked_of(model: Model, decoded: GenerationRequest, exchange: Exchange) -> GenerationRequest:
+    """The request as this model gets it."""
+    record, filled = exchange.record, with_defaults(decoded, model.sampling)
+    return msgspec.structs.replace(filled, id=record.id, model=model.name, principal=record.principal)
+
+
+async def _run(
+    app: "App", exchange: Exchange, model: Model, decoded: GenerationRequest, begin: Begin
+) -> GenerationRequest:
+    """The generation, by the model or by the first that may stand in for it; the request as that one got it.
+
+    Once an engine has said something nobody stands in for it. Where nobody can, the caller hears why the model that was
+    asked for does not answer.
+    """
+    failure: DragomanError | None = None
+    for chosen in (model, *app.fallbacks(exchange, model)):
+        request = asked_of(chosen, decoded, exchange)
+        if failure is not None:
+            words = "request %s: model %s cannot answer (%s); %s is asked"
+            log_run.warning(words, request.id, model.name, failure.message, chosen.name)
+            exchange.begin_again()
+        exchange.record.model = chosen.name
+        try:
+            await _run_by(app, exchange, chosen, request, begin(request))
+        except DragomanError as error:
+            if exchange.record.first_event_us is not None:
+                raise
+            failure = failure or error
+            if error.status not in OF_THE_MODEL:
+                break
+        else:
+            return request
+    exchange.record.model = model.name
+    assert failure is not None
+    raise failure
+
+
+async def _run_by(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, take: Take) -> None:
     """The generation, from the moment the model is there and a slot is free."""
     host, limits = model.host, app.settings.limits
     check_limits(request, limits.choices, limits.stop_strings)
@@ -130,12 +169,13 @@ def _collector(app: "App", exchange: Exchange, collection: Collection) -> Take:
 
 
 async def _stream(
-    app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder, settle: Settle | None
+    app: "App", exchange: Exchange, model: Model, decoded: GenerationRequest, telling: Telling, settle: Settle | None
 ) -> None:
+    frames = _Frames(app, exchange, telling)
     failure: Exception | None
     try:
-        await _run(app, exchange, model, request, _frame_writer(app, exchange, encoder))
-        end = encoder.end()
+        await _run(app, exchange, model, decoded, frames.begin)
+        end = frames.encoder.end()
         if settle is not None:
             await settle()
     except asyncio.CancelledError:
@@ -151,23 +191,34 @@ async def _stream(
         return
     if not exchange.begun:
         raise failure
-    await exchange.end(encoder.fail(exchange.told(failure)))
+    await exchange.end(frames.encoder.fail(exchange.told(failure)))
 
 
-def _frame_writer(app: "App", exchange: Exchange, encoder: Encoder) -> Take:
-    held = b""
+class _Frames:
+    """The frames of a stream on their way out. Each model that is asked has an encoder of its own."""
 
-    def take(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
-        nonlocal held
-        _note(app, exchange, choice, events)
-        frames = encoder.feed(choice, events)
+    encoder: Encoder
+
+    def __init__(self, app: "App", exchange: Exchange, telling: Telling) -> None:
+        self._app = app
+        self._exchange = exchange
+        self._telling = telling
+        self._held = b""
+
+    def begin(self, request: GenerationRequest) -> Take:
+        self.encoder = self._telling.encoder(request, int(time.time()))
+        return self._take
+
+    def _take(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        exchange = self._exchange
+        _note(self._app, exchange, choice, events)
+        frames = self.encoder.feed(choice, events)
         if not exchange.begun and all(type(event) is Started for event in events):
-            held += frames
+            self._held += frames
             return None
-        frames, held = held + frames, b""
+        if self._held:
+            frames, self._held = self._held + frames, b""
         return None if not frames or exchange.write_now(frames) else exchange.write(frames)
-
-    return take
 
 
 def silent_engine(seconds: float) -> DragomanError:

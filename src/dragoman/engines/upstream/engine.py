@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from functools import partial
 from typing import Self, TypeVar
 
 import msgspec
@@ -18,11 +18,12 @@ import msgspec
 from dragoman.client.exchange import PROTOCOLS
 from dragoman.conversation import GenerationRequest, Image, Message, Sampling, ToolResult
 from dragoman.embedding import Embedding, Input
-from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.engines.interface import Engine, MakeVectors, ModelInfo
+from dragoman.engines.run import read
 from dragoman.engines.upstream import telling
 from dragoman.engines.upstream.beginnings import chain
 from dragoman.engines.upstream.options import UpstreamOptions, key_of
-from dragoman.engines.upstream.place import LOOK_SECONDS, Place
+from dragoman.engines.upstream.place import LOOK_SECONDS, Hearing, Place
 from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
 from dragoman.errors import (
     BadRequest,
@@ -34,7 +35,7 @@ from dragoman.errors import (
     Unavailable,
     Unreachable,
 )
-from dragoman.events import Event, Finished, Started, Usage
+from dragoman.events import Event, Finished, Listener, Started, Usage
 
 log = logging.getLogger("dragoman.upstream")
 T = TypeVar("T")
@@ -42,7 +43,7 @@ T = TypeVar("T")
 FEATURES = frozenset(
     {
         *("chat", "completion", "token_prompt", "infill", "count_tokens", "max_tokens", "usage"),
-        *("images", "tools", "strict_tools", "constraint", "thinking"),
+        *("images", "tools", "strict_tools", "constraint", "thinking", "embeddings"),
     }
 )
 BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {"stop_token_ids", "ignore_eos", "logprobs", "documents"}
@@ -52,6 +53,7 @@ BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {"stop_token_ids", "ignore
 class UpstreamEngine(Engine):
     Options = UpstreamOptions
     streams_events = True
+    calls_back = True
     device = "elsewhere"
 
     def __init__(self, name: str, options: UpstreamOptions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,8 +90,7 @@ class UpstreamEngine(Engine):
         """What no place is known to lack; of what turns out later, a reply tells itself."""
         spoken = [place.talk.protocol for place in self.places]
         said = frozenset().union(*(PROTOCOLS[name].says if name else BY_PROTOCOL for name in spoken))
-        vectors = {"embeddings"} if self.options.models is None else set()
-        return FEATURES | (BY_PROTOCOL & said) | vectors
+        return FEATURES | (BY_PROTOCOL & said)
 
     async def start(self) -> None:
         await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
@@ -125,10 +126,15 @@ class UpstreamEngine(Engine):
             log.warning("model %s: %s is back", self.name, place.url)
             place.forget()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+        return read(lambda listener: self.tell(request, listener))
+
+    async def tell(self, request: GenerationRequest, listener: Listener) -> None:
         self._check_images(request)
         if request.max_tokens == 0:
-            yield [Started(), Finished("length", usage=Usage())]
+            pause = listener([Started(), Finished("length", usage=Usage())])
+            if pause is not None:
+                await pause
             return
         tried: set[int] = set()
         links = chain(request) if len(self.places) > 1 else []
@@ -136,18 +142,15 @@ class UpstreamEngine(Engine):
         while True:
             at = self._next(links, tried, failure)
             tried.add(at)
-            begun = False
+            hearing = Hearing(listener, partial(self.pool.worked, at))
             try:
-                async with aclosing(self.places[at].stream(self._over_there(request, at))) as batches:
-                    async for events in batches:
-                        if not begun:
-                            begun = True
-                            self.pool.worked(at)
-                        yield events
+                await self.places[at].tell(self._over_there(request, at), hearing)
                 return
             except DragomanError as error:
+                if hearing.has_raised(error):
+                    raise
                 failure = self._noted(at, error, request.model)
-                if begun or telling.is_callers(error):
+                if hearing.begun or telling.is_callers(error):
                     raise failure from error
             finally:
                 self.pool.ended(at)
@@ -197,7 +200,13 @@ class UpstreamEngine(Engine):
         )
 
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        made = await self._anywhere("makes no embeddings", self.name, lambda place, model: place.embed(inputs, model))
+        return await self._embed(self.name, inputs)
+
+    def vectors_of(self, model: str) -> MakeVectors:
+        return partial(self._embed, model)
+
+    async def _embed(self, model: str, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        made = await self._anywhere("makes no embeddings", model, lambda place, name: place.embed(inputs, name))
         # Servers count the tokens of all inputs together.
         first, *others = made.vectors
         return [Embedding(first.vector, made.usage.prompt), *others]

@@ -1,8 +1,7 @@
 """One server: how it is asked, what it has refused, what it offers."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 import msgspec
@@ -11,7 +10,6 @@ from dragoman.client import listing, transport
 from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
 from dragoman.client.line import Answer, Line
 from dragoman.client.listing import Embeddings, Model
-from dragoman.client.retry import Retries
 from dragoman.client.talk import Call, Talk
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Input
@@ -20,7 +18,7 @@ from dragoman.engines.upstream.options import PlaceOptions, UpstreamOptions
 from dragoman.engines.upstream.refusals import ESSENTIAL, blamed
 from dragoman.engines.upstream.wire import Wire
 from dragoman.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported
-from dragoman.events import Event, Finished, Started
+from dragoman.events import Event, Finished, Listener, Started
 
 MOST_REFUSALS = 8
 LOOK_SECONDS = 5.0
@@ -35,11 +33,39 @@ class Way(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...]
 
 
+class Hearing:
+    """A listener, and what it hears beside the words of a place: what was left out, and that nobody counted."""
+
+    def __init__(self, listener: Listener, begin: Callable[[], None]) -> None:
+        self.begun = False
+        self._begin = begin
+        self.ignored: tuple[str, ...] = ()
+        self._listener = listener
+        self._raised: DragomanError | None = None
+
+    def __call__(self, events: Sequence[Event]) -> Awaitable[None] | None:
+        if not self.begun:
+            self.begun = True
+            self._begin()
+            events = _told(events, self.ignored)
+        elif type(events[-1]) is Finished:
+            events = _told(events, self.ignored)
+        try:
+            return self._listener(events)
+        except DragomanError as error:
+            self._raised = error
+            raise
+
+    def has_raised(self, error: DragomanError) -> bool:
+        """Whether it is the listener's error, and not that of a place."""
+        return error is self._raised
+
+
 class Place:
     def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None) -> None:
         self.url = place.url
         self.model = place.model
-        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=Retries(0))
+        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0)
         self.models: dict[str, Model] = {}
         """What it offers, as far as that is known, by name in lower case."""
         settings = transport.settings(self.talk.site, options.silence_seconds, options.connect_seconds)
@@ -62,13 +88,11 @@ class Place:
         body = await self._line.json("models", [listing.models_call(self.talk)])
         self.models = {model.name.lower(): model for model in listing.read_models(body).models}
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+    async def tell(self, request: GenerationRequest, hearing: Hearing) -> None:
         way, arrived = await self._asked(request)
         assert way.call.exchange is not None
-        async with aclosing(self._line.events(way.call.exchange, arrived)) as batches:
-            async for events in batches:
-                if events:
-                    yield _told(events, way.ignored)
+        hearing.ignored = way.ignored
+        await self._line.tell(way.call.exchange, arrived, hearing)
 
     async def _asked(self, request: GenerationRequest) -> tuple[Way, Answer]:
         """The answer, after whatever the place does not take has been left out."""
@@ -131,7 +155,6 @@ def _fields(ways: Sequence[Way]) -> set[str]:
 
 
 def _told(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Event]:
-    """With what is known only here: what was left out, and that nobody counted."""
     first, last = events[0], events[-1]
     if ignored and type(first) is Started:
         events = [msgspec.structs.replace(first, ignored=ignored), *events[1:]]

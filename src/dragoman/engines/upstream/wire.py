@@ -6,23 +6,26 @@ Rules
 1. A connection carries one exchange at a time, and is used again if its answer was read to the end and both want so.
 2. What has come is handed out before the error that came after it.
 3. A reader who does not keep up makes the connection pause.
+4. Whoever has the body poured is called by the socket itself: no task has to wake up for a token.
 """
 
 import asyncio
 import ssl
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 import httptools
 import httpx
 
+from dragoman.client.line import POUR
 from dragoman.client.transport import KEPT_SECONDS
 
 MOST_WAITING = 1024 * 1024
 MOST_HEAD = 256 * 1024
 Origin = tuple[bool, str, int]
+Take = Callable[[bytes], bool]
 
 
 class Connection(asyncio.Protocol):
@@ -33,6 +36,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Take | None = None
+        self._thrown: Exception | None = None
+        self._allowed: float | None = None
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._size = 0
@@ -57,6 +63,7 @@ class Connection(asyncio.Protocol):
     async def wait(self, seconds: float | None, request: httpx.Request) -> None:
         """Until something has happened."""
         self._waiter = waiter = self._loop.create_future()
+        self._allowed = seconds
         self._due = None if seconds is None else self._loop.time() + seconds
         if self._timer is None and self._due is not None:
             self._timer = self._loop.call_at(self._due, self._look, request)
@@ -64,6 +71,29 @@ class Connection(asyncio.Protocol):
             await waiter
         finally:
             self._waiter = None
+
+    async def pour(self, take: Take, seconds: float | None, request: httpx.Request) -> bool:
+        """Pieces as they come, until one is not wanted or no more come; whether the latter."""
+        self._take, self._thrown = take, None
+        try:
+            await self.wait(seconds, request)
+            wants_more = self._take is not None
+        finally:
+            self._take = None
+        if self._thrown is not None:
+            raise self._thrown
+        return wants_more
+
+    def _hand_over(self, take: Take) -> None:
+        if self._allowed is not None:
+            self._due = self._loop.time() + self._allowed
+        try:
+            if take(self.take()):
+                return
+        except Exception as error:  # noqa: BLE001 (whoever waits raises it)
+            self._thrown = error
+        self._take = None
+        self._wake()
 
     def take(self) -> bytes:
         taken = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
@@ -115,11 +145,16 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(httpx.RemoteProtocolError(f"what came is no HTTP: {error}"))
-        self._head_size += 0 if self.has_head else len(data)
-        if self._head_size > MOST_HEAD:
-            self._fail(httpx.RemoteProtocolError("the head of the answer does not end"))
+        if self._take is not None and self.pieces:
+            self._hand_over(self._take)
+            if not self.is_complete and self.error is None:
+                return
         if self.has_head or self.error is not None:
             self._wake()
+            return
+        self._head_size += len(data)
+        if self._head_size > MOST_HEAD:
+            self._fail(httpx.RemoteProtocolError("the head of the answer does not end"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
@@ -184,6 +219,19 @@ class Body(httpx.AsyncByteStream):
             else:
                 await connection.wait(seconds, self._request)
 
+    async def pour(self, take: Take) -> bool:
+        connection, seconds = self._connection, _limit(self._request, "read")
+        while True:
+            if connection.pieces:
+                if not take(connection.take()):
+                    return True
+            elif connection.error is not None:
+                raise connection.error
+            elif connection.is_complete:
+                return False
+            elif not await connection.pour(take, seconds, self._request):
+                return True
+
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -211,7 +259,7 @@ class Wire(httpx.AsyncBaseTransport):
             connection.close()
             raise connection.error
         body = Body(connection, self, origin, request)
-        return httpx.Response(connection.status, headers=connection.headers, stream=body)
+        return httpx.Response(connection.status, headers=connection.headers, stream=body, extensions={POUR: body.pour})
 
     def _kept(self, origin: Origin) -> Connection | None:
         idle = self._idle[origin]

@@ -1,0 +1,181 @@
+"""A model that cannot answer, and the one that answers for it: real servers in front and behind."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from dragoman.store.keys import KeyStore
+from tests.badserver import HEL, BadServer, cut, refused
+from tests.server.anthropic_sdk import anthropic_sdk
+from tests.server.sdk import sdk
+from tests.server.talking import CHAT, HELLO, ask, frames, recorded, talking, text_of
+from tests.serving import Running, free_port, serving
+
+KEY = "sk-static"
+
+
+def scripted(output: str, **options: Any) -> dict[str, Any]:
+    return {"engine": "scripted", "replies": [{"output": output}], **options}
+
+
+def upstream(url: str, **options: Any) -> dict[str, Any]:
+    return {"engine": "upstream", "url": url, "protocol": "chat", "health_seconds": 0, **options}
+
+
+@pytest.fixture(scope="module")
+def behind() -> Iterator[BadServer]:
+    with BadServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory, behind: BadServer) -> Iterator[Running]:
+    folders = [tmp_path_factory.mktemp(name) for name in ("cloud", "front")]
+    (folders[1] / "broken.gguf").write_bytes(b"GGUF")
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with serving(folders[0], {"models": {"there": scripted("from the cloud")}}) as cloud:
+        models = {
+            "local": scripted("from here"),
+            "gone": upstream(nobody, fallback="local"),
+            "bad": upstream(behind.url, model="m", fallback="local"),
+            "well": upstream(behind.url, model="m", fallback="local"),
+            "cloud": upstream(cloud.url, model="there"),
+            "busy": scripted("slowly " * 4, tokens_per_second=10, slots=1, fallback="cloud"),
+            "broken": {"path": "./broken.gguf", "fallback": "gone"},
+            "lost": upstream(nobody, fallback="also-lost"),
+            "also-lost": upstream(nobody),
+            "hidden": upstream(nobody, fallback="secret"),
+            "secret": scripted("nobody's business"),
+        }
+        config = {"models": models, "limits": {"queue": 0}, "api_keys": [KEY], "keys": {"store": "keys.db"}}
+        with serving(folders[1], config) as running:
+            yield running
+
+
+def chat(front: Running, model: str, **fields: Any) -> httpx.Response:
+    with talking(front, {"authorization": f"Bearer {KEY}"}) as client:
+        return ask(client, CHAT, model=model, **fields)
+
+
+def answered(response: httpx.Response) -> tuple[str, str]:
+    """Who answered, and what."""
+    text = text_of(response)
+    return response.json()["model"], text
+
+
+def test_nobody_is_there_and_another_answers(front: Running) -> None:
+    response = chat(front, "gone")
+    assert answered(response) == ("local", "from here")
+    [record] = recorded(front, id=response.headers["x-request-id"])
+    assert (record["model"], record["status"]) == ("local", 200)
+    assert "error" not in record
+
+
+def test_a_stream_names_who_answers(front: Running) -> None:
+    told = frames(chat(front, "gone", stream=True).text)
+    assert told[-1] == "[DONE]"
+    assert {entry["model"] for entry in told[:-1]} == {"local"}
+    assert "".join(entry["choices"][0]["delta"].get("content", "") for entry in told[:-1]) == "from here"
+
+
+def test_in_every_protocol(front: Running) -> None:
+    with sdk(front, KEY) as client:
+        response = client.responses.create(model="gone", input="hello")
+        assert (response.model, response.output_text) == ("local", "from here")
+    with anthropic_sdk(front, KEY) as claude:
+        message = claude.messages.create(model="gone", max_tokens=50, messages=[{"role": "user", "content": "hello"}])
+        assert message.model == "local"
+        assert isinstance(message.content[0], anthropic.types.TextBlock)
+        assert message.content[0].text == "from here"
+
+
+def test_a_full_queue_sends_to_the_cloud(front: Running) -> None:
+    with talking(front, {"authorization": f"Bearer {KEY}"}) as client:
+        body = {"model": "busy", "messages": HELLO, "stream": True}
+        with client.stream("POST", CHAT, json=body) as first:
+            lines = first.iter_lines()
+            next(lines)
+            assert answered(chat(front, "busy")) == ("cloud", "from the cloud")
+            assert sum('"model":"busy"' in line for line in lines) > 3
+    assert answered(chat(front, "busy")) == ("busy", "slowly " * 4)
+
+
+def test_a_model_that_cannot_be_loaded_and_one_that_is_not_there(front: Running) -> None:
+    """From one to the next."""
+    assert answered(chat(front, "broken")) == ("local", "from here")
+
+
+@pytest.mark.parametrize("status", ["429 Too Many", "500 Oops", "503 Busy", "401 No", "404 Where"])
+def test_what_is_the_servers_fault_is_answered_by_another(front: Running, behind: BadServer, status: str) -> None:
+    behind.play(refused(status, retry_after="0"))
+    assert answered(chat(front, "bad")) == ("local", "from here")
+    assert len(behind.requests[CHAT]) <= 1
+
+
+def test_what_is_the_callers_fault_is_not(front: Running, behind: BadServer) -> None:
+    behind.play(refused("400 Bad", "the messages are no good"))
+    response = chat(front, "well")
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "the messages are no good")
+    assert chat(front, "gone", temperature="hot").status_code == 400
+
+
+def test_nobody_continues_what_another_has_begun(front: Running, behind: BadServer) -> None:
+    behind.play([*cut(HEL), "close"])
+    assert chat(front, "well").status_code == 502
+    told = frames(chat(front, "well", stream=True).text)
+    assert {entry["model"] for entry in told[:-1]} == {"well"}
+    assert told[-1]["error"]["code"] == "stream_cut_off"
+
+
+def test_where_nobody_can_answer_the_first_says_why(front: Running) -> None:
+    response = chat(front, "lost")
+    assert response.status_code in (502, 503)
+    [record] = recorded(front, id=response.headers["x-request-id"])
+    assert record["model"] == "lost"
+
+
+def test_a_key_opens_no_other_model(front: Running) -> None:
+    secret, _ = KeyStore(front.log.parent / "keys.db").create("anna", models=("hidden",))
+    with talking(front, {"authorization": f"Bearer {secret}"}) as client:
+        assert ask(client, CHAT, model="hidden").status_code in (502, 503)
+    assert answered(chat(front, "hidden")) == ("secret", "nobody's business")
+
+
+def test_what_one_ignores_is_not_held_against_the_other(front: Running, behind: BadServer) -> None:
+    """The first would have honoured the seed; who answers has not."""
+    response = chat(front, "gone", seed=7)
+    assert answered(response)[0] == "local"
+    assert response.headers["x-dragoman-ignored"] == "seed"
+    behind.play(refused("500 Oops"))
+
+
+def test_under_load_nothing_is_lost(front: Running) -> None:
+    results: list[tuple[str, str]] = []
+
+    def ask_some() -> None:
+        results.extend(answered(chat(front, "busy", max_tokens=1)) for _ in range(5))
+
+    threads = [threading.Thread(target=ask_some) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 30
+    assert {model for model, _ in results} == {"busy", "cloud"}
+
+
+def test_the_other_way_round_after_a_reload(tmp_path: Path) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    config: dict[str, Any] = {"models": {"a": upstream(nobody), "b": scripted("b")}, "models_dir": []}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert ask(client, CHAT, model="a").status_code in (502, 503)
+        config["models"]["a"]["fallback"] = "b"
+        (tmp_path / "dragoman.json").write_text(json.dumps(config))
+        assert client.post("/admin/reload").json()["changed"] == ["a"]
+        assert answered(ask(client, CHAT, model="a")) == ("b", "b")
