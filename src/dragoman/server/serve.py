@@ -319,7 +319,6 @@ async def _preload(app: App, server: Server) -> None:
         if all(model.host is host for model in app.catalog.models.values()):
             server.should_exit = True
             raise ConfigError(host.failure or error.message) from error
-        log.error("model %s: %s", host.key, host.failure)
 
 
 def _settle() -> None:
