@@ -155,14 +155,22 @@ class Catalog:
             host = self._host_of(spec, before.get(spec.name.lower()), settings)
             for name in spec.names:
                 self._name(Model(name, host, spec))
-        staying = {model.host.key for model in self.models.values()}
-        gone = {model.host.key: model.host for model in before.values() if model.host.key not in staying}
-        for host in gone.values():
-            self.lifecycle.remove(host)
+        found_before = self._found
+        self._found = {path: self._followed(model, settings) for path, model in found_before.items()}
+        staying = {model.host.key for model in (*self.models.values(), *self._found.values())}
+        for host in {model.host.key: model.host for model in (*before.values(), *found_before.values())}.values():
+            if host.key not in staying:
+                self.lifecycle.remove(host)
         self._settings = settings
         self._aliases = {pattern.lower(): target for pattern, target in settings.aliases.items()}
         self.discovery = Discovery(settings.folders)
         self._looked = -math.inf
+
+    def _followed(self, before: Model, settings: Settings) -> Model:
+        """A model of the folder as a new configuration has it; whether it is still there, the next look tells."""
+        assert before.found is not None
+        spec = _spec_of(before.found, settings)
+        return Model(spec.name, self._host_of(spec, before, settings), spec, before.found)
 
     def _host_of(self, spec: ModelSpec, before: Model | None, settings: Settings) -> Host:
         """One for all names of a model: that of the model before, if it can stay."""
@@ -263,12 +271,7 @@ class Catalog:
         if self._placed.get(found.path) in self.models:
             return self.models[self._placed[found.path]]
         if found.path not in self._found:
-            engine = _engine_for(found)
-            if engine is None:
-                words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
-                raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
-            options = {"layout": self._settings.layout} if engine == "llama" else {}
-            spec = ModelSpec(found.name, engine, found.path, options)
+            spec = _spec_of(found, self._settings)
             host = self._host(spec, self._settings.keep_alive, self._settings.limits)
             self._found[found.path] = Model(found.name, host, spec, found)
         return self._found[found.path]
@@ -306,6 +309,15 @@ def _engine_for(found: Found) -> str | None:
     if found.kind == "gguf":
         return "llama"
     return next((engine for engine in FOLDER_ENGINES if engine in ENGINES), None)
+
+
+def _spec_of(found: Found, settings: Settings) -> ModelSpec:
+    """As if the configuration named it."""
+    engine = _engine_for(found)
+    if engine is None:
+        words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
+        raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
+    return ModelSpec(found.name, engine, found.path, {"layout": settings.layout} if engine == "llama" else {})
 
 
 def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:

@@ -1,0 +1,57 @@
+"""Models of the folder: found, named, and changed by a new configuration."""
+
+import asyncio
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dragoman.catalog import Catalog
+from dragoman.config import Limits, ModelSpec, Settings
+from dragoman.errors import ModelNotFound
+from tests.test_gguf import gguf, pair, text
+
+HEAD = gguf(pair("general.architecture", 8, text("llama")), pair("llama.block_count", 4, struct.pack("<I", 1)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("gpt-4o", "big"):
+        (tmp_path / f"{name}.gguf").write_bytes(HEAD)
+    return tmp_path
+
+
+def settings(folder: Path, *models: ModelSpec, **others: Any) -> Settings:
+    return Settings(models=models, models_dir=(str(folder),), **others)
+
+
+def test_a_new_configuration_holds_for_them_too(folder: Path) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(folder, keep_alive=60.0))
+        host = (await catalog.find("big")).host
+        catalog.reconfigure(settings(folder, keep_alive=5.0, limits=Limits(queue=7)))
+        model = await catalog.find("big")
+        assert model.host is host
+        assert (catalog.lifecycle.seat(host).keep_alive, host.limits.queue) == (5.0, 7)
+        catalog.reconfigure(settings(folder, layout="as-is"))
+        model = await catalog.find("big")
+        assert model.spec is not None
+        assert (model.spec.options, model.host is host) == ({"layout": "as-is"}, False)
+        assert (await catalog.find("big")).host is model.host
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+def test_one_whose_folder_is_configured_no_longer_goes(folder: Path) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(folder))
+        await catalog.find("big")
+        catalog.reconfigure(Settings(models=(ModelSpec("m", "scripted"),), models_dir=()))
+        with pytest.raises(ModelNotFound):
+            await catalog.find("big")
+        assert [model.name for model in catalog.listed()] == ["m"]
+        await catalog.stop()
+
+    asyncio.run(scenario())
