@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from dragoman.catalog import Catalog
 from dragoman.config import Limits, ModelSpec, Settings
+from dragoman.discovery import Discovery
 from dragoman.errors import ModelNotFound
 from tests.test_gguf import gguf, pair, text
 
@@ -52,6 +54,33 @@ def test_one_whose_folder_is_configured_no_longer_goes(folder: Path) -> None:
         with pytest.raises(ModelNotFound):
             await catalog.find("big")
         assert [model.name for model in catalog.listed()] == ["m"]
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_new_configuration_in_the_middle_of_a_look_forgets_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end = threading.Event(), threading.Event()
+    look = Discovery.look
+
+    def slow(discovery: Discovery) -> None:
+        look(discovery)
+        began.set()
+        assert may_end.wait(5)
+
+    async def scenario() -> None:
+        catalog = Catalog(settings(folder))
+        host = (await catalog.find("big")).host
+        monkeypatch.setattr(Discovery, "look", slow)
+        catalog.reconfigure(settings(folder))
+        looking = asyncio.create_task(catalog.look())
+        await asyncio.to_thread(began.wait, 5)
+        catalog.reconfigure(settings(folder))
+        may_end.set()
+        await looking
+        assert catalog.resolve("big").host is host
         await catalog.stop()
 
     asyncio.run(scenario())

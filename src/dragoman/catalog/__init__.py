@@ -237,8 +237,13 @@ class Catalog:
 
     async def _look(self) -> None:
         try:
-            discovery, specs = self.discovery, self._settings.models
-            self._placed = await asyncio.to_thread(_looked_at, discovery, specs)
+            is_stale = True
+            while is_stale:
+                discovery = self.discovery
+                placed = await asyncio.to_thread(_looked_at, discovery, self._settings.models)
+                # A new configuration may have come meanwhile: what was seen are not its folders.
+                is_stale = discovery is not self.discovery
+            self._placed = placed
             self._looked = time.monotonic()
             self._let_go_of_found()
         finally:
