@@ -84,3 +84,16 @@ def test_a_new_configuration_in_the_middle_of_a_look_forgets_nobody(
         await catalog.stop()
 
     asyncio.run(scenario())
+
+
+def test_an_alias_stands_before_a_file_before_and_after_a_look(folder: Path) -> None:
+    async def scenario() -> None:
+        aliases = {"gpt-*": "m", "mine": "big", "m2:latest": "m"}
+        catalog = Catalog(settings(folder, ModelSpec("m", "scripted"), aliases=aliases))
+        assert catalog.resolve("gpt-4o").name == "m"
+        await catalog.look()
+        names = ("gpt-4o", "GPT-4o:latest", "m:latest", "m2:latest", "mine", "big", "big:latest", "")
+        assert [catalog.resolve(name).name for name in names] == ["m", "m", "m", "m", "big", "big", "big", "m"]
+        await catalog.stop()
+
+    asyncio.run(scenario())

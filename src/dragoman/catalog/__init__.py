@@ -1,9 +1,11 @@
 """Which engine answers to which name.
 
-    name -> trimmed, lower case
+    name -> trimmed, lower case; that of the default model where there is none
          -> a model of the configuration
-         -> an alias of one (exact, then the first pattern that fits)
+         -> NAME/MODEL, where NAME is one that stands for all models of a server
+         -> an alias (exact, then the first pattern that fits) of one of these, or of one in the models folder
          -> a model that lies in the models folder (see `discovery`)
+         -> NAME:latest, where NAME is a model of the configuration
          -> 404, with the names that are near
 
 Rules
@@ -208,10 +210,12 @@ class Catalog:
             model = self._named(wanted)
             if model is not None:
                 return model
-            if (target := self._alias(wanted)) is not None and (model := self._named(target.lower())) is not None:
+            if (target := self._alias(wanted)) is not None:
+                model = self._named(target.lower()) or self._lying(target.lower())
+                if model is not None:
+                    return model
+            if (model := self._lying(wanted)) is not None:
                 return model
-            if (found := self.discovery.resolve(wanted)) is not None:
-                return self._model_of(found)
             base, _, tag = wanted.rpartition(":")
             if tag == "latest" and (model := self._named(base)) is not None:
                 return model
@@ -264,12 +268,18 @@ class Catalog:
         return known
 
     def _named(self, wanted: str) -> Model | None:
+        """The one of the configuration."""
         if wanted in self.models:
             return self.models[wanted]
         for model in self.models.values():
             if model.spec is not None and model.spec.has(wanted):
                 return model.below(wanted)
-        return self._model_of(self.discovery.found[wanted]) if wanted in self.discovery.found else None
+        return None
+
+    def _lying(self, wanted: str) -> Model | None:
+        """The one in the models folder."""
+        found = self.discovery.resolve(wanted)
+        return None if found is None else self._model_of(found)
 
     def _model_of(self, found: Found) -> Model:
         """A file that the configuration names already is the model of that name."""
