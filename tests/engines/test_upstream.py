@@ -273,6 +273,28 @@ def test_all_models_of_a_server(server: BadServer) -> None:
     assert [body["model"] for body in sent(server)] == ["Org/Big"]
 
 
+def test_names_that_nobody_knows_of_are_no_labels(server: BadServer) -> None:
+    server.play(refused("404 Not Found", code="model_not_found"))
+    server.also(refused("404 Not Found"), path="/v1/models")
+    options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
+    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
+
+    async def talk() -> str:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for name in ("cloud/made-up", "cloud/made-up-too"):
+                body = {"model": name, "messages": [{"role": "user", "content": "hello"}]}
+                assert (await client.post(CHAT, json=body)).status_code == 404
+            page = (await client.get("/metrics")).text
+        await app.stop()
+        return page
+
+    page = asyncio.run(talk())
+    assert 'model="cloud"' in page
+    assert "made-up" not in page
+    assert [body["model"] for body in sent(server)] == ["made-up", "made-up-too"]
+
+
 def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.yaml"
     file.write_text("models: {cloud: {engine: upstream, url: 'http://a', models: all}}\naliases: {gpt: cloud/gpt-9}\n")

@@ -61,6 +61,8 @@ class Model:
         self.host = host
         self.spec = spec
         self.found = found
+        self.label = name
+        """What it is counted as: a name that there is, not one that a caller may have made up."""
         self._foreseen: Foreseen | None = None
 
     @property
@@ -77,7 +79,9 @@ class Model:
         """One of those that this one stands for. As long as nobody knows which there are, it may be any."""
         known = self.host.engine.models() if self.host.engine else ()
         if not known:
-            return Model(name, self.host, self.spec)
+            model = Model(name, self.host, self.spec)
+            model.label = self.name
+            return model
         return next((Model(info.name, self.host, self.spec) for info in known if info.name.lower() == name), None)
 
     async def all(self) -> "list[Model]":

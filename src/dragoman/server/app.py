@@ -276,7 +276,7 @@ class App:
             # Its words would name what is none of this caller's business.
             words = f"model {name[:100]!r} is not served here; this key is for: {', '.join(caller.models) or 'none'}"
             raise ModelNotFound(words, param="model") from None
-        exchange.record.model = model.name
+        exchange.record.model = model.label
         caller.check_model(model.name)
         return model
 

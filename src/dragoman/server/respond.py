@@ -93,7 +93,7 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
             exchange.ignore(ignored)
         # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
         exchange.streaming = request.delivery.stream
-        exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
+        exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.label), exchange.started)
         await _take_slot(slots, exchange)
         # Who waits for a slot does not keep the model from being swapped; who has one does.
         engine = engine or host.enter_now() or await host.enter()
