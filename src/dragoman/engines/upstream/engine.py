@@ -126,6 +126,7 @@ class UpstreamEngine(Engine):
             place.forget()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+        self._check_name(request.model)
         self._check_images(request)
         if request.max_tokens == 0:
             yield [Started(), Finished("length", usage=Usage())]
@@ -178,10 +179,13 @@ class UpstreamEngine(Engine):
             return self.places[at].model or self.name
         wanted = model[len(self.name) + 1 :]
         found = self.places[at].models.get(wanted.lower())
-        if not wanted:
+        return wanted if found is None else found.name
+
+    def _check_name(self, model: str) -> None:
+        """Before a place is chosen: a name that is the caller's mistake is no place's failure."""
+        if self.options.models is not None and not model[len(self.name) + 1 :]:
             words = f"'{self.name}' stands for several models: {', '.join(info.name for info in self.models()[:20])}"
             raise ModelNotFound(words, param="model")
-        return wanted if found is None else found.name
 
     def _check_images(self, request: GenerationRequest) -> None:
         if self.options.image_urls:
@@ -204,6 +208,7 @@ class UpstreamEngine(Engine):
 
     async def _anywhere(self, lacks: str, model: str, ask: Callable[[Place, str], Awaitable[T]]) -> T:
         """The answer of the first place that has one."""
+        self._check_name(model)
         tried: set[int] = set()
         failure: DragomanError | None = None
         while True:
