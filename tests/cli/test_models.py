@@ -88,6 +88,16 @@ def test_what_a_configuration_would_serve(folder: Path) -> None:
     assert rows["own"]["format"] is None
 
 
+def test_what_lies_in_the_folder_would_be_served_too(folder: Path) -> None:
+    (folder / "dragoman.yaml").write_text("{models: {mine: ./m.gguf}, models_dir: .}")
+    (folder / "other.gguf").write_bytes((folder / "m.gguf").read_bytes())
+    rows = listed(folder)
+    assert list(rows) == ["mine", "other"]
+    assert rows["other"] | {"name": "mine", "source": rows["mine"]["source"]} == rows["mine"]
+    (folder / "dragoman.yaml").write_text("models_dir: .")
+    assert list(listed(folder)) == ["m", "other"]
+
+
 def test_a_model_that_only_makes_vectors_has_no_format(folder: Path) -> None:
     pairs = [pair("general.architecture", 8, text("bert")), pair("bert.attention.causal", 7, b"\0")]
     (folder / "v.gguf").write_bytes(gguf(*pairs))

@@ -1,6 +1,7 @@
 """`dragoman models`: what a running server serves, or else what a configuration would; models loaded and unloaded."""
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dragoman import sources
-from dragoman.catalog.foreseen import foreseen
+from dragoman.catalog import Catalog, Model, foreseen
 from dragoman.cli import asking
 from dragoman.cli.asking import Server
 from dragoman.config import Flags, ModelSpec, Settings, load_settings
@@ -85,7 +86,14 @@ def _rows(arguments: argparse.Namespace) -> list[Row]:
         return _served(server)
     if arguments.api_key is not None:
         raise ConfigError("--api-key is for a running server: give its --url too")
-    return [_configured(spec, name) for spec in settings.models for name in spec.names]
+    return [_configured(model.spec, model.name) for model in asyncio.run(_known(settings)) if model.spec is not None]
+
+
+async def _known(settings: Settings) -> list[Model]:
+    """Those of the configuration, and those in its folders."""
+    catalog = Catalog(settings)
+    await catalog.look()
+    return catalog.listed()
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
