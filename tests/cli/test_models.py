@@ -132,6 +132,8 @@ def test_a_server_at_the_configured_address_is_asked(tmp_path: Path) -> None:
         (tmp_path / "dragoman.yaml").write_text(f"port: {running.port}\nmodels: {{other: ./m.gguf}}\n")
         assert set(listed(tmp_path)) == {"first", "org/b"}
         assert set(listed(tmp_path, "--configured")) == {"other"}
+        row = json.loads(run(tmp_path, "models", "load", "org/b", "--json").stdout)
+        assert (row["name"], row["state"], row["slots"]) == ("org/b", "ready", 3)
         done = run(tmp_path, "models", "load", "org/b")
         assert (done.returncode, done.stdout) == (0, "org/b: ready\n")
         row = listed(tmp_path)["org/b"]
@@ -213,6 +215,8 @@ def test_a_socket_by_its_path(tmp_path: Path) -> None:
         (["--url", "http://[x"], "expected an address"),
         (["--url", "http://a b"], "no answer: "),
         (["load"], "load what? give the NAME of a model"),
+        (["load", "a", "--configured"], "--configured asks no server: leave out --url, load and unload"),
+        (["--url", "http://127.0.0.1:1", "--configured"], "--configured asks no server"),
         (["sing", "a"], "invalid choice: 'sing'"),
         (["--api-key", "k"], "--api-key is for a running server: give its --url too"),
         (["--config", "none.yaml"], "cannot read the configuration none.yaml"),

@@ -70,6 +70,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.configured and (arguments.action is not None or arguments.url is not None):
+        raise ConfigError("--configured asks no server: leave out --url, load and unload")
     if arguments.action is not None:
         return _change(arguments)
     rows = _rows(arguments)
@@ -115,7 +117,8 @@ def _change(arguments: argparse.Namespace) -> int:
         server = asking.configured(_settings(arguments), arguments.api_key)
     name = urllib.parse.quote(arguments.name, safe="")
     row = _standing(server.post(f"/admin/models/{name}/{arguments.action}"))
-    print(f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else ""))
+    told = f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else "")
+    print(json.dumps(msgspec.to_builtins(row), indent=2) if arguments.json else told)
     return 0
 
 
