@@ -50,6 +50,8 @@ class BadServer:
         self.scripts: dict[str, Sequence[Script]] = {}
         self.requests: defaultdict[str, list[bytes]] = defaultdict(list)
         """The bodies, by path."""
+        self.heads: list[str] = []
+        """In lower case, one for each request."""
         self.connections = 0
         self.left = threading.Event()
         """Set when a client goes away while the server hangs."""
@@ -105,6 +107,7 @@ class BadServer:
     async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection stays open for another request."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        self.heads.append(head)
         path = head.split(" ")[1].partition("?")[0]
         length = next((line for line in head.split("\r\n") if line.startswith("content-length:")), "content-length: 0")
         body = await reader.readexactly(int(length.partition(":")[2]))

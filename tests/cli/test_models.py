@@ -10,6 +10,7 @@ import pytest
 
 from dragoman.cli.models import Row, table
 from dragoman.store.keys import KeyStore
+from tests.badserver import BadServer, answer
 from tests.cli.test_cli import refused, run
 from tests.server.test_connecting import certified, listened_on
 from tests.serving import Running, free_port, serving, serving_at
@@ -228,6 +229,8 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str)
     assert words in refused(run(tmp_path, "models", *given))
 
 
-def test_something_else_answers(tmp_path: Path, scripted: Running) -> None:
-    words = refused(run(tmp_path, "models", "--url", f"{scripted.url}/health?"))
+def test_something_else_answers(tmp_path: Path) -> None:
+    with BadServer() as server:
+        server.also(answer({"status": "ok"}), path="/v1/models")
+        words = refused(run(tmp_path, "models", "--url", server.url))
     assert "what answers there is no list of models" in words

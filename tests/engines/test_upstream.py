@@ -17,6 +17,7 @@ from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import ConfigError
 from dragoman.events import Started, TextDelta
 from dragoman.server.app import App, create_app
+from dragoman.server.stats import described
 from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
 from tests.engines.asking import ask, ask_all, upstream_app
 
@@ -50,6 +51,33 @@ def test_without_a_name_it_has_the_same(server: BadServer) -> None:
     server.play(HELLO)
     ask(upstream_app(server.url))
     assert sent(server)[0]["model"] == "m"
+
+
+def test_a_password_in_an_address_is_told_to_the_server_alone(
+    server: BadServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    server.play(HELLO, refused("500 Oh"))
+    url = server.url.replace("://", "://me:hidden@")
+    options = {"url": url, "protocol": "chat", "health_seconds": 0}
+    app = create_app(settings=Settings(models=(ModelSpec("m", "upstream", options=options),), models_dir=()))
+
+    async def talk() -> list[str]:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+            assert [(await client.post(CHAT, json=body)).status_code for _ in range(2)] == [200, 502]
+            drained = await client.post("/admin/upstreams/drain", json={"model": "m", "url": url})
+            shown = [drained.text, (await client.get("/admin/upstreams")).text]
+        await app.stop()
+        return shown
+
+    drained, shown = asyncio.run(talk())
+    assert '"drained"' in drained
+    assert server.url.replace("://", "://***@") in shown
+    assert "hidden" not in drained + shown + caplog.text + json.dumps(described(app))
+    # "me:hidden"
+    assert "\r\nauthorization: basic bwu6aglkzgvu\r\n" in server.heads[-1]
 
 
 def test_what_was_asked_goes_along(server: BadServer) -> None:
@@ -229,7 +257,12 @@ def test_proxies_of_the_environment_are_not_used(
         monkeypatch.setenv(name, other.url)
     server.play(HELLO)
     assert ask(upstream_app(server.url)).status_code == 200
-    assert ask(upstream_app(server.url, proxy=other.url)).status_code == 502
+    other.play(HELLO, path=f"{server.url}{CHAT}")
+    proxy = other.url.replace("://", "://me:hidden@")
+    assert ask(upstream_app(server.url, proxy=proxy)).status_code == 200
+    # Only the proxy was asked the second time, and by somebody whom it knows.
+    assert len(server.requests[CHAT]) == len(other.requests[f"{server.url}{CHAT}"]) == 1
+    assert "\r\nproxy-authorization: basic bwu6aglkzgvu\r\n" in other.heads[-1]
 
 
 @pytest.mark.parametrize("allowed", [False, True])

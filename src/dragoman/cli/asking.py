@@ -4,11 +4,11 @@ import json
 import socket
 import ssl
 import urllib.error
-import urllib.parse
 import urllib.request
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
+from dragoman.address import public, site
 from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
@@ -29,11 +29,12 @@ class Server:
         opener: urllib.request.OpenerDirector,
         key: str | None = None,
         name: str | None = None,
+        login: str | None = None,
     ) -> None:
         self.place = place
         self._address = address
         self._opener = opener
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"authorization": login or f"Bearer {key}"} if login or key else {}
         if name is not None:
             self._headers["host"] = name
 
@@ -72,17 +73,14 @@ class Server:
 
 def at(url: str, key: str | None) -> Server:
     """The server at an address, also where that of its API was given, or at `unix:PATH`."""
-    place = f"--url {url}"
+    place = f"--url {public(url)}"
     if url.startswith(UNIX):
         return Server(place, "http://localhost", _opener(url.removeprefix(UNIX), None), key)
     try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"{place}: expected an address such as http://127.0.0.1:8000, or unix:PATH")
-    return Server(place, url.rstrip("/").removesuffix("/v1"), urllib.request.build_opener(), key)
+        where = site(url)
+    except ConfigError as error:
+        raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
+    return Server(place, where.root, urllib.request.build_opener(), key, login=where.login)
 
 
 def configured(settings: Settings, key: str | None) -> Server:

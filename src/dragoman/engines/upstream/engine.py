@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
+from dragoman.address import public
 from dragoman.client.exchange import PROTOCOLS
 from dragoman.conversation import GenerationRequest, Image, Message, Sampling, ToolResult
 from dragoman.embedding import Embedding, Input
@@ -236,9 +237,9 @@ class UpstreamEngine(Engine):
 
     def drain(self, url: str, drained: bool) -> None:
         """Nothing new goes to the place, or something goes there again."""
-        found = [at for at, place in enumerate(self.places) if place.url == url]
+        found = [at for at, place in enumerate(self.places) if place.url == public(url)]
         if not found:
-            raise ConfigError(f"model {self.name} has no place {url!r:.200}")
+            raise ConfigError(f"model {self.name} has no place {public(url)!r:.200}")
         self.pool.drain(found[0], drained)
 
 

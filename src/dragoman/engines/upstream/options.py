@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dragoman.client.address import site
+from dragoman.address import public, site
 from dragoman.errors import ConfigError
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -84,5 +84,5 @@ def key_of(name: str, place: PlaceOptions) -> str | None:
         return None
     key = os.environ.get(place.key_env, "").strip()
     if not key:
-        raise ConfigError(f"models.{name}: the environment variable {place.key_env} has no key for {place.url}")
+        raise ConfigError(f"models.{name}: the environment variable {place.key_env} has no key for {public(place.url)}")
     return key

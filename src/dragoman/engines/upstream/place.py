@@ -7,6 +7,7 @@ from contextlib import aclosing
 import httpx
 import msgspec
 
+from dragoman.address import public
 from dragoman.client import listing, transport
 from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
 from dragoman.client.line import Answer, Line
@@ -37,7 +38,7 @@ class Way(msgspec.Struct, frozen=True):
 
 class Place:
     def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None) -> None:
-        self.url = place.url
+        self.url = public(place.url)
         self.model = place.model
         self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=Retries(0))
         self.models: dict[str, Model] = {}
