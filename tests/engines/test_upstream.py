@@ -16,6 +16,7 @@ from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import ConfigError
 from dragoman.events import Started, TextDelta
+from dragoman.operation import KeyLimits, Keys
 from dragoman.server.app import App, create_app
 from dragoman.server.stats import described
 from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
@@ -78,6 +79,22 @@ def test_a_password_in_an_address_is_told_to_the_server_alone(
     assert "hidden" not in drained + shown + caplog.text + json.dumps(described(app))
     # "me:hidden"
     assert "\r\nauthorization: basic bwu6aglkzgvu\r\n" in server.heads[-1]
+
+
+@pytest.mark.parametrize("script", [HELLO, [*cut(HEL), "close"]], ids=["uncounted", "cut off"])
+def test_what_nobody_counted_is_paid_for_and_timed(server: BadServer, script: Script) -> None:
+    server.play(script)
+    options = {"url": server.url, "protocol": "chat", "health_seconds": 0}
+    limits = Keys(limits=KeyLimits(tokens_per_minute=5000))
+    models = (ModelSpec("m", "upstream", options=options),)
+    app = create_app(settings=Settings(models=models, models_dir=(), api_keys=("k",), keys=limits))
+    headers = {"authorization": "Bearer k"}
+    first, second = ask_all(app, [{"max_tokens": 5, "stream": True}] * 2, headers=headers)
+    left = [int(reply.headers["x-ratelimit-remaining-tokens"]) for reply in (first, second)]
+    counted = app.telemetry.metrics.models["m"]
+    assert counted.unfinished_tokens == 2 * (left[0] - left[1]) > 20
+    assert (counted.prompt_tokens, counted.completion_tokens, counted.first_token.count) == (0, 0, 2)
+    assert '"usage":{' not in first.text
 
 
 def test_what_was_asked_goes_along(server: BadServer) -> None:

@@ -25,7 +25,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     unfinished_tokens: int = 0
-    """Of choices that broke off: nobody was told a usage that has them."""
+    """Of choices that broke off, or whose server tells no usage: nobody was told one that has them."""
     queue_us: int | None = None
     first_event_us: int | None = None
     first_token_us: int | None = None

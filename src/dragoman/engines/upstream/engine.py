@@ -17,7 +17,7 @@ import msgspec
 
 from dragoman.address import public
 from dragoman.client.exchange import PROTOCOLS
-from dragoman.conversation import GenerationRequest, Image, Message, Sampling, ToolResult
+from dragoman.conversation import GenerationRequest, Image, Sampling
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.engines.upstream import telling
@@ -172,8 +172,8 @@ class UpstreamEngine(Engine):
         return telling.told(error, model, self.places[at].url, self.options.models is not None)
 
     def _over_there(self, request: GenerationRequest, at: int) -> GenerationRequest:
-        """The request by the name that the model has there; variables of a chat template are not for callers to set."""
-        return msgspec.structs.replace(request, model=self._name(request.model, at), template_options={})
+        """The request by the name that the model has there."""
+        return _named(request, self._name(request.model, at))
 
     def _name(self, model: str, at: int) -> str:
         if self.options.models is None:
@@ -192,7 +192,7 @@ class UpstreamEngine(Engine):
         if self.options.image_urls:
             return
         for at, message in enumerate(request.messages):
-            if any(_is_address(image) for image in _images(message)):
+            if any(_is_address(image) for image in message.images):
                 words = "addresses of images are not passed on here; send the image itself, as a data: URL or base64"
                 raise BadRequest(words, param=f"messages[{at}]")
 
@@ -244,12 +244,8 @@ class UpstreamEngine(Engine):
 
 
 def _named(request: GenerationRequest, model: str) -> GenerationRequest:
+    """Variables of a chat template are not for callers to set."""
     return msgspec.structs.replace(request, model=model, template_options={})
-
-
-def _images(message: Message) -> list[Image]:
-    inner = [part for result in message.parts if isinstance(result, ToolResult) for part in result.content]
-    return [part for part in (*message.parts, *inner) if isinstance(part, Image)]
 
 
 def _is_address(image: Image) -> bool:
