@@ -190,10 +190,9 @@ def test_a_context_that_does_not_fit_is_refused(smollm2_path: Path, context: int
 def test_a_containers_limit_is_the_memory_there_is(
     smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, fits: bool
 ) -> None:
-    path = tmp_path / "memory.max"
     if limit is not None:
-        path.write_text(limit)
-    monkeypatch.setattr(machine, "MEMORY_LIMIT", path)
+        (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
     engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1, layout="as-is"))
 
     async def start() -> None:

@@ -68,7 +68,7 @@ def test_what_nobody_counts_is_not_for_nothing(ends: list[Finished]) -> None:
 
 
 def test_a_count_wins_over_an_estimate() -> None:
-    meter, record, metrics = made()
+    meter, record, _ = made()
     meter.note(0, [Started(7)], 100.5)
     meter.note(0, [TextDelta("held", 0)], 101.0)
     meter.note(0, [TextDelta("back", 2)], 101.5)

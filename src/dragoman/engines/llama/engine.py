@@ -102,6 +102,11 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout = "auto"
     """Whether another layout of the weights may be used where it is faster here."""
 
+    def __post_init__(self) -> None:
+        """What does not go together is told with the line of the file that it stands in."""
+        if self.kv != "f16" and not self.flash_attention:
+            raise ValueError(f"kv: {self.kv} needs flash attention: leave out flash_attention: false")
+
 
 class _Loaded(msgspec.Struct, frozen=True):
     """What it takes to write text."""
@@ -251,8 +256,6 @@ def _load(
     options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns, progress: Callable[[float], None]
 ) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
-    if options.kv != "f16" and not options.flash_attention:
-        raise ConfigError(f"llama: kv: {options.kv} needs flash attention: leave out flash_attention: false")
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     if options.layout == "auto":
