@@ -1,12 +1,12 @@
 """The memory that texts take: what is chosen, and what the types in which it is kept cost in bytes and in exactness."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from dragoman.config import Flags, load_settings
 from dragoman.conversation import Logprobs
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Context, Model
@@ -100,9 +100,10 @@ def test_replies_are_close_whatever_the_type(with_engine: Run) -> None:
     assert max(differences) < TOLERANCE
 
 
-def test_eight_bits_need_flash_attention(smollm2_path: Path) -> None:
-    options = LlamaOptions(path=str(smollm2_path), kv="q8_0", flash_attention=False)
-    with pytest.raises(ConfigError, match="kv: q8_0 needs flash attention"):
-        asyncio.run(LlamaEngine("exact", options).start())
+def test_eight_bits_need_flash_attention(tmp_path: Path) -> None:
+    file = tmp_path / "dragoman.yaml"
+    file.write_text("models:\n  m:\n    path: ./m.gguf\n    kv: q8_0\n    flash_attention: false\n")
+    with pytest.raises(ConfigError, match=r"dragoman.yaml:2: models\.m: kv: q8_0 needs flash attention"):
+        load_settings(str(file), Flags(), {})
     with pytest.raises(msgspec.ValidationError, match="kv"):
         msgspec.convert({"path": "x", "kv": "q4_0"}, LlamaOptions)
