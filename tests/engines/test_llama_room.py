@@ -11,7 +11,8 @@ from dragoman.conversation import Logprobs
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
-from dragoman.engines.llama.room import LEAST_DEFAULT_CONTEXT, Kv, Room, room
+from dragoman.engines.llama.room import LEAST_DEFAULT_CONTEXT, Room, room
+from dragoman.engines.llama.state import Kv, Shape
 from dragoman.errors import ConfigError
 from tests.engines.running import Run, collect, completion
 
@@ -50,6 +51,14 @@ def test_the_cache_is_as_large_as_the_memory_allows(
     monkeypatch.setattr(machine, "memory", lambda: memory)
     assert room(model, 4, 64, None, kv) == Room(64, 4, kept)
     assert room(model, 4, 64, 3, kv).cached == 3
+
+
+def test_the_state_of_a_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Shape(layers=30, heads=9, groups=3, width=576).token_bytes("f16") == HALF
+    # Where a head is wider than its share of a token's vector, the file says so.
+    told = {"llama.attention.key_length": "128", "llama.attention.value_length": "96"}
+    monkeypatch.setattr(model, "metadata", {**model.metadata, **told})
+    assert model.state_bytes("f16") == Shape(30, 9, 3, 576, key=128, value=96).token_bytes("f16") == 30 * 3 * 224 * 2
 
 
 def test_a_context_is_as_long_as_the_memory_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,13 +32,15 @@ from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake, detokenize, tokenize
 from dragoman.engines.llama.layout import Layout, prepared
-from dragoman.engines.llama.room import Kv, Room, room
+from dragoman.engines.llama.room import Room, expected_bytes, room
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
+from dragoman.engines.llama.state import Kv
 from dragoman.engines.llama.turns import Turns
 from dragoman.errors import ConfigError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished
 from dragoman.formats import detect, named
+from dragoman.gguf import read_metadata
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -151,6 +153,19 @@ class LlamaEngine(Engine):
     @classmethod
     def needs_worker(cls, options: msgspec.Struct) -> bool:
         return True
+
+    @classmethod
+    def memory_beside_file(cls, options: msgspec.Struct) -> int:
+        assert isinstance(options, LlamaOptions)
+        files = [_adapter_file(entry) for entry in options.adapters.values()]
+        adapters = sum(file.stat().st_size for file in files if file.is_file())
+        try:
+            metadata = read_metadata(Path(options.path))
+        except ConfigError:
+            # Loading it will say what is wrong with it.
+            return adapters
+        room = options.slots, options.context, options.cache_sequences, options.kv
+        return adapters + expected_bytes(metadata, *room, times=1 + len(options.adapters))
 
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:
@@ -342,11 +357,14 @@ def _choose_threads(contexts: Sequence[Context], path: Path) -> int:
 
 
 def _adapter(model: Model, name: str, entry: str | AdapterOptions) -> tuple[Adapter, float]:
-    options = AdapterOptions(entry) if isinstance(entry, str) else entry
-    path = Path(options.path).expanduser()
+    path = _adapter_file(entry)
     if not path.is_file():
         raise ConfigError(f"llama: there is no file of the adapter {name} at {path}")
-    return Adapter(model, path), options.scale
+    return Adapter(model, path), 1.0 if isinstance(entry, str) else entry.scale
+
+
+def _adapter_file(entry: str | AdapterOptions) -> Path:
+    return Path(entry if isinstance(entry, str) else entry.path).expanduser()
 
 
 def _context(model: Model, options: LlamaOptions, space: Room) -> Context:
