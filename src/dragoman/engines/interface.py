@@ -95,8 +95,8 @@ class Engine:
 
     @classmethod
     def memory_beside_file(cls, options: msgspec.Struct) -> int:
-        """Bytes that it will take in a process of its own, its file not counted, as far as they can be foreseen; from the
-        second time on what was measured counts. It is called in a thread, and may read files."""
+        """Bytes that it will take in a process of its own, its file not counted, as far as they can be foreseen; from
+        the second time on what was measured counts. It is called in a thread, and may read files."""
         return 0
 
     def models(self) -> Sequence[ModelInfo]:

@@ -113,8 +113,6 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Loaded(msgspec.Struct, frozen=True):
     """What it takes to write text."""
 
-    model: Model
-    context: Context
     intake: Intake
     runner: Runner
     adapted: Mapping[str, Runner]
@@ -260,6 +258,8 @@ class LlamaEngine(Engine):
         for runner in () if loaded is None else loaded.runners:
             runner.join()
             runner.context.close()
+            if runner.drafted:
+                log.info("of %d drafted tokens %d were the right ones", runner.drafted, runner.accepted)
         if embedder is not None:
             embedder.join()
         self.turns.close()
@@ -345,7 +345,7 @@ def _loaded(model: Model, options: LlamaOptions, length: int, runners: Sequence[
     speculation = options.speculation and not model.forgets
     fitting = min(length, plain.context.length)
     intake = Intake(model, fitting, syntax, options.template_options, speculation=speculation)
-    return _Loaded(model, plain.context, intake, plain, dict(zip(options.adapters, others, strict=True)))
+    return _Loaded(intake, plain, dict(zip(options.adapters, others, strict=True)))
 
 
 def _choose_threads(contexts: Sequence[Context], path: Path) -> int:
