@@ -9,6 +9,7 @@ import asyncio
 import gzip
 import json
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -46,7 +47,8 @@ SILENCE = 0.4
 
 
 class BadServer:
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.scripts: dict[str, Sequence[Script]] = {}
         self.requests: defaultdict[str, list[bytes]] = defaultdict(list)
         """The bodies, by path."""
@@ -61,7 +63,7 @@ class BadServer:
     def __enter__(self) -> Self:
         self._thread.start()
         self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._connected, "127.0.0.1", 0), self._loop
+            asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self._tls), self._loop
         ).result(10)
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
@@ -74,7 +76,7 @@ class BadServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}" if self._tls is None else f"https://localhost:{self.port}"
 
     def play(self, *scripts: Script, path: str = CHAT) -> None:
         """From now on only this."""

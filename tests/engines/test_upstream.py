@@ -18,9 +18,11 @@ from dragoman.errors import ConfigError
 from dragoman.events import Started, TextDelta
 from dragoman.operation import KeyLimits, Keys
 from dragoman.server.app import App, create_app
+from dragoman.server.serve import tls_context
 from dragoman.server.stats import described
 from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
 from tests.engines.asking import ask, ask_all, upstream_app
+from tests.server.test_connecting import certified
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -280,6 +282,20 @@ def test_proxies_of_the_environment_are_not_used(
     # Only the proxy was asked the second time, and by somebody whom it knows.
     assert len(server.requests[CHAT]) == len(other.requests[f"{server.url}{CHAT}"]) == 1
     assert "\r\nproxy-authorization: basic bwu6aglkzgvu\r\n" in other.heads[-1]
+
+
+def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = certified(tmp_path)
+    with BadServer(tls_context(tls)) as server:
+        server.play(HELLO)
+        # Nobody has heard of whoever signed its certificate.
+        assert ask(upstream_app(server.url)).status_code == 503
+        assert not server.requests[CHAT]
+        monkeypatch.setenv("SSL_CERT_FILE", tls.certificate)
+        first, second = ask_all(upstream_app(server.url), [{}, {"stream": True}])
+        assert first.json()["choices"][0]["message"]["content"] == "Hello"
+        assert second.text.rstrip().endswith("[DONE]")
+        assert len(server.requests[CHAT]) == 2
 
 
 @pytest.mark.parametrize("allowed", [False, True])

@@ -47,6 +47,9 @@ class Place:
         settings |= {"trust_env": False, "headers": {"accept-encoding": "identity"}}
         # A proxy has ways of its own, which httpx knows.
         settings |= {"transport": Wire()} if options.proxy is None else {"proxy": options.proxy}
+        if options.proxy is not None and self.talk.site.is_tls:
+            # Of the environment's only whom it believes, as without a proxy.
+            settings |= {"verify": httpx.create_ssl_context()}
         self._line = Line(self.talk, httpx.AsyncClient(**settings))
         self._refused: defaultdict[str, set[str]] = defaultdict(set)
         """By model, what it does not take."""
