@@ -157,29 +157,22 @@ def load_settings(
         models = {"smollm2": ModelSpec("smollm2", "llama", "smollm2")}
     models = {name: _laid_out(model, flags.layout, settings.layout) for name, model in models.items()}
     key = environ.get("DRAGOMAN_API_KEY")
-    result = Settings(
+    result = msgspec.structs.replace(
+        settings,
         models=tuple(models.values()),
         aliases=by_flag | {pattern: name for pattern, name in reading.aliases().items() if pattern not in by_flag},
         default=flags.default or settings.default,
         models_dir=folders,
         memory=memory or settings.memory,
         keep_alive=settings.keep_alive if keep_alive is None else keep_alive,
-        turn_seconds=settings.turn_seconds,
         layout=flags.layout or settings.layout,
         host=flags.host or settings.host,
         port=settings.port if flags.port is None else flags.port,
         api_keys=tuple(flags.api_keys) or ((key,) if key else settings.api_keys),
         strict=flags.strict or settings.strict,
         event_log=flags.event_log or settings.event_log,
-        hosts=settings.hosts,
-        limits=settings.limits,
-        grace_seconds=settings.grace_seconds,
-        drain_seconds=settings.drain_seconds,
         socket=flags.socket or settings.socket,
-        proxies=settings.proxies,
         keys=msgspec.structs.replace(settings.keys, anonymous=True) if flags.anonymous else settings.keys,
-        telemetry=settings.telemetry,
-        cors=settings.cors,
         tls=reading.tls_flags() or settings.tls,
     )
     reading.check_names(result, offered, by_flag)
