@@ -17,6 +17,7 @@ Rules
 
     file.py        a file as values and lines; what is wrong in it
     models.py      one entry of `models:`
+    paths.py       paths in a file
     quantities.py  sizes and times
 """
 
@@ -30,10 +31,11 @@ import msgspec
 
 from dragoman.config.file import File, read
 from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, Word, read_models
+from dragoman.config.paths import keys_located, located, tls_located
 from dragoman.config.quantities import duration, size
 from dragoman.discovery import names_in
 from dragoman.errors import ConfigError
-from dragoman.operation import Cors, Keys, Telemetry, Tls, keys_located, located, network, tls_located
+from dragoman.operation import Cors, Keys, Telemetry, Tls, network
 from dragoman.sources import BUILT_IN, home
 
 __all__ = ["Flags", "Limits", "ModelSpec", "SamplingDefaults", "Settings", "load_settings"]

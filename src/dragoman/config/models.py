@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import msgspec
 
 from dragoman.config.file import File, kind
+from dragoman.config.paths import located
 from dragoman.config.quantities import duration
 from dragoman.conversation import Sampling
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
-from dragoman.operation import located
 from dragoman.sources import BUILT_IN, KINDS
 
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
