@@ -6,6 +6,7 @@ generation  one request's way from logits to events
 budget      how much of a reply may be thought
 embedder    texts made into vectors, in a thread and a decoder of their own
 turns       who computes next, and the thread in which all do
+pace        how many rows a step has
 drafts      how a reply may go on, and whether trying that pays: pure
 runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
 scheduler   which rows the next decode has: pure, without model, thread or clock of its own
