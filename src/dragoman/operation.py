@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from dragoman.bounds import Count, Word
 from dragoman.errors import ConfigError
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Word = Annotated[str, msgspec.Meta(min_length=1)]
 RouteScope = Literal[
     "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
 ]

@@ -1,6 +1,7 @@
 """The command line: `dragoman serve`, `check`, `chat`, `models`, `pull`, `keys`, `bench`. One file per command,
 and what several need:
 
+    settings             those that `dragoman serve` would have
     asking               a running server, asked by a command
     layout               an argument of `serve` and `pull`, and what it stands for
     conversing, screen   the state of a chat, and what it shows

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,8 @@ from dragoman import sources
 from dragoman.catalog import Catalog, Model, foreseen
 from dragoman.cli import asking
 from dragoman.cli.asking import Server
-from dragoman.config import Flags, ModelSpec, Settings, load_settings
+from dragoman.cli.settings import settings_of
+from dragoman.config import ModelSpec, Settings
 from dragoman.config.quantities import shown_size
 from dragoman.engines import engine_class
 from dragoman.engines.llama.layout import in_use
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _rows(arguments: argparse.Namespace) -> list[Row]:
     if arguments.url is not None:
         return _served(_given_server(arguments))
-    settings = _settings(arguments)
+    settings = settings_of(arguments.config)
     server = asking.configured(settings, arguments.api_key)
     if not arguments.configured and server.is_there():
         return _served(server)
@@ -98,12 +98,6 @@ async def _known(settings: Settings) -> list[Model]:
     return catalog.listed()
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
-    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    return load_settings(arguments.config, Flags(), os.environ)
-
-
 def _given_server(arguments: argparse.Namespace) -> Server:
     return asking.at(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
 
@@ -114,7 +108,7 @@ def _change(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         server = _given_server(arguments)
     else:
-        server = asking.configured(_settings(arguments), arguments.api_key)
+        server = asking.configured(settings_of(arguments.config), arguments.api_key)
     name = urllib.parse.quote(arguments.name, safe="")
     row = _standing(server.post(f"/admin/models/{name}/{arguments.action}"))
     told = f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else "")

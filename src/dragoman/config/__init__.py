@@ -29,8 +29,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from dragoman.bounds import Count, Seconds, Word
 from dragoman.config.file import File, read
-from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, Word, read_models
+from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, read_models
 from dragoman.config.paths import keys_located, located, tls_located
 from dragoman.config.quantities import duration, size
 from dragoman.discovery import names_in
@@ -43,8 +44,6 @@ __all__ = ["Flags", "Limits", "ModelSpec", "SamplingDefaults", "Settings", "load
 FILE_NAME = "dragoman.yaml"
 ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T")
 
 

@@ -4,9 +4,12 @@ import msgspec
 
 from dragoman.events import Usage
 
+CLIENT_LEFT = 499
+"""The status of a request whose client left before the end."""
+
 
 class RequestRecord(msgspec.Struct, omit_defaults=True):
-    """Written when the request has ended. Status 499: the client left before the end.
+    """Written when the request has ended.
 
     `scope` is what kind of route it was; `route` is the path as it came, and never becomes the name of anything.
     """

@@ -22,6 +22,7 @@ from typing import Annotated, Self, TypeVar
 
 import msgspec
 
+from dragoman.bounds import Count
 from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
@@ -60,9 +61,6 @@ FEATURES = VECTOR_FEATURES | frozenset(
         *("tools", "strict_tools", "constraint", "thinking", "documents", "render", "template_options"),
     }
 )
-
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class AdapterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

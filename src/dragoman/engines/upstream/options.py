@@ -6,11 +6,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from dragoman.address import public, site
+from dragoman.bounds import Seconds, Word
+from dragoman.client.talk import ProtocolName
 from dragoman.errors import ConfigError
-
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Word = Annotated[str, msgspec.Meta(min_length=1)]
-ProtocolName = Literal["auto", "chat", "responses", "messages"]
 
 
 class PlaceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
