@@ -51,7 +51,7 @@ class Meter:
                 self._record.first_token_us = int((now - self._begun) * 1e6)
             state[0] = now
             state[1] += tokens
-        if not tokens and not state[1] and type(last) is not Started:
+        if not tokens and not state[1]:
             self._hear(state, events, now)
         if type(last) is Finished:
             self._record.finish = last.reason
@@ -64,9 +64,14 @@ class Meter:
         """What came without a count."""
         heard = 0
         for event in events:
-            if isinstance(event, COUNTED):
-                said = event.arguments if isinstance(event, ToolCallDelta) else event.text
-                heard += max(1, len(said) // CHARACTERS_PER_TOKEN) if said else 0
+            if type(event) is TextDelta or type(event) is ReasoningDelta:
+                said = event.text
+            elif type(event) is ToolCallDelta:
+                said = event.arguments
+            else:
+                continue
+            if said:
+                heard += len(said) // CHARACTERS_PER_TOKEN or 1
         if not heard:
             return
         if state[2]:
