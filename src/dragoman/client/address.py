@@ -1,4 +1,7 @@
-"""Who a server is told that we are, and the words that some of them want otherwise."""
+"""Who a server is told that we are, and the words that some of them want otherwise.
+
+Redirects are not followed: nobody is asked, or told a key, but who was named (`dragoman.address`).
+"""
 
 from collections.abc import Mapping
 
