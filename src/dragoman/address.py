@@ -47,10 +47,10 @@ class Site(msgspec.Struct, frozen=True):
 def site(url: str) -> Site:
     try:
         parts = urlsplit(url)
-        host, usable = parts.hostname, parts.port != 0
+        host, _ = parts.hostname, parts.port
     except ValueError:
-        host, usable = None, False
-    if host is None or not usable or parts.scheme not in ("http", "https"):
+        host = None
+    if host is None or parts.scheme not in ("http", "https"):
         raise ConfigError(f"{public(url)!r:.200}: expected an address such as {DEFAULT}")
     given = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
     api = given if _VERSION.search(parts.path) else f"{given}/v1"

@@ -229,6 +229,12 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str)
     assert words in refused(run(tmp_path, "models", *given))
 
 
+def test_of_a_server_whose_api_lies_elsewhere(tmp_path: Path) -> None:
+    with BadServer() as server:
+        server.also(answer({"data": [{"id": "big"}]}), path="/api/v4/models")
+        assert list(listed(tmp_path, "--url", f"{server.url}/api/v4")) == ["big"]
+
+
 def test_something_else_answers(tmp_path: Path) -> None:
     with BadServer() as server:
         server.also(answer({"status": "ok"}), path="/v1/models")

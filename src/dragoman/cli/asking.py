@@ -8,7 +8,7 @@ import urllib.request
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
-from dragoman.address import public, site
+from dragoman.address import Site, public, site
 from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
@@ -17,6 +17,9 @@ PATIENCE_SECONDS = 10
 LOADING_SECONDS = 600
 """A model may take its time to be loaded."""
 UNIX = "unix:"
+LOCAL = "http://localhost"
+API = "/v1"
+"""Where our own server has the routes that others may have elsewhere."""
 
 
 class Server:
@@ -25,16 +28,16 @@ class Server:
     def __init__(
         self,
         place: str,
-        address: str,
+        where: Site,
         opener: urllib.request.OpenerDirector,
         key: str | None = None,
         name: str | None = None,
-        login: str | None = None,
     ) -> None:
         self.place = place
-        self._address = address
+        self._where = where
         self._opener = opener
-        self._headers = {"authorization": login or f"Bearer {key}"} if login or key else {}
+        login = where.login or (f"Bearer {key}" if key else None)
+        self._headers = {} if login is None else {"authorization": login}
         if name is not None:
             self._headers["host"] = name
 
@@ -56,9 +59,9 @@ class Server:
         return ConfigError(f"{self.place}: what answers there is no list of models")
 
     def _ask(self, method: str, path: str, patience: float) -> Any:
-        request = urllib.request.Request(  # noqa: S310 (it is http or https)
-            f"{self._address}{path}", headers=self._headers, method=method
-        )
+        in_api = path.startswith(API)
+        url = self._where.api + path.removeprefix(API) if in_api else self._where.root + path
+        request = urllib.request.Request(url, headers=self._headers, method=method)  # noqa: S310 (it is http or https)
         try:
             with self._opener.open(request, timeout=patience) as response:
                 return json.load(response)
@@ -75,12 +78,12 @@ def at(url: str, key: str | None) -> Server:
     """The server at an address, also where that of its API was given, or at `unix:PATH`."""
     place = f"--url {public(url)}"
     if url.startswith(UNIX):
-        return Server(place, "http://localhost", _opener(url.removeprefix(UNIX), None), key)
+        return Server(place, site(LOCAL), _opener(url.removeprefix(UNIX), None), key)
     try:
         where = site(url)
     except ConfigError as error:
         raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
-    return Server(place, where.root, urllib.request.build_opener(), key, login=where.login)
+    return Server(place, where, urllib.request.build_opener(), key)
 
 
 def configured(settings: Settings, key: str | None) -> Server:
@@ -89,11 +92,11 @@ def configured(settings: Settings, key: str | None) -> Server:
     name = next(iter(settings.hosts or ()), None)
     if settings.socket is not None:
         opener = _opener(settings.socket, settings.tls)
-        return Server(f"the server at {UNIX}{settings.socket}", "http://localhost", opener, key, name)
+        return Server(f"the server at {UNIX}{settings.socket}", site(LOCAL), opener, key, name)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (it is only asked)
     shown = f"[{host}]" if ":" in host else host
     address = f"{'https' if settings.tls else 'http'}://{shown}:{settings.port}"
-    return Server(f"the server at {address}", address, _opener(None, settings.tls), key, name)
+    return Server(f"the server at {address}", site(address), _opener(None, settings.tls), key, name)
 
 
 def _opener(path: str | None, tls: Tls | None) -> urllib.request.OpenerDirector:
