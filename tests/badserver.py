@@ -9,6 +9,7 @@ import asyncio
 import gzip
 import json
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -46,10 +47,13 @@ SILENCE = 0.4
 
 
 class BadServer:
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.scripts: dict[str, Sequence[Script]] = {}
         self.requests: defaultdict[str, list[bytes]] = defaultdict(list)
         """The bodies, by path."""
+        self.heads: list[str] = []
+        """In lower case, one for each request."""
         self.connections = 0
         self.left = threading.Event()
         """Set when a client goes away while the server hangs."""
@@ -59,7 +63,7 @@ class BadServer:
     def __enter__(self) -> Self:
         self._thread.start()
         self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._connected, "127.0.0.1", 0), self._loop
+            asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self._tls), self._loop
         ).result(10)
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
@@ -72,7 +76,7 @@ class BadServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}" if self._tls is None else f"https://localhost:{self.port}"
 
     def play(self, *scripts: Script, path: str = CHAT) -> None:
         """From now on only this."""
@@ -105,6 +109,7 @@ class BadServer:
     async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection stays open for another request."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        self.heads.append(head)
         path = head.split(" ")[1].partition("?")[0]
         length = next((line for line in head.split("\r\n") if line.startswith("content-length:")), "content-length: 0")
         body = await reader.readexactly(int(length.partition(":")[2]))

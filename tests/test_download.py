@@ -170,6 +170,13 @@ def test_what_is_not_wanted_leaves_nothing(
     assert visible(tmp_path / "home") == []
 
 
+def test_a_password_in_an_address_is_not_told(site: Site) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        sources.fetch(f"{site.url.replace('://', '://me:hidden@')}/models/m.txt")
+    assert "***@" in str(refusal.value)
+    assert "hidden" not in str(refusal.value)
+
+
 def test_damage_is_noticed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{site.url}/models/m.gguf"
     path = sources.fetch(source)

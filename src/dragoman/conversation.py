@@ -66,6 +66,12 @@ class Message(msgspec.Struct, frozen=True):
         """The visible text: of text parts, and of tool results in a tool message."""
         return "".join([_visible_text(part) for part in self.parts])
 
+    @property
+    def images(self) -> list[Image]:
+        """Its own, and those of tool results in it."""
+        inner = [part for result in self.parts if isinstance(result, ToolResult) for part in result.content]
+        return [part for part in (*self.parts, *inner) if isinstance(part, Image)]
+
 
 def _visible_text(part: Part) -> str:
     if isinstance(part, Text):

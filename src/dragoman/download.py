@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from dragoman.address import public
 from dragoman.errors import ConfigError
 from dragoman.gguf import MAGIC, read_metadata
 
@@ -124,13 +125,13 @@ def _fill(wanted: Wanted, part: Path, progress: Progress) -> None:
             reason = "the connection ended early"
         except urllib.error.HTTPError as error:
             if error.code < 500:
-                raise ConfigError(f"{wanted.url}: the server answered {error.code} {error.reason}") from error
+                raise ConfigError(f"{public(wanted.url)}: the server answered {error.code} {error.reason}") from error
             reason = f"the server answered {error.code}"
         except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
         tries = 0 if part.is_file() and part.stat().st_size > before else tries + 1
         if tries >= TRIES:
-            raise ConfigError(f"{wanted.url}: {reason}; what has come is kept: try again to go on")
+            raise ConfigError(f"{public(wanted.url)}: {reason}; what has come is kept: try again to go on")
         time.sleep(min(2.0, 0.1 * 2**tries))
 
 
@@ -171,7 +172,7 @@ def _copy(wanted: Wanted, response: Any, file: BinaryIO, total: int | None, prog
     told = time.monotonic()
     while block := response.read(BLOCK):
         if file.tell() == 0 and not block.startswith(MAGIC):
-            raise ConfigError(f"{wanted.url} is not a GGUF file")
+            raise ConfigError(f"{public(wanted.url)} is not a GGUF file")
         file.write(block)
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
@@ -186,12 +187,13 @@ def _checked(wanted: Wanted, part: Path) -> str:
     size = part.stat().st_size
     if (wanted.sha256 or digest) != digest or (wanted.size or size) != size:
         part.unlink()
-        raise ConfigError(f"{wanted.url} is not what it should be (sha256 {digest}, {size} bytes); it was thrown away")
+        told = f"sha256 {digest}, {size} bytes"
+        raise ConfigError(f"{public(wanted.url)} is not what it should be ({told}); it was thrown away")
     try:
         read_metadata(part)
     except ConfigError as error:
         part.unlink()
-        raise ConfigError(f"{wanted.url} is not a GGUF file that can be read: {error}") from error
+        raise ConfigError(f"{public(wanted.url)} is not a GGUF file that can be read: {error}") from error
     return digest
 
 
@@ -217,7 +219,7 @@ def place_of(url: str, folder: Path) -> Path:
     parts = urllib.parse.urlsplit(url)
     names = [_safe(name) for name in urllib.parse.unquote(parts.path).split("/") if name.strip(". ")]
     if not parts.hostname or not names:
-        raise ConfigError(f"{url}: expected the address of a .gguf file")
+        raise ConfigError(f"{public(url)}: expected the address of a .gguf file")
     last = names[-1].removesuffix(".gguf")
     if parts.query:
         last += "-" + hashlib.sha256(parts.query.encode()).hexdigest()[:8]

@@ -4,15 +4,13 @@ Each class is a section of the configuration, and part of `config.Settings`. Pat
 """
 
 import ipaddress
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
+from dragoman.bounds import Count, Word
 from dragoman.errors import ConfigError
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Word = Annotated[str, msgspec.Meta(min_length=1)]
 RouteScope = Literal[
     "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
 ]
@@ -106,20 +104,3 @@ def network(entry: object) -> Network | None:
         return ipaddress.ip_network(str(entry), strict=False)
     except ValueError as error:
         raise ConfigError(f"{entry!r}: expected an address, a network such as 10.0.0.0/8, or unix") from error
-
-
-def located(path: str, folder: Path) -> str:
-    """A path that a file in this folder gave."""
-    return str(folder / Path(path).expanduser())
-
-
-def keys_located(keys: Keys, folder: Path) -> Keys:
-    store = None if keys.store is None else located(keys.store, folder)
-    jwt = keys.jwt
-    if jwt is not None:
-        jwt = msgspec.structs.replace(jwt, key_file=located(jwt.key_file, folder))
-    return msgspec.structs.replace(keys, store=store, jwt=jwt)
-
-
-def tls_located(tls: Tls | None, folder: Path) -> Tls | None:
-    return None if tls is None else Tls(located(tls.certificate, folder), located(tls.key, folder))

@@ -60,6 +60,15 @@ def test_types_of_state_and_adapters_count(file: Path, tmp_path: Path) -> None:
     assert expected(adapted) == before + 700 + 3 * STATE * 100 * 3
 
 
+def test_heads_wider_than_their_share_count(tmp_path: Path) -> None:
+    widths = {"attention.key_length": 128, "attention.value_length": 96}
+    pairs = [pair(f"llama.{key}", 4, struct.pack("<I", value)) for key, value in (NUMBERS | widths).items()]
+    head = gguf(pair("general.architecture", 8, text("llama")), *pairs)
+    (tmp_path / "m.gguf").write_bytes(head)
+    spec = ModelSpec("m", "llama", str(tmp_path / "m.gguf"), {"context": 10, "slots": 1, "cache_sequences": 0})
+    assert expected(spec) == PROCESS_BYTES + len(head) + 10 * 2 * (128 + 96) * 2 * 10
+
+
 def test_all_parts_count(tmp_path: Path) -> None:
     for at in (1, 2):
         (tmp_path / f"m-0000{at}-of-00002.gguf").write_bytes(HEAD + bytes(1000))

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from dragoman.catalog.residency import (
     Failed,
     Forget,
     GaveUp,
-    Left,
     Load,
     Loaded,
     Lost,
@@ -36,6 +36,16 @@ from dragoman.catalog.residency import (
     Weighed,
     Wished,
 )
+
+
+class Left(msgspec.Struct, frozen=True):
+    """Somebody has finished using it: what the `Lifecycle` tells in a call of its own, and a plan in its order."""
+
+    key: str
+
+
+def left(residency: Residency, key: str, now: float) -> list[Effect]:
+    return [] if residency.leave(key, now) else residency.feed(Passed(), now)
 
 
 class World:
@@ -59,7 +69,7 @@ class World:
         self._running = dict.fromkeys(needs, 0)
         self._lengths: dict[int, float] = {}
         self._tickets = itertools.count()
-        self._plan: list[tuple[float, int, Event]] = []
+        self._plan: list[tuple[float, int, Event | Left]] = []
         self._order = itertools.count()
         for key in needs:
             self.feed(Added(key, keep_alive))
@@ -70,15 +80,18 @@ class World:
         self.feed(Asked(key, ticket))
         return ticket
 
-    def later(self, seconds: float, event: Event) -> None:
+    def later(self, seconds: float, event: Event | Left) -> None:
         heapq.heappush(self._plan, (self.now + seconds, next(self._order), event))
 
-    def feed(self, event: Event) -> None:
-        if isinstance(event, Left):
-            self._running[event.key] -= 1
+    def feed(self, event: Event | Left) -> None:
         if isinstance(event, Unloaded):
             del self._memory[event.key]
-        for effect in self.residency.feed(event, self.now):
+        if isinstance(event, Left):
+            self._running[event.key] -= 1
+            effects = left(self.residency, event.key, self.now)
+        else:
+            effects = self.residency.feed(event, self.now)
+        for effect in effects:
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
@@ -291,7 +304,7 @@ def test_one_that_needs_more_than_was_thought() -> None:
         residency.feed(Asked(key, 0), 0)
         residency.feed(Weighed(key, 5), 0)
         residency.feed(Loaded(key, 5), 1)
-        residency.feed(Left(key), 2)
+        left(residency, key, 2)
     residency.feed(Added("c"), 3)
     residency.feed(Bounds(16, 4), 3)
     residency.feed(Asked("c", 1), 3)
@@ -302,7 +315,7 @@ def test_one_that_needs_more_than_was_thought() -> None:
     assert effects == [Unload("b", "memory is short")]
     residency.feed(Unloaded("a"), 21)
     residency.feed(Unloaded("b"), 21)
-    assert residency.feed(Left("c"), 21) == [Unload("c", "memory is short")]
+    assert left(residency, "c", 21) == [Unload("c", "memory is short")]
 
 
 def test_one_that_turns_out_larger_than_everything_is_refused() -> None:

@@ -122,6 +122,7 @@ def test_nobody_is_there(tmp_path: Path) -> None:
     ("text", "arguments", "words"),
     [
         ("hello", ["--url", "ftp://x"], "expected an address such as http://127.0.0.1:8000"),
+        ("hello", ["--protocol", "smtp"], "protocol 'smtp': expected auto, "),
         ("hello", ["--tools", "none.py"], "there is no such file"),
         ("hello", ["--tools", "broken.py"], "SyntaxError"),
         ("hello", ["--tools", "empty.py"], "it defines no public functions"),

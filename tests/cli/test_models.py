@@ -10,6 +10,7 @@ import pytest
 
 from dragoman.cli.models import Row, table
 from dragoman.store.keys import KeyStore
+from tests.badserver import BadServer, answer
 from tests.cli.test_cli import refused, run
 from tests.server.test_connecting import certified, listened_on
 from tests.serving import Running, free_port, serving, serving_at
@@ -88,6 +89,16 @@ def test_what_a_configuration_would_serve(folder: Path) -> None:
     assert rows["own"]["format"] is None
 
 
+def test_what_lies_in_the_folder_would_be_served_too(folder: Path) -> None:
+    (folder / "dragoman.yaml").write_text("{models: {mine: ./m.gguf}, models_dir: .}")
+    (folder / "other.gguf").write_bytes((folder / "m.gguf").read_bytes())
+    rows = listed(folder)
+    assert list(rows) == ["mine", "other"]
+    assert rows["other"] | {"name": "mine", "source": rows["mine"]["source"]} == rows["mine"]
+    (folder / "dragoman.yaml").write_text("models_dir: .")
+    assert list(listed(folder)) == ["m", "other"]
+
+
 def test_a_model_that_only_makes_vectors_has_no_format(folder: Path) -> None:
     pairs = [pair("general.architecture", 8, text("bert")), pair("bert.attention.causal", 7, b"\0")]
     (folder / "v.gguf").write_bytes(gguf(*pairs))
@@ -122,6 +133,8 @@ def test_a_server_at_the_configured_address_is_asked(tmp_path: Path) -> None:
         (tmp_path / "dragoman.yaml").write_text(f"port: {running.port}\nmodels: {{other: ./m.gguf}}\n")
         assert set(listed(tmp_path)) == {"first", "org/b"}
         assert set(listed(tmp_path, "--configured")) == {"other"}
+        row = json.loads(run(tmp_path, "models", "load", "org/b", "--json").stdout)
+        assert (row["name"], row["state"], row["slots"]) == ("org/b", "ready", 3)
         done = run(tmp_path, "models", "load", "org/b")
         assert (done.returncode, done.stdout) == (0, "org/b: ready\n")
         row = listed(tmp_path)["org/b"]
@@ -203,6 +216,8 @@ def test_a_socket_by_its_path(tmp_path: Path) -> None:
         (["--url", "http://[x"], "expected an address"),
         (["--url", "http://a b"], "no answer: "),
         (["load"], "load what? give the NAME of a model"),
+        (["load", "a", "--configured"], "--configured asks no server: leave out --url, load and unload"),
+        (["--url", "http://127.0.0.1:1", "--configured"], "--configured asks no server"),
         (["sing", "a"], "invalid choice: 'sing'"),
         (["--api-key", "k"], "--api-key is for a running server: give its --url too"),
         (["--config", "none.yaml"], "cannot read the configuration none.yaml"),
@@ -214,6 +229,14 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str)
     assert words in refused(run(tmp_path, "models", *given))
 
 
-def test_something_else_answers(tmp_path: Path, scripted: Running) -> None:
-    words = refused(run(tmp_path, "models", "--url", f"{scripted.url}/health?"))
+def test_of_a_server_whose_api_lies_elsewhere(tmp_path: Path) -> None:
+    with BadServer() as server:
+        server.also(answer({"data": [{"id": "big"}]}), path="/api/v4/models")
+        assert list(listed(tmp_path, "--url", f"{server.url}/api/v4")) == ["big"]
+
+
+def test_something_else_answers(tmp_path: Path) -> None:
+    with BadServer() as server:
+        server.also(answer({"status": "ok"}), path="/v1/models")
+        words = refused(run(tmp_path, "models", "--url", server.url))
     assert "what answers there is no list of models" in words

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from dragoman.client.talk import ProtocolName
 from dragoman.conversation import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.interface import Engine, ModelInfo, Output
 from dragoman.engines.run import call, run
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.engines.upstream.engine import UpstreamEngine
-from dragoman.engines.upstream.options import ProtocolName, UpstreamOptions
+from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.reply import Choice

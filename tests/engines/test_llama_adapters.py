@@ -7,7 +7,8 @@ import pytest
 
 from dragoman.conversation import Logprobs
 from dragoman.engines.llama.engine import AdapterOptions, LlamaEngine, LlamaOptions
-from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK, Pace
+from dragoman.engines.llama.pace import Pace
+from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
 from dragoman.errors import ConfigError
 from tests.engines.adapters import write_adapter
 from tests.engines.running import FRANCE, Run, chat, collect, completion

@@ -47,7 +47,7 @@ def test_what_closes_a_thought_is_of_the_pair_that_opened_it(opened: Tags) -> No
 def test_the_engine_closes_what_the_prompt_has_opened(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        intake, model = engine.loaded.intake, engine.loaded.model
+        intake, model = engine.loaded.intake, engine.loaded.intake.model
         intake.format = FORMATS["kimi"]
         intake.template = ChatTemplate(
             "{{ messages[0].content }}◁think▷\n", bos="", eos="", control=model.control, format=intake.format

@@ -387,7 +387,7 @@ THINKING = """\
 def test_a_thought_that_the_prompt_has_begun(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        intake, model = engine.loaded.intake, engine.loaded.model
+        intake, model = engine.loaded.intake, engine.loaded.intake.model
         intake.template = ChatTemplate(
             THINKING, bos="<|im_start|>", eos="<|im_end|>", control=model.control, format=intake.format
         )
@@ -409,7 +409,7 @@ def test_a_thought_that_the_prompt_has_begun(with_engine: Run) -> None:
 def test_markers_that_are_control_tokens_are_shown(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        model = engine.loaded.model
+        model = engine.loaded.intake.model
         token = next(token for token in sorted(model.hidden - model.ends) if token != IM_START)
         lead = Sampling(temperature=0, logit_bias={token: 100})
         hidden = await collect(engine, completion(sampling=lead, max_tokens=1))

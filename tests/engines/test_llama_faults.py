@@ -30,7 +30,7 @@ def test_a_decode_that_fails_fails_only_the_jobs_concerned(with_engine: Run) -> 
 
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        context = engine.loaded.context
+        context = engine.loaded.runner.context
         decode = context.decode
 
         def failing(tokens: Sequence[int], *rest: Any) -> int:
@@ -52,7 +52,7 @@ def test_a_decode_that_fails_fails_only_the_jobs_concerned(with_engine: Run) -> 
 def test_a_decode_for_nobody_is_broken_off(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        context = engine.loaded.context
+        context = engine.loaded.runner.context
         decode, codes = context.decode, []
 
         def noting(tokens: Sequence[int], *rest: Any) -> int:
@@ -77,7 +77,7 @@ def test_a_decode_for_nobody_is_broken_off(with_engine: Run) -> None:
 def test_a_decode_that_was_broken_off_by_mistake_is_done_again(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        context = engine.loaded.context
+        context = engine.loaded.runner.context
         decode, seen = context.decode, 0
 
         def aborting(tokens: Sequence[int], *rest: Any) -> int:
@@ -95,7 +95,7 @@ def test_a_decode_that_was_broken_off_by_mistake_is_done_again(with_engine: Run)
 def test_a_job_whose_rows_cannot_be_taken_back_fails_alone(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        context = engine.loaded.context
+        context = engine.loaded.runner.context
         decode, trim = context.decode, context.trim
 
         def failing(tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], *rest: Any) -> int:
@@ -119,7 +119,7 @@ def test_a_job_whose_rows_cannot_be_taken_back_fails_alone(with_engine: Run) -> 
 def test_output_that_is_not_a_number_fails_the_request_alone(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        context = engine.loaded.context
+        context = engine.loaded.runner.context
         logits = context.logits
 
         def spoilt(row: int) -> Any:
@@ -140,7 +140,7 @@ def test_output_that_is_not_a_number_fails_the_request_alone(with_engine: Run) -
 def test_an_unknown_failure_fails_the_jobs_at_hand_and_the_engine_goes_on(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        context = engine.loaded.context
+        context = engine.loaded.runner.context
         decode = context.decode
 
         def broken(*_: object) -> int:
@@ -190,10 +190,9 @@ def test_a_context_that_does_not_fit_is_refused(smollm2_path: Path, context: int
 def test_a_containers_limit_is_the_memory_there_is(
     smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, fits: bool
 ) -> None:
-    path = tmp_path / "memory.max"
     if limit is not None:
-        path.write_text(limit)
-    monkeypatch.setattr(machine, "MEMORY_LIMIT", path)
+        (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
     engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1, layout="as-is"))
 
     async def start() -> None:

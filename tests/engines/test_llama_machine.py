@@ -40,3 +40,26 @@ def test_a_quota_of_less_than_one_cpu_leaves_one(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(machine, "GROUPS", tmp_path)
     monkeypatch.setattr(machine, "OWN_GROUP", tmp_path / "none")
     assert machine.cpus() == machine.threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "5000\n"}, 5000),
+        ("0::/system.slice/d.service\n", {"system.slice/d.service/memory.max": "7000\n"}, 7000),
+        ("0::/a/b\n", {"memory.max": "9000", "a/memory.max": "6000", "a/b/memory.max": "max"}, 6000),
+        ("0::/a\n", {"memory.max": "max", "other/memory.max": "1"}, None),
+        ("0::/gone\n", {"memory.max": "nonsense"}, None),
+    ],
+)
+def test_the_memory_of_a_container_or_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], limit: int | None
+) -> None:
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(machine, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "OWN_GROUP", tmp_path / "own")
+    assert machine.memory() == (whole if limit is None else limit)

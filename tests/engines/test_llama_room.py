@@ -1,17 +1,18 @@
 """The memory that texts take: what is chosen, and what the types in which it is kept cost in bytes and in exactness."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from dragoman.config import Flags, load_settings
 from dragoman.conversation import Logprobs
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
-from dragoman.engines.llama.room import LEAST_DEFAULT_CONTEXT, Kv, Room, room
+from dragoman.engines.llama.room import LEAST_DEFAULT_CONTEXT, Room, room
+from dragoman.engines.llama.state import Kv, Shape
 from dragoman.errors import ConfigError
 from tests.engines.running import Run, collect, completion
 
@@ -50,6 +51,14 @@ def test_the_cache_is_as_large_as_the_memory_allows(
     monkeypatch.setattr(machine, "memory", lambda: memory)
     assert room(model, 4, 64, None, kv) == Room(64, 4, kept)
     assert room(model, 4, 64, 3, kv).cached == 3
+
+
+def test_the_state_of_a_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Shape(layers=30, heads=9, groups=3, width=576).token_bytes("f16") == HALF
+    # Where a head is wider than its share of a token's vector, the file says so.
+    told = {"llama.attention.key_length": "128", "llama.attention.value_length": "96"}
+    monkeypatch.setattr(model, "metadata", {**model.metadata, **told})
+    assert model.state_bytes("f16") == Shape(30, 9, 3, 576, key=128, value=96).token_bytes("f16") == 30 * 3 * 224 * 2
 
 
 def test_a_context_is_as_long_as_the_memory_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +109,10 @@ def test_replies_are_close_whatever_the_type(with_engine: Run) -> None:
     assert max(differences) < TOLERANCE
 
 
-def test_eight_bits_need_flash_attention(smollm2_path: Path) -> None:
-    options = LlamaOptions(path=str(smollm2_path), kv="q8_0", flash_attention=False)
-    with pytest.raises(ConfigError, match="kv: q8_0 needs flash attention"):
-        asyncio.run(LlamaEngine("exact", options).start())
+def test_eight_bits_need_flash_attention(tmp_path: Path) -> None:
+    file = tmp_path / "dragoman.yaml"
+    file.write_text("models:\n  m:\n    path: ./m.gguf\n    kv: q8_0\n    flash_attention: false\n")
+    with pytest.raises(ConfigError, match=r"dragoman.yaml:2: models\.m: kv: q8_0 needs flash attention"):
+        load_settings(str(file), Flags(), {})
     with pytest.raises(msgspec.ValidationError, match="kv"):
         msgspec.convert({"path": "x", "kv": "q4_0"}, LlamaOptions)

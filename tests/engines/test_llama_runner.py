@@ -2,7 +2,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK, Pace
+from dragoman.engines.llama.pace import Pace
+from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
 
 
 @pytest.mark.parametrize(

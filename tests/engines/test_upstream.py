@@ -16,9 +16,13 @@ from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import ConfigError
 from dragoman.events import Started, TextDelta
+from dragoman.operation import KeyLimits, Keys
 from dragoman.server.app import App, create_app
+from dragoman.server.serve import tls_context
+from dragoman.server.stats import described
 from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
 from tests.engines.asking import ask, ask_all, upstream_app
+from tests.server.test_connecting import certified
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -50,6 +54,49 @@ def test_without_a_name_it_has_the_same(server: BadServer) -> None:
     server.play(HELLO)
     ask(upstream_app(server.url))
     assert sent(server)[0]["model"] == "m"
+
+
+def test_a_password_in_an_address_is_told_to_the_server_alone(
+    server: BadServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    server.play(HELLO, refused("500 Oh"))
+    url = server.url.replace("://", "://me:hidden@")
+    options = {"url": url, "protocol": "chat", "health_seconds": 0}
+    app = create_app(settings=Settings(models=(ModelSpec("m", "upstream", options=options),), models_dir=()))
+
+    async def talk() -> list[str]:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+            assert [(await client.post(CHAT, json=body)).status_code for _ in range(2)] == [200, 502]
+            drained = await client.post("/admin/upstreams/drain", json={"model": "m", "url": url})
+            shown = [drained.text, (await client.get("/admin/upstreams")).text]
+        await app.stop()
+        return shown
+
+    drained, shown = asyncio.run(talk())
+    assert '"drained"' in drained
+    assert server.url.replace("://", "://***@") in shown
+    assert "hidden" not in drained + shown + caplog.text + json.dumps(described(app))
+    # "me:hidden"
+    assert "\r\nauthorization: basic bwu6aglkzgvu\r\n" in server.heads[-1]
+
+
+@pytest.mark.parametrize("script", [HELLO, [*cut(HEL), "close"]], ids=["uncounted", "cut off"])
+def test_what_nobody_counted_is_paid_for_and_timed(server: BadServer, script: Script) -> None:
+    server.play(script)
+    options = {"url": server.url, "protocol": "chat", "health_seconds": 0}
+    limits = Keys(limits=KeyLimits(tokens_per_minute=5000))
+    models = (ModelSpec("m", "upstream", options=options),)
+    app = create_app(settings=Settings(models=models, models_dir=(), api_keys=("k",), keys=limits))
+    headers = {"authorization": "Bearer k"}
+    first, second = ask_all(app, [{"max_tokens": 5, "stream": True}] * 2, headers=headers)
+    left = [int(reply.headers["x-ratelimit-remaining-tokens"]) for reply in (first, second)]
+    counted = app.telemetry.metrics.models["m"]
+    assert counted.unfinished_tokens == 2 * (left[0] - left[1]) > 20
+    assert (counted.prompt_tokens, counted.completion_tokens, counted.first_token.count) == (0, 0, 2)
+    assert '"usage":{' not in first.text
 
 
 def test_what_was_asked_goes_along(server: BadServer) -> None:
@@ -229,7 +276,26 @@ def test_proxies_of_the_environment_are_not_used(
         monkeypatch.setenv(name, other.url)
     server.play(HELLO)
     assert ask(upstream_app(server.url)).status_code == 200
-    assert ask(upstream_app(server.url, proxy=other.url)).status_code == 502
+    other.play(HELLO, path=f"{server.url}{CHAT}")
+    proxy = other.url.replace("://", "://me:hidden@")
+    assert ask(upstream_app(server.url, proxy=proxy)).status_code == 200
+    # Only the proxy was asked the second time, and by somebody whom it knows.
+    assert len(server.requests[CHAT]) == len(other.requests[f"{server.url}{CHAT}"]) == 1
+    assert "\r\nproxy-authorization: basic bwu6aglkzgvu\r\n" in other.heads[-1]
+
+
+def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = certified(tmp_path)
+    with BadServer(tls_context(tls)) as server:
+        server.play(HELLO)
+        # Nobody has heard of whoever signed its certificate.
+        assert ask(upstream_app(server.url)).status_code == 503
+        assert not server.requests[CHAT]
+        monkeypatch.setenv("SSL_CERT_FILE", tls.certificate)
+        first, second = ask_all(upstream_app(server.url), [{}, {"stream": True}])
+        assert first.json()["choices"][0]["message"]["content"] == "Hello"
+        assert second.text.rstrip().endswith("[DONE]")
+        assert len(server.requests[CHAT]) == 2
 
 
 def test_a_proxy_of_the_configuration_is_used(server: BadServer, other: BadServer) -> None:
@@ -274,7 +340,12 @@ def test_all_models_of_a_server(server: BadServer) -> None:
             reply = await client.post(CHAT, json=body)
             assert reply.json()["model"] == "cloud/Org/Big"
             assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
-            assert (await client.post(CHAT, json=body | {"model": "cloud"})).status_code == 404
+            for path in (CHAT, "/v1/messages/count_tokens") * 3:
+                # However often it is asked for: that is no failure of the server's.
+                refusal = await client.post(path, json=body | {"model": "cloud"})
+                assert refusal.status_code == 404
+                assert "stands for several models: cloud/Org/Big, cloud/small" in refusal.text
+            assert (await client.post(CHAT, json=body)).status_code == 200
             made = await client.post("/v1/embeddings", json={"model": "cloud/small", "input": "a"})
             assert made.json()["model"] == "cloud/small"
             assert made.json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
@@ -283,8 +354,30 @@ def test_all_models_of_a_server(server: BadServer) -> None:
         await app.stop()
 
     asyncio.run(talk())
-    assert [body["model"] for body in sent(server)] == ["Org/Big"]
+    assert [body["model"] for body in sent(server)] == ["Org/Big"] * 2
     assert [body["model"] for body in sent(server, "/v1/embeddings")] == ["small", "Org/Big"]
+
+
+def test_names_that_nobody_knows_of_are_no_labels(server: BadServer) -> None:
+    server.play(refused("404 Not Found", code="model_not_found"))
+    server.also(refused("404 Not Found"), path="/v1/models")
+    options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
+    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
+
+    async def talk() -> str:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for name in ("cloud/made-up", "cloud/made-up-too"):
+                body = {"model": name, "messages": [{"role": "user", "content": "hello"}]}
+                assert (await client.post(CHAT, json=body)).status_code == 404
+            page = (await client.get("/metrics")).text
+        await app.stop()
+        return page
+
+    page = asyncio.run(talk())
+    assert 'model="cloud"' in page
+    assert "made-up" not in page
+    assert [body["model"] for body in sent(server)] == ["made-up", "made-up-too"]
 
 
 def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:

@@ -22,6 +22,15 @@ class Exploding(Engine):
         yield "never"
 
 
+class Unweighable(Engine):
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        raise RuntimeError("nobody has weighed it")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "never"
+
+
 class SlowToLoad(Engine):
     async def start(self) -> None:
         await asyncio.sleep(1)

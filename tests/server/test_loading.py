@@ -14,8 +14,9 @@ from dragoman.catalog import host
 from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from tests.server.engines import Nameless, NeverStops, SlowToLoad
-from tests.server.talking import CHAT, HELLO, ask, refused, talking, text_of
+from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
 from tests.serving import free_port, serving
+from tests.test_gguf import gguf, pair, text
 
 EXPLODING = {"engine": "tests.server.engines:Exploding"}
 SLOW = {"engine": "tests.server.engines:SlowToLoad"}
@@ -28,7 +29,32 @@ def test_the_only_model_that_fails_ends_the_server(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "dragoman: no such device"
-    assert "Traceback" not in done.stderr
+    # Whoever wrote the engine wants to know where.
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count('raise RuntimeError("no such device")') == 1
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=len)
+def test_of_a_folder_too_only_the_only_model_ends_the_server(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / f"{name}.gguf").write_bytes(gguf(pair("general.architecture", 8, text("llama"))))
+
+    port, log = free_port(), tmp_path / "server.log"
+    command = [sys.executable, "-m", "dragoman", "serve", "--models-dir", str(tmp_path), "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        assert eventually(lambda: "model a: not loaded: " in log.read_text(), 20)
+        if len(names) == 1:
+            assert process.wait(10) == 2
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+            assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+        assert "serving the models folder on http" in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("stream", [False, True])

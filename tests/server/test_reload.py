@@ -1,5 +1,6 @@
 """A new configuration while requests are under way."""
 
+import asyncio
 import json
 import signal
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from dragoman.config import Limits, ModelSpec, Settings
+from dragoman.server.app import App
 from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
 from tests.serving import Running, serving
 
@@ -196,3 +199,20 @@ def test_a_stream_of_frames_is_not_disturbed_by_many_reloads(tmp_path: Path) -> 
             told = frames(stream.read().decode())
         assert told[-1] == "[DONE]"
         assert running.log.read_text().count("model slow: loading") == 1
+
+
+def test_what_needs_a_restart_stays_as_it_was_in_all_of_its_places() -> None:
+    before = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), limits=Limits(stall_seconds=5, queue=7))
+    limits = Limits(stall_seconds=9, body_seconds=1, queue=3)
+    after = Settings(models=(ModelSpec("n", "scripted"),), models_dir=(), limits=limits, port=1, strict=True)
+
+    async def scenario() -> None:
+        app = App(before, reread=lambda: after)
+        told = await app.reload()
+        assert told.restart_needed == ("port", "limits.body_seconds", "limits.stall_seconds")
+        assert app.settings.limits == Limits(stall_seconds=5, queue=3)
+        assert (app.settings.port, app.settings.strict) == (before.port, True)
+        assert app.catalog.resolve("n").host.limits == app.settings.limits
+        await app.stop()
+
+    asyncio.run(scenario())

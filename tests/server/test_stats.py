@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dragoman.config import ModelSpec, Settings
-from dragoman.operation import Jwt, Keys
+from dragoman.operation import Jwt, Keys, Telemetry, Traces
 from dragoman.server.stats import without_secrets
 from tests.server.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
 from tests.serving import Running, serving
@@ -178,15 +178,21 @@ def test_the_beginning_of_a_run(watched: Running) -> None:
 
 
 def test_a_configuration_without_its_secrets() -> None:
-    spec = ModelSpec("far", "scripted", None, {"api_key": "sk-secret", "chunk": 4, "deep": [{"Password": "p"}]})
+    options = {"api_key": "sk-secret", "chunk": 4, "deep": [{"Password": "p", "proxy": "http://me:sk-p@p:3128"}]}
+    spec = ModelSpec("far", "scripted", None, options)
     settings = Settings(
-        models=(spec,), api_keys=("sk-one", "sk-two"), keys=Keys(jwt=Jwt("HS256", "/etc/dragoman/secret"))
+        models=(spec,),
+        api_keys=("sk-one", "sk-two"),
+        keys=Keys(jwt=Jwt("HS256", "/etc/dragoman/secret")),
+        telemetry=Telemetry(traces=Traces("http://me:sk-t@127.0.0.1:4318/v1/traces")),
     )
     told = without_secrets(settings)
     text = json.dumps(told)
     assert "sk-" not in text
     assert told["api_keys"] == 2
-    assert told["models"][0]["options"] == {"api_key": "***", "chunk": 4, "deep": [{"Password": "***"}]}
+    deep = [{"Password": "***", "proxy": "http://***@p:3128"}]
+    assert told["models"][0]["options"] == {"api_key": "***", "chunk": 4, "deep": deep}
+    assert told["telemetry"]["traces"]["endpoint"] == "http://***@127.0.0.1:4318/v1/traces"
 
 
 def test_prompts_only_where_they_are_asked_for_and_no_metrics_where_not(tmp_path: Path) -> None:

@@ -201,3 +201,8 @@ def test_logprobs_of_a_real_model(real: Running) -> None:
     assert reply.choices[0].logprobs.content is not None
     assert len(reply.choices[0].logprobs.content) == 3
     assert all(len(entry.top_logprobs) == 2 for entry in reply.choices[0].logprobs.content)
+
+
+def test_the_log_does_not_tell_of_every_request_that_was_passed_on(front: Running, openai: OpenAI) -> None:
+    openai.chat.completions.create(model="chat", messages=[{"role": "user", "content": "hello"}])
+    assert "HTTP Request" not in front.log.read_text()

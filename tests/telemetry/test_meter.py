@@ -1,5 +1,7 @@
 """The tokens and times of one request, whole or broken off."""
 
+import pytest
+
 from dragoman.events import Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
 from dragoman.telemetry.meter import Meter
 from dragoman.telemetry.metrics import ModelMetrics
@@ -33,6 +35,46 @@ def test_what_breaks_off_is_counted_apart() -> None:
     meter.close()
     assert (record.prompt_tokens, record.completion_tokens) == (0, 0)
     assert record.unfinished_tokens == record.spent_tokens == 11
+
+
+def passed_on(*ends: Finished) -> tuple[RequestRecord, ModelMetrics]:
+    """A reply whose server counts, if at all, at its end."""
+    record, metrics = RequestRecord("id", "POST /x"), ModelMetrics()
+    meter = Meter(record, metrics, 100.0, lambda: 50)
+    meter.note(0, [Started()], 100.5)
+    meter.note(0, [ReasoningDelta("", 0, (), (), "signed")], 100.7)
+    meter.note(0, [ReasoningDelta("hm", 0)], 101.0)
+    meter.note(0, [TextDelta("a" * 40, 0)], 101.02)
+    meter.note(0, [ToolCallStart("x", "f"), ToolCallDelta("{}"), ToolCallDelta("")], 101.03)
+    for end in ends:
+        meter.note(0, [end], 101.05)
+    meter.close()
+    meter.close()
+    return record, metrics
+
+
+def test_pieces_have_times_where_nobody_counts() -> None:
+    record, metrics = passed_on(Finished(usage=Usage(prompt=7, completion=5)))
+    assert (record.first_event_us, record.first_token_us) == (500_000, 1_000_000)
+    assert (metrics.gaps.count, round(metrics.gaps.total, 6)) == (11, 0.03)
+    assert (record.prompt_tokens, record.completion_tokens, record.unfinished_tokens) == (7, 5, 0)
+
+
+@pytest.mark.parametrize("ends", [[], [Finished()], [Finished(usage=Usage())]], ids=["cut off", "uncounted", "zeros"])
+def test_what_nobody_counts_is_not_for_nothing(ends: list[Finished]) -> None:
+    record, _ = passed_on(*ends)
+    assert (record.prompt_tokens, record.completion_tokens) == (0, 0)
+    assert record.unfinished_tokens == record.spent_tokens == 50 + 1 + 10 + 1
+
+
+def test_a_count_wins_over_an_estimate() -> None:
+    meter, record, _ = made()
+    meter.note(0, [Started(7)], 100.5)
+    meter.note(0, [TextDelta("held", 0)], 101.0)
+    meter.note(0, [TextDelta("back", 2)], 101.5)
+    meter.close()
+    assert record.unfinished_tokens == 9
+    assert record.first_token_us == 1_000_000
 
 
 def test_several_choices() -> None:

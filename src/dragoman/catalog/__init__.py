@@ -1,9 +1,11 @@
 """Which engine answers to which name.
 
-    name -> trimmed, lower case
+    name -> trimmed, lower case; that of the default model where there is none
          -> a model of the configuration
-         -> an alias of one (exact, then the first pattern that fits)
+         -> NAME/MODEL, where NAME is one that stands for all models of a server
+         -> an alias (exact, then the first pattern that fits) of one of these, or of one in the models folder
          -> a model that lies in the models folder (see `discovery`)
+         -> NAME:latest, where NAME is a model of the configuration
          -> 404, with the names that are near
 
 Rules
@@ -59,6 +61,8 @@ class Model:
         self.host = host
         self.spec = spec
         self.found = found
+        self.label = name
+        """What it is counted as: a name that there is, not one that a caller may have made up."""
         self._foreseen: Foreseen | None = None
 
     @property
@@ -75,7 +79,9 @@ class Model:
         """One of those that this one stands for. As long as nobody knows which there are, it may be any."""
         known = self.host.engine.models() if self.host.engine else ()
         if not known:
-            return Model(name, self.host, self.spec)
+            model = Model(name, self.host, self.spec)
+            model.label = self.name
+            return model
         return next((Model(info.name, self.host, self.spec) for info in known if info.name.lower() == name), None)
 
     async def all(self) -> "list[Model]":
@@ -155,14 +161,22 @@ class Catalog:
             host = self._host_of(spec, before.get(spec.name.lower()), settings)
             for name in spec.names:
                 self._name(Model(name, host, spec))
-        staying = {model.host.key for model in self.models.values()}
-        gone = {model.host.key: model.host for model in before.values() if model.host.key not in staying}
-        for host in gone.values():
-            self.lifecycle.remove(host)
+        found_before = self._found
+        self._found = {path: self._followed(model, settings) for path, model in found_before.items()}
+        staying = {model.host.key for model in (*self.models.values(), *self._found.values())}
+        for host in {model.host.key: model.host for model in (*before.values(), *found_before.values())}.values():
+            if host.key not in staying:
+                self.lifecycle.remove(host)
         self._settings = settings
         self._aliases = {pattern.lower(): target for pattern, target in settings.aliases.items()}
         self.discovery = Discovery(settings.folders)
         self._looked = -math.inf
+
+    def _followed(self, before: Model, settings: Settings) -> Model:
+        """A model of the folder as a new configuration has it; whether it is still there, the next look tells."""
+        assert before.found is not None
+        spec = _spec_of(before.found, settings)
+        return Model(spec.name, self._host_of(spec, before, settings), spec, before.found)
 
     def _host_of(self, spec: ModelSpec, before: Model | None, settings: Settings) -> Host:
         """One for all names of a model: that of the model before, if it can stay."""
@@ -200,10 +214,12 @@ class Catalog:
             model = self._named(wanted)
             if model is not None:
                 return model
-            if (target := self._alias(wanted)) is not None and (model := self._named(target.lower())) is not None:
+            if (target := self._alias(wanted)) is not None:
+                model = self._named(target.lower()) or self._lying(target.lower())
+                if model is not None:
+                    return model
+            if (model := self._lying(wanted)) is not None:
                 return model
-            if (found := self.discovery.resolve(wanted)) is not None:
-                return self._model_of(found)
             base, _, tag = wanted.rpartition(":")
             if tag == "latest" and (model := self._named(base)) is not None:
                 return model
@@ -238,8 +254,13 @@ class Catalog:
 
     async def _look(self) -> None:
         try:
-            discovery, specs = self.discovery, self._settings.models
-            self._placed = await asyncio.to_thread(_looked_at, discovery, specs)
+            is_stale = True
+            while is_stale:
+                discovery = self.discovery
+                placed = await asyncio.to_thread(_looked_at, discovery, self._settings.models)
+                # A new configuration may have come meanwhile: what was seen are not its folders.
+                is_stale = discovery is not self.discovery
+            self._placed = placed
             self._looked = time.monotonic()
             self._let_go_of_found()
         finally:
@@ -260,24 +281,25 @@ class Catalog:
         return known
 
     def _named(self, wanted: str) -> Model | None:
+        """The one of the configuration."""
         if wanted in self.models:
             return self.models[wanted]
         for model in self.models.values():
             if model.spec is not None and model.spec.has(wanted):
                 return model.below(wanted)
-        return self._model_of(self.discovery.found[wanted]) if wanted in self.discovery.found else None
+        return None
+
+    def _lying(self, wanted: str) -> Model | None:
+        """The one in the models folder."""
+        found = self.discovery.resolve(wanted)
+        return None if found is None else self._model_of(found)
 
     def _model_of(self, found: Found) -> Model:
         """A file that the configuration names already is the model of that name."""
         if self._placed.get(found.path) in self.models:
             return self.models[self._placed[found.path]]
         if found.path not in self._found:
-            engine = _engine_for(found)
-            if engine is None:
-                words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
-                raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
-            options = {"layout": self._settings.layout} if engine == "llama" else {}
-            spec = ModelSpec(found.name, engine, found.path, options)
+            spec = _spec_of(found, self._settings)
             host = self._host(spec, self._settings.keep_alive, self._settings.limits)
             self._found[found.path] = Model(found.name, host, spec, found)
         return self._found[found.path]
@@ -315,6 +337,15 @@ def _engine_for(found: Found) -> str | None:
     if found.kind == "gguf":
         return "llama"
     return next((engine for engine in FOLDER_ENGINES if engine in ENGINES), None)
+
+
+def _spec_of(found: Found, settings: Settings) -> ModelSpec:
+    """As if the configuration named it."""
+    engine = _engine_for(found)
+    if engine is None:
+        words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
+        raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
+    return ModelSpec(found.name, engine, found.path, {"layout": settings.layout} if engine == "llama" else {})
 
 
 def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:

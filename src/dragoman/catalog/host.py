@@ -17,7 +17,7 @@ from dragoman.catalog.residency import Seat
 from dragoman.config import Limits
 from dragoman.config.quantities import shown_size
 from dragoman.engines.interface import Engine
-from dragoman.errors import ModelFailed, ModelLoading, QueueFull
+from dragoman.errors import ConfigError, DragomanError, ModelFailed, ModelLoading, QueueFull
 from dragoman.formats import named
 from dragoman.worker.parent import WorkerEngine
 
@@ -121,8 +121,9 @@ class Host:
         if engine is not None:
             return engine
         if not self.limits.load_seconds:
+            has_failed = self.state == "failed"
             self.load()
-            raise self._still_loading()
+            raise ModelFailed(NOT_LOADED, retry_after=10) if has_failed else self._still_loading()
         await self._wait(self.limits.load_seconds)
         if self.engine is None:
             # It was lost in the moment in which it came.
@@ -185,8 +186,8 @@ class Host:
         except (Exception, asyncio.CancelledError) as error:
             if self._coming is not None:
                 await stopped(self._coming)
-            if not isinstance(error, asyncio.CancelledError):
-                self.failure = str(error) or type(error).__name__
+            if isinstance(error, Exception):
+                self.fail(error)
             raise
         finally:
             self._coming = None
@@ -199,6 +200,13 @@ class Host:
         self._load_seconds = time.monotonic() - self._begun
         log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
         return self.memory
+
+    def fail(self, error: Exception) -> None:
+        """It could not be loaded: the operator hears of it, whether somebody waits or not."""
+        self.failure = str(error) or type(error).__name__
+        # Only of what nobody foresaw is it worth knowing where it was raised.
+        is_foreseen = isinstance(error, ConfigError | DragomanError | OSError)
+        log.error("model %s: not loaded: %s", self.key, self.failure, exc_info=None if is_foreseen else error)
 
     async def measure(self) -> int:
         """The memory it takes now; what it has once taken still counts when it has gone."""

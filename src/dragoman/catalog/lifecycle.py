@@ -143,8 +143,8 @@ class Lifecycle:
     async def _weigh(self, host: Host) -> None:
         try:
             need = await asyncio.to_thread(host.expect)
-        except (ConfigError, OSError) as error:
-            host.failure = str(error)
+        except Exception as error:  # noqa: BLE001 (an engine of the user's own is asked too; told to the log)
+            host.fail(error)
             self._feed(told.Failed(host.key))
         else:
             self._feed(told.Weighed(host.key, need))
@@ -152,7 +152,7 @@ class Lifecycle:
     async def _load(self, host: Host) -> None:
         try:
             size = await host.start()
-        except Exception:  # noqa: BLE001 (told to those who wait, and kept in `failure`)
+        except Exception:  # noqa: BLE001 (the host has told the log, and keeps it for those who wait)
             self._feed(told.Failed(host.key))
             return
         self._feed(told.Loaded(host.key, size))
@@ -178,6 +178,7 @@ class Lifecycle:
         if effect.need is not None:
             words = f"it needs {shown_size(effect.need)}, and all models together may take"
             host.failure = f"{words} {shown_size(self.budget or 0)}: raise memory, or lower its context or slots"
+            log.error("model %s: not loaded: %s", host.key, host.failure)
         for number in effect.tickets:
             ticket = self._tickets[number]
             if not ticket.done():

@@ -10,23 +10,21 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from dragoman import sources
-from dragoman.catalog.foreseen import adapter_files
 from dragoman.config import ModelSpec
 from dragoman.engines import engine_class
+from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
-from dragoman.gguf import Value, parts_of, read_metadata
+from dragoman.gguf import parts_of
 
 log = logging.getLogger("dragoman.catalog")
 
 PROCESS_BYTES = 100 * 1024 * 1024
 """What a worker takes before it has loaded anything."""
-STATE_ELEMENT_BYTES = {"f16": 2, "q8_0": 34 / 32}
 MOST_REMEMBERED = 500
 _lock = threading.Lock()
 
@@ -38,16 +36,10 @@ def expected(spec: ModelSpec) -> int:
         return known
     if not in_worker(spec):
         return 0
-    if spec.source is None:
-        return PROCESS_BYTES
-    path = sources.fetch(spec.source)
-    size = sum(part.stat().st_size for part in parts_of(path))
-    size += sum(adapter.stat().st_size for adapter in adapter_files(spec).values() if adapter.is_file())
-    try:
-        return PROCESS_BYTES + size + _state_bytes(spec, read_metadata(path))
-    except ConfigError:
-        # Loading it will say what is wrong with it.
-        return PROCESS_BYTES + size
+    path = None if spec.source is None else sources.fetch(spec.source)
+    size = 0 if path is None else sum(part.stat().st_size for part in parts_of(path))
+    cls, options = _configured(spec, path)
+    return PROCESS_BYTES + size + cls.memory_beside_file(options)
 
 
 def remember(spec: ModelSpec, size: int) -> None:
@@ -85,41 +77,19 @@ def resident(pid: int | None) -> int:
 
 def in_worker(spec: ModelSpec) -> bool:
     """Whether it gets a process of its own, whose memory is then its own too."""
+    cls, options = _configured(spec, None)
+    return cls.needs_worker(options)
+
+
+def _configured(spec: ModelSpec, path: Path | None) -> tuple[type[Engine], msgspec.Struct]:
+    """Its engine, and what that is told of it; without a path where the file has not been looked for."""
     cls = engine_class(spec.engine)
-    given = {**spec.options, "path": ""} if "path" in cls.Options.__struct_fields__ else dict(spec.options)
+    takes_file = "path" in cls.Options.__struct_fields__
+    given = {**spec.options, "path": str(path or "")} if takes_file else dict(spec.options)
     try:
-        return cls.needs_worker(msgspec.convert(given, cls.Options))
+        return cls, msgspec.convert(given, cls.Options)
     except msgspec.ValidationError as error:
         raise ConfigError(f"models.{spec.name}: {error}") from error
-
-
-def _state_bytes(spec: ModelSpec, metadata: Mapping[str, Value]) -> int:
-    """Of keys and values, for all texts that are in memory at once, once more for each adapter."""
-    # Imported late: it brings llama.cpp along.
-    from dragoman.engines.llama.room import fitted
-
-    def number(key: str) -> int:
-        value = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
-        return int(value) if isinstance(value, int | float) else 0
-
-    heads = number("attention.head_count")
-    groups = number("attention.head_count_kv") or heads
-    width = number("attention.key_length") or (number("embedding_length") // heads if heads else 0)
-    kept = spec.options.get("kv", "f16")
-    token = int(2 * number("block_count") * groups * width * STATE_ELEMENT_BYTES.get(kept, 2) * len(spec.names))
-    if not token:
-        return 0
-    wanted = _number(spec, "context"), _number(spec, "cache_sequences")
-    space = fitted(number("context_length"), token, _number(spec, "slots") or 1, *wanted)
-    return token * space.length * space.sequences
-
-
-def _number(spec: ModelSpec, name: str) -> int | None:
-    """What the configuration says, or else the engine; None where both leave it open."""
-    options = engine_class(spec.engine).Options
-    default = next((field.default for field in msgspec.structs.fields(options) if field.name == name), None)
-    value = spec.options.get(name, default)
-    return value if isinstance(value, int) else None
 
 
 def _fingerprint(spec: ModelSpec) -> str:

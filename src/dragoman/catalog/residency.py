@@ -58,12 +58,6 @@ class GaveUp(msgspec.Struct, frozen=True):
     ticket: int
 
 
-class Left(msgspec.Struct, frozen=True):
-    """Somebody has finished using it."""
-
-    key: str
-
-
 class Wished(msgspec.Struct, frozen=True):
     """It is to be loaded, though nobody waits for it."""
 
@@ -112,7 +106,6 @@ Event = (
     | Bounds
     | Asked
     | GaveUp
-    | Left
     | Wished
     | Dismissed
     | Weighed
@@ -214,7 +207,7 @@ class Residency:
         return True
 
     def leave(self, key: str, now: float) -> bool:
-        """What `Left` comes to, where nobody minds; False where there is something to decide."""
+        """Somebody has finished using it. False: there is something to decide, and it wants to hear of the time."""
         seat = self.seats[key]
         seat.running -= 1
         seat.idle_since = now
@@ -224,8 +217,6 @@ class Residency:
         return self.budget is None and not goes
 
     def feed(self, event: Event, now: float) -> list[Effect]:
-        if isinstance(event, Left):
-            return [] if self.leave(event.key, now) else list(self._decide(now))
         return self._take(event, now) + list(self._decide(now))
 
     def _take(self, event: Event, now: float) -> list[Effect]:

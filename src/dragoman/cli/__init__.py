@@ -1,4 +1,10 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `keys`, `bench`. One file for each.
+"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `keys`, `bench`. One file per
+command, and what several need:
+
+    settings             those that `dragoman serve` would have
+    asking               a running server, asked by a command
+    layout               an argument of `serve` and `pull`, and what it stands for
+    conversing, screen   the state of a chat, and what it shows
 
 A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
 code. 0 is success, 1 a failure that was told, 2 a mistake of the user's in one line on stderr (several in several),

@@ -5,14 +5,14 @@ import json
 import os
 import socket
 import ssl
-import sys
 import urllib.error
-import urllib.parse
 import urllib.request
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
-from dragoman.config import Flags, Settings, load_settings
+from dragoman.address import Site, public, site
+from dragoman.cli.settings import settings_of
+from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
 
@@ -20,6 +20,9 @@ PATIENCE_SECONDS = 10
 LOADING_SECONDS = 600
 """A model may take its time to be loaded."""
 UNIX = "unix:"
+LOCAL = "http://localhost"
+API = "/v1"
+"""Where our own server has the routes that others may have elsewhere."""
 
 
 class Server:
@@ -28,15 +31,16 @@ class Server:
     def __init__(
         self,
         place: str,
-        address: str,
+        where: Site,
         opener: urllib.request.OpenerDirector,
         key: str | None = None,
         name: str | None = None,
     ) -> None:
         self.place = place
-        self._address = address
+        self._where = where
         self._opener = opener
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        login = where.login or (f"Bearer {key}" if key else None)
+        self._headers = {} if login is None else {"authorization": login}
         if name is not None:
             self._headers["host"] = name
 
@@ -58,11 +62,11 @@ class Server:
         return ConfigError(f"{self.place}: what answers there is no list of models")
 
     def _ask(self, method: str, path: str, patience: float, body: object = None) -> Any:
+        in_api = path.startswith(API)
+        url = self._where.api + path.removeprefix(API) if in_api else self._where.root + path
         data = None if body is None else json.dumps(body).encode()
         headers = self._headers if data is None else {**self._headers, "content-type": "application/json"}
-        request = urllib.request.Request(  # noqa: S310 (it is http or https)
-            f"{self._address}{path}", data, headers, method=method
-        )
+        request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 (it is http or https)
         try:
             with self._opener.open(request, timeout=patience) as response:
                 return json.load(response)
@@ -87,28 +91,19 @@ def named(arguments: argparse.Namespace) -> Server:
     """The server that these flags say."""
     if arguments.url is not None:
         return at(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
-    return configured(settings(arguments.config), arguments.api_key)
-
-
-def settings(config: str | None) -> Settings:
-    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    return load_settings(config, Flags(), os.environ)
+    return configured(settings_of(arguments.config), arguments.api_key)
 
 
 def at(url: str, key: str | None) -> Server:
     """The server at an address, also where that of its API was given, or at `unix:PATH`."""
-    place = f"--url {url}"
+    place = f"--url {public(url)}"
     if url.startswith(UNIX):
-        return Server(place, "http://localhost", _opener(url.removeprefix(UNIX), None), key)
+        return Server(place, site(LOCAL), _opener(url.removeprefix(UNIX), None), key)
     try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"{place}: expected an address such as http://127.0.0.1:8000, or unix:PATH")
-    return Server(place, url.rstrip("/").removesuffix("/v1"), urllib.request.build_opener(), key)
+        where = site(url)
+    except ConfigError as error:
+        raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
+    return Server(place, where, urllib.request.build_opener(), key)
 
 
 def configured(settings: Settings, key: str | None) -> Server:
@@ -117,11 +112,11 @@ def configured(settings: Settings, key: str | None) -> Server:
     name = next(iter(settings.hosts or ()), None)
     if settings.socket is not None:
         opener = _opener(settings.socket, settings.tls)
-        return Server(f"the server at {UNIX}{settings.socket}", "http://localhost", opener, key, name)
+        return Server(f"the server at {UNIX}{settings.socket}", site(LOCAL), opener, key, name)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (it is only asked)
     shown = f"[{host}]" if ":" in host else host
     address = f"{'https' if settings.tls else 'http'}://{shown}:{settings.port}"
-    return Server(f"the server at {address}", address, _opener(None, settings.tls), key, name)
+    return Server(f"the server at {address}", site(address), _opener(None, settings.tls), key, name)
 
 
 def _opener(path: str | None, tls: Tls | None) -> urllib.request.OpenerDirector:

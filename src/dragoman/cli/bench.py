@@ -8,11 +8,11 @@ import asyncio
 import os
 import random
 import sys
-import urllib.parse
 from pathlib import Path
 
 import msgspec
 
+from dragoman.address import site
 from dragoman.errors import ConfigError
 from dragoman.loadtest import report
 from dragoman.loadtest.figures import Plan, Result
@@ -118,12 +118,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _check_url(url: str) -> None:
     try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+        site(url)
+    except ConfigError as error:
+        raise ConfigError(f"--url {error}") from error
 
 
 def _check_files(*names: str | None) -> None:

@@ -26,7 +26,6 @@ examples:
 The key may also be in $DRAGOMAN_API_KEY. What you type is remembered in ~/.dragoman/chat_history, or below
 $DRAGOMAN_HOME. With $NO_COLOR nothing is dimmed.
 """
-PROTOCOLS = ("auto", "chat", "messages", "responses")
 HISTORY_LINES = 1000
 
 
@@ -45,7 +44,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--tools", metavar="FILE.py", help="a file whose public functions the model may call")
     parser.add_argument("--api-key", metavar="KEY", help="a key for the server")
     parser.add_argument(
-        "--protocol", choices=PROTOCOLS, default="auto", help="the API to speak; otherwise it is found out"
+        "--protocol",
+        metavar="NAME",
+        default="auto",
+        help="the API to speak: chat, messages or responses; otherwise it is found out",
     )
     parser.set_defaults(run=run)
 

@@ -1,11 +1,9 @@
 """`dragoman check`: what is wrong with a configuration, without starting anything."""
 
 import argparse
-import os
-import sys
 
 from dragoman.catalog.foreseen import missing_files
-from dragoman.config import Flags, load_settings
+from dragoman.cli.settings import settings_of
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -32,9 +30,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    settings = load_settings(arguments.config, Flags(), os.environ)
+    settings = settings_of(arguments.config)
     # Imported late: a mistake in the file is told without it.
     from dragoman.server.serve import unusable_files
 

@@ -2,15 +2,13 @@
 
 import argparse
 import json
-import os
-import sys
 import time
 from datetime import UTC, datetime
 from typing import Any, get_args
 
 import msgspec
 
-from dragoman.config import Flags, load_settings
+from dragoman.cli.settings import settings_of
 from dragoman.errors import ConfigError
 from dragoman.operation import KeyLimits, RouteScope
 from dragoman.store.keys import Key, KeyStore, store_path
@@ -124,9 +122,7 @@ def revoke(arguments: argparse.Namespace) -> int:
 
 
 def _store(arguments: argparse.Namespace) -> KeyStore:
-    # As for `dragoman serve`: an engine of the user's own lies in the folder where the command is given.
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    return KeyStore(store_path(load_settings(arguments.config, Flags(), os.environ).keys))
+    return KeyStore(store_path(settings_of(arguments.config).keys))
 
 
 def _shown(key: Key) -> dict[str, Any]:

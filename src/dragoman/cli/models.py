@@ -1,6 +1,7 @@
 """`dragoman models`: what a running server serves, or else what a configuration would; models loaded and unloaded."""
 
 import argparse
+import asyncio
 import json
 import urllib.parse
 from collections.abc import Sequence
@@ -9,10 +10,11 @@ from typing import Any
 import msgspec
 
 from dragoman import sources
-from dragoman.catalog.foreseen import foreseen
+from dragoman.catalog import Catalog, Model, foreseen
 from dragoman.cli import asking
 from dragoman.cli.asking import Server
-from dragoman.config import ModelSpec
+from dragoman.cli.settings import settings_of
+from dragoman.config import ModelSpec, Settings
 from dragoman.config.quantities import shown_size
 from dragoman.engines import engine_class
 from dragoman.engines.llama.layout import in_use
@@ -64,6 +66,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.configured and (arguments.action is not None or arguments.url is not None):
+        raise ConfigError("--configured asks no server: leave out --url, load and unload")
     if arguments.action is not None:
         return _change(arguments)
     rows = _rows(arguments)
@@ -74,13 +78,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _rows(arguments: argparse.Namespace) -> list[Row]:
     if arguments.url is not None:
         return _served(asking.named(arguments))
-    settings = asking.settings(arguments.config)
+    settings = settings_of(arguments.config)
     server = asking.configured(settings, arguments.api_key)
     if not arguments.configured and server.is_there():
         return _served(server)
     if arguments.api_key is not None:
         raise ConfigError("--api-key is for a running server: give its --url too")
-    return [_configured(spec, name) for spec in settings.models for name in spec.names]
+    return [_configured(model.spec, model.name) for model in asyncio.run(_known(settings)) if model.spec is not None]
+
+
+async def _known(settings: Settings) -> list[Model]:
+    """Those of the configuration, and those in its folders."""
+    catalog = Catalog(settings)
+    await catalog.look()
+    return catalog.listed()
 
 
 def _change(arguments: argparse.Namespace) -> int:
@@ -89,7 +100,8 @@ def _change(arguments: argparse.Namespace) -> int:
     server = asking.named(arguments)
     name = urllib.parse.quote(arguments.name, safe="")
     row = _standing(server.post(f"/admin/models/{name}/{arguments.action}"))
-    print(f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else ""))
+    told = f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else "")
+    print(json.dumps(msgspec.to_builtins(row), indent=2) if arguments.json else told)
     return 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dragoman import sources
 from dragoman.catalog.foreseen import missing_files
 from dragoman.cli import layout
+from dragoman.cli.settings import look_here
 from dragoman.config import Flags, Settings, load_settings
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
@@ -86,8 +87,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # As with `python -m`: an engine of the user's own lies in the folder where the command is given.
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    look_here()
     engines = [] if arguments.engine is None else [_own_engine(arguments.engine)]
     settings = _settings(arguments, engines)
     # Imported only here: the other commands and mistakes in flags need no server.

@@ -7,11 +7,13 @@
     wording     errors, recognised by the words of many servers
     retry       whether to ask again, and when
     talk        which calls to try, and what to make of the answers: all that both clients do between two reads
-      address, listing, options     where a server is; models, vectors, counts; what callers may say
+      address, listing, options     who we say we are; models, vectors, counts; what callers may say
       schema, loop                  Python types and functions as JSON schemas; the loop that calls functions
     sync, asynchronous              `Client` and `AsyncClient`: httpx and nothing else, by way of `transport`
+    gathering   what has been said so far
     line        what is awaited of httpx, for `AsyncClient` and for the upstream engine
 
-Whoever brings the bytes uses `exchange.Exchange`, `wording` and `retry`, and nothing else: see the top of `exchange`.
+Whoever brings bytes of their own needs `exchange.Exchange`, `wording` and `retry`: see the top of `exchange`. The
+upstream engine brings only a transport, and is made of the rest: `talk`, `line`, `transport`, `listing`.
 Everything here works on the values of `conversation` and `events`.
 """

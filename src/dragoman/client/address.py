@@ -1,59 +1,14 @@
-"""Where a server is, and who it is told that we are.
+"""Who a server is told that we are, and the words that some of them want otherwise.
 
-    url := scheme "://" host [path]
-
-The API lies below `/v1`, unless the path names a version of its own (`/v1`, `/api/v1`, `/v1beta/openai`): then the path
-is that of the API. Redirects are not followed: nobody is asked but who was named.
+Redirects are not followed: nobody is asked, or told a key, but who was named (`dragoman.address`).
 """
 
-import ipaddress
-import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
-
-import msgspec
 
 from dragoman import __version__
-from dragoman.errors import ConfigError
+from dragoman.address import Site
 
-DEFAULT = "http://127.0.0.1:8000"
-_VERSION = re.compile(r"/v\d+[a-z0-9]*(/|$)")
 ANTHROPIC_VERSION = "2023-06-01"
-
-
-class Site(msgspec.Struct, frozen=True):
-    """`api` is the address of the API, `root` that of the server."""
-
-    api: str
-    root: str
-    host: str
-    is_tls: bool
-
-    @property
-    def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    def is_at(self, domain: str) -> bool:
-        return self.host == domain or self.host.endswith(f".{domain}")
-
-
-def site(url: str) -> Site:
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        host = None
-    if host is None or parts.scheme not in ("http", "https"):
-        raise ConfigError(f"{url!r:.200}: expected an address such as {DEFAULT}")
-    given = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-    versioned = _VERSION.search(parts.path)
-    root = given.removesuffix("/v1")
-    return Site(given if versioned else f"{given}/v1", root, host.lower(), parts.scheme == "https")
 
 
 def headers(where: Site, key: str | None, protocol: str) -> dict[str, str]:
@@ -66,6 +21,8 @@ def headers(where: Site, key: str | None, protocol: str) -> dict[str, str]:
         told["x-api-key"] = key
     if key is not None and not where.is_at("anthropic.com"):
         told["authorization"] = f"Bearer {key}"
+    if where.login is not None:
+        told["authorization"] = where.login
     return told
 
 

@@ -3,6 +3,7 @@
 Rules
 1. `Started` comes before the first event that says something, `Finished` last, each once.
 2. Deltas have no tokens of their own: only the server knows how many there were, and says so in the usage, if at all.
+   So no usage is ever made of them; whoever needs figures all the same has to estimate (`telemetry.meter`).
 3. What is said while the arguments of a call are not complete is told after the calls.
 4. A reply that has calls and ended of itself ended because of them, whatever word the server has for it.
 """

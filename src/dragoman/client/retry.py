@@ -4,7 +4,7 @@ Rules
 1. Nobody asks again once the first byte of an answer's body has been read.
 2. A request may be repeated when it cannot have run: nobody took the connection, the server sent it back (429, 529), or
    it said when to come again (503 with Retry-After). Where a second run does no harm (`harmless`: lists, counts,
-   vectors), also after a lost connection, a time-out and any 5xx.
+   vectors), also after a lost connection, a time-out and what may be over soon (PASSING).
 3. `x-should-retry`, where a server sends it, wins over that; what is used up (a quota) is never worth another try.
 4. The server's `retry-after-ms` and `Retry-After`, in seconds or as a date, are obeyed; who wants us to wait longer
    than `MOST_SECONDS` is not asked again. Without them the wait doubles, give or take a quarter.

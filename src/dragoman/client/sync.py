@@ -9,8 +9,8 @@ from typing import Any, Self, Unpack
 
 import httpx
 
+from dragoman.address import DEFAULT
 from dragoman.client import listing, transport
-from dragoman.client.address import DEFAULT
 from dragoman.client.exchange import MOST_BYTES, MOST_ERROR_BYTES
 from dragoman.client.gathering import Gathering
 from dragoman.client.listing import Embeddings, Model

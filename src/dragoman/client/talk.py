@@ -11,8 +11,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from dragoman.address import site
 from dragoman.client import wording
-from dragoman.client.address import adapted, headers, site
+from dragoman.client.address import adapted, headers
 from dragoman.client.exchange import PROTOCOLS, Exchange
 from dragoman.client.retry import Refused, Retries, Trouble
 from dragoman.conversation import GenerationRequest

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from dragoman.client.address import Site
+from dragoman.address import Site
 from dragoman.client.exchange import Exchange
 from dragoman.client.talk import Missed
 from dragoman.errors import BadAnswer, ConfigError

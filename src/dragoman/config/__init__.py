@@ -18,6 +18,7 @@ Rules
 
     file.py        a file as values and lines; what is wrong in it
     models.py      one entry of `models:`
+    paths.py       paths in a file
     quantities.py  sizes and times
 """
 
@@ -29,12 +30,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from dragoman.bounds import Count, Seconds, Word
 from dragoman.config.file import File, read
-from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, Word, read_models
+from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, read_models
+from dragoman.config.paths import keys_located, located, tls_located
 from dragoman.config.quantities import duration, size
 from dragoman.discovery import names_in
 from dragoman.errors import ConfigError
-from dragoman.operation import Cors, Keys, Telemetry, Tls, keys_located, located, network, tls_located
+from dragoman.operation import Cors, Keys, Telemetry, Tls, network
 from dragoman.sources import BUILT_IN, home
 
 __all__ = ["Flags", "Limits", "ModelSpec", "SamplingDefaults", "Settings", "load_settings"]
@@ -42,8 +45,6 @@ __all__ = ["Flags", "Limits", "ModelSpec", "SamplingDefaults", "Settings", "load
 FILE_NAME = "dragoman.yaml"
 ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T")
 
 
@@ -158,29 +159,22 @@ def load_settings(
         models = {"smollm2": ModelSpec("smollm2", "llama", "smollm2")}
     models = {name: _laid_out(model, flags.layout, settings.layout) for name, model in models.items()}
     key = environ.get("DRAGOMAN_API_KEY")
-    result = Settings(
+    result = msgspec.structs.replace(
+        settings,
         models=tuple(models.values()),
         aliases=by_flag | {pattern: name for pattern, name in reading.aliases().items() if pattern not in by_flag},
         default=flags.default or settings.default,
         models_dir=folders,
         memory=memory or settings.memory,
         keep_alive=settings.keep_alive if keep_alive is None else keep_alive,
-        turn_seconds=settings.turn_seconds,
         layout=flags.layout or settings.layout,
         host=flags.host or settings.host,
         port=settings.port if flags.port is None else flags.port,
         api_keys=tuple(flags.api_keys) or ((key,) if key else settings.api_keys),
         strict=flags.strict or settings.strict,
         event_log=flags.event_log or settings.event_log,
-        hosts=settings.hosts,
-        limits=settings.limits,
-        grace_seconds=settings.grace_seconds,
-        drain_seconds=settings.drain_seconds,
         socket=flags.socket or settings.socket,
-        proxies=settings.proxies,
         keys=msgspec.structs.replace(settings.keys, anonymous=True) if flags.anonymous else settings.keys,
-        telemetry=settings.telemetry,
-        cors=settings.cors,
         tls=reading.tls_flags() or settings.tls,
     )
     reading.check_names(result, offered, by_flag)

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import msgspec
 import yaml
 
+from dragoman.config.paths import located
 from dragoman.errors import ConfigError
-from dragoman.operation import located
 from dragoman.sources import is_path
 
 Parse = Callable[[object], object]

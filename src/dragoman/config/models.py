@@ -14,19 +14,18 @@ from typing import Annotated, Any
 
 import msgspec
 
+from dragoman.bounds import Count, Word
 from dragoman.config.file import File, kind
+from dragoman.config.paths import located
 from dragoman.config.quantities import duration
 from dragoman.conversation import Sampling
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
-from dragoman.operation import located
 from dragoman.sources import BUILT_IN, KINDS
 
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Word = Annotated[str, msgspec.Meta(min_length=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 

@@ -98,6 +98,12 @@ class Engine:
         """Whether it can take its process down with it, and so gets one of its own."""
         return False
 
+    @classmethod
+    def memory_beside_file(cls, options: msgspec.Struct) -> int:
+        """Bytes that it will take in a process of its own, its file not counted, as far as they can be foreseen; from
+        the second time on what was measured counts. It is called in a thread, and may read files."""
+        return 0
+
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]
 

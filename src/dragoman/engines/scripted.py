@@ -25,6 +25,7 @@ from typing import Annotated, Self
 
 import msgspec
 
+from dragoman.bounds import Count
 from dragoman.conversation import GenerationRequest, Thinking
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo
@@ -41,7 +42,6 @@ FEATURES = frozenset(
 )
 
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 

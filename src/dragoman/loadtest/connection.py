@@ -14,6 +14,8 @@ from typing import cast
 
 import httptools
 
+from dragoman.address import site
+
 CONNECT_SECONDS = 10
 
 Feed = Callable[[bytes, float], None]
@@ -109,13 +111,15 @@ class Connections:
     """To one server; as many as there are requests at once, kept for those that follow."""
 
     def __init__(self, url: str, key: str | None, silence_seconds: float) -> None:
-        parts = urllib.parse.urlsplit(url)
-        self.host = parts.hostname or ""
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        where = site(url)
+        parts = urllib.parse.urlsplit(where.api)
+        self.host = where.host
+        self.tls = ssl.create_default_context() if where.is_tls else None
         self.port = parts.port or (443 if self.tls else 80)
-        self.path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        lines = [f"host: {parts.netloc.rpartition('@')[2]}", "accept-encoding: identity", "user-agent: dragoman-bench"]
-        self.headers = "\r\n".join([*lines, *([f"authorization: Bearer {key}"] if key else [])])
+        self.path = parts.path
+        lines = [f"host: {parts.netloc}", "accept-encoding: identity", "user-agent: dragoman-bench"]
+        login = where.login or (f"Bearer {key}" if key else None)
+        self.headers = "\r\n".join([*lines, *([f"authorization: {login}"] if login else [])])
         self.silence_seconds = silence_seconds
         self.idle: list[Connection] = []
 

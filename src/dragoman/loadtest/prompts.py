@@ -5,8 +5,8 @@
 How many words a number of tokens is, two texts tell that the server counts: the longer has as many tokens more as its
 words have. The words are short and frequent, most of them one token in any vocabulary.
 
-1. Texts with the same seed have their common words in common and part at the first of their own: its number in the
-   order of the seed is the number of the text.
+1. Texts with the same seed have their common words in common. Of as many as there are WORDS each goes on with another
+   one, by its number in the order of the seed; after that first words come again, and the words after them do not.
 2. A text that was used for counting is none of these.
 """
 

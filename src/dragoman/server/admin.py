@@ -39,7 +39,7 @@ async def change(app: "App", exchange: Exchange) -> None:
     if action not in ("load", "unload") or not name:
         raise NotFound(f"there is nothing at {exchange.path[:100]}; try {ROOT}/NAME/load or {ROOT}/NAME/unload")
     model = await app.model(exchange, name)
-    done = await (_load(app, model) if action == "load" else _unload(app, model))
+    done = await (_load(model) if action == "load" else _unload(app, model))
     await exchange.reply_json(wire.encode_served(await _served(app, model)), 200 if done else 202)
 
 
@@ -52,7 +52,7 @@ async def reload(app: "App", exchange: Exchange) -> None:
         raise InvalidConfig(f"the configuration stays as it was: {error}") from error
 
 
-async def _load(app: "App", model: Model) -> bool:
+async def _load(model: Model) -> bool:
     """Whether it is there, after waiting as long as a request would."""
     try:
         await model.host.ready()

@@ -107,7 +107,7 @@ FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
     *("kept_responses", "kept_bytes", "kept_seconds"),
 )
-"""Settings that are read once, when the server starts."""
+"""Settings that stay as they were when the server started."""
 
 
 def fixed_differences(before: Settings, after: Settings) -> tuple[str, ...]:
@@ -121,6 +121,17 @@ def fixed_differences(before: Settings, after: Settings) -> tuple[str, ...]:
         for section, names, was, is_now in sections
         for name in names
         if getattr(was, name) != getattr(is_now, name)
+    )
+
+
+def with_fixed(settings: Settings, begun: Settings) -> Settings:
+    """What a running server can take over of new settings: some of a kind must not be old and others new."""
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        telemetry=replace(settings.telemetry, **{name: getattr(begun.telemetry, name) for name in FIXED_TELEMETRY}),
+        limits=replace(settings.limits, **{name: getattr(begun.limits, name) for name in FIXED_LIMITS}),
+        **{name: getattr(begun, name) for name in FIXED},
     )
 
 
@@ -161,7 +172,8 @@ class App:
         if self._reread is None:
             raise NotSupported("this server was started without a configuration that could be read again")
         async with self._reloading:
-            settings = await asyncio.to_thread(self._reread)
+            read = await asyncio.to_thread(self._reread)
+            settings = with_fixed(read, self._begun_with)
             before = {name: spec for spec in self.settings.models for name in spec.names}
             after = {name: spec for spec in settings.models for name in spec.names}
             self._take_over(settings)
@@ -170,7 +182,7 @@ class App:
                 added=tuple(name for name in after if name not in before),
                 changed=tuple(name for name in after if name in before and before[name] != after[name]),
                 removed=tuple(name for name in before if name not in after),
-                restart_needed=fixed_differences(self._begun_with, settings),
+                restart_needed=fixed_differences(self._begun_with, read),
             )
             self.settings = settings
             log.info("the configuration was read again; models: %s", ", ".join(after) or "none")
@@ -276,7 +288,7 @@ class App:
             # Its words would name what is none of this caller's business.
             words = f"model {name[:100]!r} is not served here; this key is for: {', '.join(caller.models) or 'none'}"
             raise ModelNotFound(words, param="model") from None
-        exchange.record.model = model.name
+        exchange.record.model = model.label
         caller.check_model(model.name)
         return model
 

@@ -37,7 +37,6 @@ class Access:
 
     def __init__(self, settings: Settings) -> None:
         keys = settings.keys
-        self._limits = keys.limits
         self._static = [
             (digest(key.encode()), Caller(f"key:{at}", quota=quota_for(keys.limits)))
             for at, key in enumerate(settings.api_keys)

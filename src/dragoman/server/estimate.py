@@ -3,7 +3,7 @@
 Too much rather than too little: what was too much is given back when the request has ended.
 """
 
-from dragoman.conversation import GenerationRequest, Image, Message, ToolResult
+from dragoman.conversation import GenerationRequest
 
 BYTES_PER_TOKEN = 3
 IMAGE_TOKENS = 1000
@@ -13,18 +13,16 @@ REPLY_TOKENS = 1024
 
 def estimated(request: GenerationRequest, weight: int) -> int:
     """`weight` is the size of the body, and of what it refers to."""
-    images = [image for message in request.messages for image in _images(message)]
-    text = weight - sum(len(image.data) * 4 // 3 for image in images if image.data is not None)
     reply = REPLY_TOKENS if request.max_tokens is None else request.max_tokens
     choices = max(request.choices, request.best_of) * max(1, len(request.prompts))
-    return estimated_text(max(0, text)) + IMAGE_TOKENS * len(images) + reply * choices
+    return estimated_prompt(request, weight) + reply * choices
+
+
+def estimated_prompt(request: GenerationRequest, weight: int) -> int:
+    images = [image for message in request.messages for image in message.images]
+    text = weight - sum(len(image.data) * 4 // 3 for image in images if image.data is not None)
+    return estimated_text(max(0, text)) + IMAGE_TOKENS * len(images)
 
 
 def estimated_text(size: int) -> int:
     return -(-size // BYTES_PER_TOKEN)
-
-
-def _images(message: Message) -> list[Image]:
-    inner = [part for part in message.parts if isinstance(part, ToolResult)]
-    parts = [*message.parts, *(part for result in inner for part in result.content)]
-    return [part for part in parts if isinstance(part, Image)]

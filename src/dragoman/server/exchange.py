@@ -35,6 +35,7 @@ from dragoman.quota import Lease
 from dragoman.server.scopes import ANYBODY, Caller
 from dragoman.telemetry import RequestRecord
 from dragoman.telemetry.meter import Meter
+from dragoman.telemetry.record import CLIENT_LEFT
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -49,7 +50,6 @@ log = logging.getLogger("dragoman.server")
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
-CLIENT_LEFT = 499
 LARGE_BODY = 256 * 1024
 LONGEST_LIST = 1000
 """Characters of a header that lists words."""

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +26,7 @@ from dragoman.events import Event, Finished, Started
 from dragoman.generate import Take, cannot_honour, check, check_limits, generate
 from dragoman.protocols import Encoder, Protocol, Telling
 from dragoman.reply import Collection
-from dragoman.server.estimate import estimated
+from dragoman.server.estimate import estimated, estimated_prompt
 from dragoman.server.exchange import Exchange
 from dragoman.telemetry.meter import Meter
 
@@ -132,7 +133,8 @@ async def _run_by(app: "App", exchange: Exchange, model: Model, request: Generat
             exchange.ignore(ignored)
         # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
         exchange.streaming = request.delivery.stream
-        exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
+        estimate = partial(estimated_prompt, request, exchange.weight)
+        exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.label), exchange.started, estimate)
         await _take_slot(slots, exchange)
         # Who waits for a slot does not keep the model from being swapped; who has one does.
         engine = engine or host.enter_now() or await host.enter()

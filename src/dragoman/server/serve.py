@@ -203,7 +203,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            names = ", ".join(model.name for model in self._app.catalog.models.values())
+            names = ", ".join(model.name for model in self._app.catalog.models.values()) or "the models folder"
             log.info("serving %s on %s", names, self._place())
 
     def _place(self) -> str:
@@ -316,10 +316,9 @@ async def _preload(app: App, server: Server) -> None:
         _settle()
         log.info("ready")
     except DragomanError as error:
-        if all(model.host is host for model in app.catalog.models.values()):
+        if all(model.host is host for model in app.catalog.listed()):
             server.should_exit = True
             raise ConfigError(host.failure or error.message) from error
-        log.error("model %s: %s", host.key, host.failure)
 
 
 def _settle() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dragoman import __version__
+from dragoman.address import public
 from dragoman.catalog import Model
 from dragoman.catalog.memory import resident
 from dragoman.config import Settings
@@ -108,14 +109,16 @@ def described(app: "App") -> dict[str, Any]:
 
 
 def without_secrets(settings: Settings) -> Any:
-    """As much of it as anybody may read: of keys how many there are, of anything that is called a secret that it is."""
-    plain = msgspec.to_builtins(settings)
-    plain["api_keys"] = len(settings.api_keys)
-    plain["models"] = [_hidden(spec) for spec in plain["models"]]
-    return plain
+    """As much of it as anybody may read: of keys how many there are, of what is called a secret that it is one.
+
+    An address loses the user and the password that may be in it.
+    """
+    return _hidden(msgspec.to_builtins(settings)) | {"api_keys": len(settings.api_keys)}
 
 
 def _hidden(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: HIDDEN if SECRET.search(str(name)) else _hidden(inner) for name, inner in value.items()}
+    if isinstance(value, str):
+        return public(value)
     return [_hidden(inner) for inner in value] if isinstance(value, list | tuple) else value

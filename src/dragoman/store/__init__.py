@@ -1,9 +1,12 @@
 """What is kept between requests, behind small interfaces.
 
 Rules
-1. Everything belongs to a principal. What belongs to another one is not there.
+1. Every response belongs to a principal. What belongs to another one is not there.
 2. Who keeps something finds it again as soon as `keep` has returned, until it is deleted or too old, or until what is
    newer needs the room.
+
+    memory.py  responses, in memory
+    keys.py    keys, in a file of SQLite's: the operator's, and no principal's
 """
 
 from collections.abc import Iterable, Mapping

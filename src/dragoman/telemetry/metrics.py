@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-from dragoman.telemetry.record import RequestRecord
+from dragoman.telemetry.record import CLIENT_LEFT, RequestRecord
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -19,8 +19,6 @@ RECENT_SECONDS = 60
 TOKENS = ("prompt", "completion", "cached", "reasoning", "unfinished")
 TOGETHER = 64
 """Requests that have ended and may wait to be counted; whoever asks for the figures has them all."""
-LEFT = 499
-"""The status of a request whose client left."""
 
 
 class Histogram:
@@ -154,7 +152,7 @@ class Metrics:
 
     def totals(self) -> dict[str, int]:
         everything = [*self.models.values(), self.others]
-        left = sum(count for one in everything for (_, status), count in one.requests.items() if status == LEFT)
+        left = sum(count for one in everything for (_, status), count in one.requests.items() if status == CLIENT_LEFT)
         return {
             "requests": sum(one.requests.total() for one in everything),
             "errors": sum(one.errors.total() for one in everything),

@@ -4,9 +4,12 @@ import msgspec
 
 from dragoman.events import Usage
 
+CLIENT_LEFT = 499
+"""The status of a request whose client left before the end."""
+
 
 class RequestRecord(msgspec.Struct, omit_defaults=True):
-    """Written when the request has ended. Status 499: the client left before the end.
+    """Written when the request has ended.
 
     `scope` is what kind of route it was; `route` is the path as it came, and never becomes the name of anything.
     """
@@ -25,7 +28,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     unfinished_tokens: int = 0
-    """Of choices that broke off: nobody was told a usage that has them."""
+    """Of choices that broke off, or whose server tells no usage: nobody was told one that has them."""
     queue_us: int | None = None
     first_event_us: int | None = None
     first_token_us: int | None = None

@@ -4,13 +4,17 @@ engine      what the server sees: options, checks, one async generator per reque
 intake      from a request to a checked prompt in tokens
 generation  one request's way from logits to events
 budget      how much of a reply may be thought
+embedder    texts made into vectors, in a thread and a decoder of their own
+turns       who computes next, and the thread in which all do
+pace        how many rows a step has
 drafts      how a reply may go on, and whether trying that pays: pure
 runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
 scheduler   which rows the next decode has: pure, without model, thread or clock of its own
 sequences   which sequence of the memory holds what, and which one a job gets: pure
 pins        which texts are to be kept for a while: pure
 radix       who holds which beginning of a text: pure
-room        how much memory texts take, and how many there is room for
+room        how many texts there is room for
+state       how much memory a token of a text takes
 sampling    from logits to a token, and log probabilities
 threads     how many threads compute
 binding     a model, its decoder, its samplers

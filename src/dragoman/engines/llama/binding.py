@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, Batch, ProgressCallback, library, log
+from dragoman.engines.llama.state import KV_TYPES, Kv, Shape
 from dragoman.errors import ConfigError
 
 MAX_SEQUENCES = 256
@@ -31,11 +32,6 @@ Vectors = NDArray[np.float32]
 POOLING = {"1": "mean", "2": "first", "3": "last"}
 """How a model's file says that its vectors of a text's tokens become one; a chat model's says nothing."""
 NO_POOLING, RANKING = 0, "4"
-
-KV_TYPES = {"f16": 1, "q8_0": 8}
-"""ggml's numbers of the types in which keys and values are kept."""
-BLOCKS = {"f16": (2, 1), "q8_0": (34, 32)}
-"""Bytes, and how many numbers are in them."""
 
 ATTRIBUTE_UNKNOWN, ATTRIBUTE_CONTROL = 1, 8
 NO_TOKEN = -1
@@ -124,13 +120,13 @@ class Model:
         c, handle = self.library, self.handle
         return bool(c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle))
 
-    def state_bytes(self, kv: str) -> int:
-        """About how much memory a token in a sequence takes: a key and a value per layer."""
+    def state_bytes(self, kv: Kv) -> int:
+        """About how much memory a token in a sequence takes."""
         c, handle = self.library, self.handle
-        heads = max(c.llama_model_n_head(handle), 1)
-        width = c.llama_model_n_embd(handle) * c.llama_model_n_head_kv(handle) // heads
-        per_block, block = BLOCKS[kv]
-        return max(2 * int(width) * int(c.llama_model_n_layer(handle)) * per_block // block, 1)
+        counts = (c.llama_model_n_layer, c.llama_model_n_head, c.llama_model_n_head_kv, c.llama_model_n_embd)
+        widths = (self.metadata.get(f"{self.architecture}.attention.{name}_length", "") for name in ("key", "value"))
+        told = (int(width) if width.isdecimal() else 0 for width in widths)
+        return max(Shape(*(int(count(handle)) for count in counts), *told).token_bytes(kv), 1)
 
     def name(self, token: int) -> str:
         return "" if token == NO_TOKEN else self.pieces[token].decode("utf-8", "replace")

@@ -22,6 +22,7 @@ from typing import Annotated, Self, TypeVar
 
 import msgspec
 
+from dragoman.bounds import Count
 from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
@@ -32,13 +33,15 @@ from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake, detokenize, tokenize
 from dragoman.engines.llama.layout import Layout, prepared
-from dragoman.engines.llama.room import Kv, Room, room
+from dragoman.engines.llama.room import Room, expected_bytes, room
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
+from dragoman.engines.llama.state import Kv
 from dragoman.engines.llama.turns import Turns
 from dragoman.errors import ConfigError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished
 from dragoman.formats import detect, named
+from dragoman.gguf import read_metadata
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -58,9 +61,6 @@ FEATURES = VECTOR_FEATURES | frozenset(
         *("tools", "strict_tools", "constraint", "thinking", "documents", "render", "template_options"),
     }
 )
-
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class AdapterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,12 +102,15 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout = "auto"
     """Whether another layout of the weights may be used where it is faster here."""
 
+    def __post_init__(self) -> None:
+        """What does not go together is told with the line of the file that it stands in."""
+        if self.kv != "f16" and not self.flash_attention:
+            raise ValueError(f"kv: {self.kv} needs flash attention: leave out flash_attention: false")
+
 
 class _Loaded(msgspec.Struct, frozen=True):
     """What it takes to write text."""
 
-    model: Model
-    context: Context
     intake: Intake
     runner: Runner
     adapted: Mapping[str, Runner]
@@ -154,6 +157,19 @@ class LlamaEngine(Engine):
     @classmethod
     def needs_worker(cls, options: msgspec.Struct) -> bool:
         return True
+
+    @classmethod
+    def memory_beside_file(cls, options: msgspec.Struct) -> int:
+        assert isinstance(options, LlamaOptions)
+        files = [_adapter_file(entry) for entry in options.adapters.values()]
+        adapters = sum(file.stat().st_size for file in files if file.is_file())
+        try:
+            metadata = read_metadata(Path(options.path))
+        except ConfigError:
+            # Loading it will say what is wrong with it.
+            return adapters
+        room = options.slots, options.context, options.cache_sequences, options.kv
+        return adapters + expected_bytes(metadata, *room, times=1 + len(options.adapters))
 
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:
@@ -253,6 +269,8 @@ class LlamaEngine(Engine):
         for runner in () if loaded is None else loaded.runners:
             runner.join()
             runner.context.close()
+            if runner.drafted:
+                log.info("of %d drafted tokens %d were the right ones", runner.drafted, runner.accepted)
         if embedder is not None:
             embedder.join()
         self.turns.close()
@@ -264,8 +282,6 @@ def _load(
     options: LlamaOptions, loop: asyncio.AbstractEventLoop, turns: Turns, progress: Callable[[float], None]
 ) -> tuple[Model, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
-    if options.kv != "f16" and not options.flash_attention:
-        raise ConfigError(f"llama: kv: {options.kv} needs flash attention: leave out flash_attention: false")
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     if options.layout == "auto":
@@ -341,7 +357,7 @@ def _loaded(model: Model, options: LlamaOptions, length: int, runners: Sequence[
     fitting = min(length, plain.context.length)
     intake = Intake(model, fitting, syntax, options.template_options, speculation=speculation)
     capacity = options.slots * fitting * len(runners)
-    return _Loaded(model, plain.context, intake, plain, dict(zip(options.adapters, others, strict=True)), capacity)
+    return _Loaded(intake, plain, dict(zip(options.adapters, others, strict=True)), capacity)
 
 
 def _choose_threads(contexts: Sequence[Context], path: Path) -> int:
@@ -353,11 +369,14 @@ def _choose_threads(contexts: Sequence[Context], path: Path) -> int:
 
 
 def _adapter(model: Model, name: str, entry: str | AdapterOptions) -> tuple[Adapter, float]:
-    options = AdapterOptions(entry) if isinstance(entry, str) else entry
-    path = Path(options.path).expanduser()
+    path = _adapter_file(entry)
     if not path.is_file():
         raise ConfigError(f"llama: there is no file of the adapter {name} at {path}")
-    return Adapter(model, path), options.scale
+    return Adapter(model, path), 1.0 if isinstance(entry, str) else entry.scale
+
+
+def _adapter_file(entry: str | AdapterOptions) -> Path:
+    return Path(entry if isinstance(entry, str) else entry.path).expanduser()
 
 
 def _context(model: Model, options: LlamaOptions, space: Room) -> Context:

@@ -13,7 +13,6 @@ import msgspec
 
 MANY = 16
 """Where there are many CPUs, decoding may be bound by memory long before all of them are used."""
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 PROCESSORS = Path("/proc/cpuinfo")
@@ -39,15 +38,7 @@ def cpus() -> int:
 def quota() -> float:
     """CPUs that the process's control group, and those around it, may use; as many as there are where nobody says."""
     found = float(os.cpu_count() or 1)
-    try:
-        # Of version 2 there is one line, `0::/path`.
-        paths = [line[3:].strip("/") for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::")]
-    except OSError:
-        paths = []
-    group = GROUPS.joinpath(*paths[:1])
-    for folder in (group, *group.parents):
-        if folder == GROUPS.parent:
-            break
+    for folder in _groups():
         try:
             most, period = (folder / "cpu.max").read_text().split()
             found = min(found, int(most) / int(period))
@@ -55,6 +46,17 @@ def quota() -> float:
             # No such file, or "max".
             continue
     return found
+
+
+def _groups() -> Sequence[Path]:
+    """The control group of the process, of version 2, and those around it: the limits of all of them hold."""
+    try:
+        # Of version 2 there is one line, `0::/path`.
+        paths = [line[3:].strip("/") for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::")]
+    except OSError:
+        paths = []
+    group = GROUPS.joinpath(*paths[:1])
+    return [folder for folder in (group, *group.parents) if folder.is_relative_to(GROUPS)]
 
 
 def cores() -> int:
@@ -75,14 +77,14 @@ def memory() -> float:
         machine: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         machine = math.inf
-    return min(machine, _container_limit())
+    return min([machine, *(_memory_limit(folder) for folder in _groups())])
 
 
-def _container_limit() -> float:
+def _memory_limit(folder: Path) -> float:
     try:
-        return int(MEMORY_LIMIT.read_text())
+        return int((folder / "memory.max").read_text())
     except (OSError, ValueError):
-        # No control groups of version 2 here, or "max".
+        # No such file, or "max".
         return math.inf
 
 

@@ -1,21 +1,17 @@
-"""How much memory the state of texts takes, and how many texts there is room for.
-
-A token in a sequence has a key and a value in every layer. `kv` says how exactly they are kept: f16, or q8_0, which is
-eight bits each and a half float for every 32 of them.
-"""
+"""How many texts there is room for in the memory."""
 
 import logging
-from typing import Literal
+from collections.abc import Mapping
 
 import msgspec
 
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Model
+from dragoman.engines.llama.state import Kv, Shape
 from dragoman.errors import ConfigError
+from dragoman.gguf import Value
 
 log = logging.getLogger("dragoman.engine")
-
-Kv = Literal["f16", "q8_0"]
 
 DEFAULT_MEMORY_SHARE = 0.25
 """How much of the machine's memory the slots may take where the configuration does not say their size."""
@@ -56,6 +52,26 @@ def fitted(trained: int, token_bytes: int, slots: int, length: int | None, cache
     """For a model that was trained for so many tokens, each of which takes so much memory."""
     length = length or _default_length(trained, slots, token_bytes)
     return Room(length, slots, _default_cached(slots, length * token_bytes) if cached is None else cached)
+
+
+def expected_bytes(
+    metadata: Mapping[str, Value], slots: int, length: int | None, cached: int | None, kv: Kv, *, times: int = 1
+) -> int:
+    """What the room for a model will take, by what its file says of it; 0 where that is too little."""
+
+    def number(key: str) -> int:
+        value = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
+        return int(value) if isinstance(value, int | float) else 0
+
+    heads = number("attention.head_count")
+    widths = number("attention.key_length"), number("attention.value_length")
+    groups = number("attention.head_count_kv") or heads
+    shape = Shape(number("block_count"), heads, groups, number("embedding_length"), *widths)
+    token_bytes = times * shape.token_bytes(kv)
+    if not token_bytes:
+        return 0
+    found = fitted(number("context_length"), token_bytes, slots, length, cached)
+    return token_bytes * found.length * found.sequences
 
 
 def _check(room: Room, needed: int, times: int) -> None:

@@ -31,9 +31,10 @@ from dragoman.constrain.compiled import Guide
 from dragoman.engines.llama.binding import ABORTED, Context
 from dragoman.engines.llama.drafts import MOST_DRAFTED, Cost, worthwhile
 from dragoman.engines.llama.generation import Generation
+from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy
-from dragoman.engines.llama.turns import Turns
+from dragoman.engines.llama.turns import STOPPED, Turns
 from dragoman.errors import DragomanError, EngineFailed
 from dragoman.events import Event, Finished
 
@@ -44,27 +45,6 @@ LEAST_CHUNK = 16
 ALONE_SECONDS = 0.25
 LEAST_CHUNK_ALONE = 64
 """From here on a prompt is taken in at nearly full speed on any CPU: the weights are read once for so many rows."""
-STOPPED = "the engine has been stopped"
-
-
-class Pace:
-    """How many prefill rows make a step of `seconds`. Steered by the time that full steps took: it is not proportional
-    to the rows, since reading the weights and the memory costs the same for one row as for fifty."""
-
-    def __init__(self, seconds: float, *, least: int, most: int) -> None:
-        self.seconds = seconds
-        self.most = most
-        self.least = min(least, most)
-        self.chunk = self.least
-
-    def took(self, rows: int, seconds: float) -> None:
-        """A step with `rows` rows of prefill lasted so long."""
-        if rows < self.chunk:
-            return
-        ratio = min(max(self.seconds / max(seconds, 1e-6), 0.5), 2)
-        # Half the way, because one slow step may only mean that the machine was busy.
-        wanted = round(self.chunk * (1 + ratio) / 2)
-        self.chunk = min(max(wanted, self.least), self.most)
 
 
 class _Cancel:

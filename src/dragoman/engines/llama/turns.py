@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+STOPPED = "the engine has been stopped"
+"""What those hear whose turn does not come any more."""
 P = ParamSpec("P")
 T = TypeVar("T")
 

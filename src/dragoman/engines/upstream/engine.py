@@ -15,8 +15,9 @@ from typing import Self, TypeVar
 
 import msgspec
 
+from dragoman.address import public
 from dragoman.client.exchange import PROTOCOLS
-from dragoman.conversation import GenerationRequest, Image, Message, Sampling, ToolResult
+from dragoman.conversation import GenerationRequest, Image, Sampling
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, MakeVectors, ModelInfo
 from dragoman.engines.run import read
@@ -130,6 +131,7 @@ class UpstreamEngine(Engine):
         return read(lambda listener: self.tell(request, listener))
 
     async def tell(self, request: GenerationRequest, listener: Listener) -> None:
+        self._check_name(request.model)
         self._check_images(request)
         if request.max_tokens == 0:
             pause = listener([Started(), Finished("length", usage=Usage())])
@@ -173,24 +175,27 @@ class UpstreamEngine(Engine):
         return telling.told(error, model, self.places[at].url, self.options.models is not None)
 
     def _over_there(self, request: GenerationRequest, at: int) -> GenerationRequest:
-        """The request by the name that the model has there; variables of a chat template are not for callers to set."""
-        return msgspec.structs.replace(request, model=self._name(request.model, at), template_options={})
+        """The request by the name that the model has there."""
+        return _named(request, self._name(request.model, at))
 
     def _name(self, model: str, at: int) -> str:
         if self.options.models is None:
             return self.places[at].model or self.name
         wanted = model[len(self.name) + 1 :]
         found = self.places[at].models.get(wanted.lower())
-        if not wanted:
+        return wanted if found is None else found.name
+
+    def _check_name(self, model: str) -> None:
+        """Before a place is chosen: a name that is the caller's mistake is no place's failure."""
+        if self.options.models is not None and not model[len(self.name) + 1 :]:
             words = f"'{self.name}' stands for several models: {', '.join(info.name for info in self.models()[:20])}"
             raise ModelNotFound(words, param="model")
-        return wanted if found is None else found.name
 
     def _check_images(self, request: GenerationRequest) -> None:
         if self.options.image_urls:
             return
         for at, message in enumerate(request.messages):
-            if any(_is_address(image) for image in _images(message)):
+            if any(_is_address(image) for image in message.images):
                 words = "addresses of images are not passed on here; send the image itself, as a data: URL or base64"
                 raise BadRequest(words, param=f"messages[{at}]")
 
@@ -213,6 +218,7 @@ class UpstreamEngine(Engine):
 
     async def _anywhere(self, lacks: str, model: str, ask: Callable[[Place, str], Awaitable[T]]) -> T:
         """The answer of the first place that has one."""
+        self._check_name(model)
         tried: set[int] = set()
         failure: DragomanError | None = None
         while True:
@@ -240,19 +246,15 @@ class UpstreamEngine(Engine):
 
     def drain(self, url: str, drained: bool) -> None:
         """Nothing new goes to the place, or something goes there again."""
-        found = [at for at, place in enumerate(self.places) if place.url == url]
+        found = [at for at, place in enumerate(self.places) if place.url == public(url)]
         if not found:
-            raise ConfigError(f"model {self.name} has no place {url!r:.200}")
+            raise ConfigError(f"model {self.name} has no place {public(url)!r:.200}")
         self.pool.drain(found[0], drained)
 
 
 def _named(request: GenerationRequest, model: str) -> GenerationRequest:
+    """Variables of a chat template are not for callers to set."""
     return msgspec.structs.replace(request, model=model, template_options={})
-
-
-def _images(message: Message) -> list[Image]:
-    inner = [part for result in message.parts if isinstance(result, ToolResult) for part in result.content]
-    return [part for part in (*message.parts, *inner) if isinstance(part, Image)]
 
 
 def _is_address(image: Image) -> bool:

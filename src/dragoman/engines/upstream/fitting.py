@@ -73,7 +73,6 @@ _REMOVALS: dict[str, Callable[[GenerationRequest], GenerationRequest]] = {
     "stop_token_ids": lambda request: msgspec.structs.replace(request, stop_token_ids=()),
     "ignore_eos": lambda request: msgspec.structs.replace(request, ignore_eos=False),
     "documents": lambda request: msgspec.structs.replace(request, documents=()),
-    "template_options": lambda request: msgspec.structs.replace(request, template_options={}),
     "parallel": lambda request: msgspec.structs.replace(
         request, tool_choice=msgspec.structs.replace(request.tool_choice, parallel=True)
     ),

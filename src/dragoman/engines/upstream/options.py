@@ -5,12 +5,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dragoman.client.address import site
+from dragoman.address import public, site
+from dragoman.bounds import Seconds, Word
+from dragoman.client.talk import ProtocolName
 from dragoman.errors import ConfigError
-
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Word = Annotated[str, msgspec.Meta(min_length=1)]
-ProtocolName = Literal["auto", "chat", "responses", "messages"]
 
 
 class PlaceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,5 +82,5 @@ def key_of(name: str, place: PlaceOptions) -> str | None:
         return None
     key = os.environ.get(place.key_env, "").strip()
     if not key:
-        raise ConfigError(f"models.{name}: the environment variable {place.key_env} has no key for {place.url}")
+        raise ConfigError(f"models.{name}: the environment variable {place.key_env} has no key for {public(place.url)}")
     return key

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 import msgspec
 
+from dragoman.address import public
 from dragoman.client import listing, transport
 from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
 from dragoman.client.line import Answer, Line
@@ -63,7 +64,7 @@ class Hearing:
 
 class Place:
     def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None) -> None:
-        self.url = place.url
+        self.url = public(place.url)
         self.model = place.model
         self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0)
         self.models: dict[str, Model] = {}
@@ -72,6 +73,9 @@ class Place:
         settings |= {"trust_env": False, "headers": {"accept-encoding": "identity"}}
         # A proxy has ways of its own, which httpx knows.
         settings |= {"transport": Wire()} if options.proxy is None else {"proxy": options.proxy}
+        if options.proxy is not None and self.talk.site.is_tls:
+            # Of the environment's only whom it believes, as without a proxy.
+            settings |= {"verify": httpx.create_ssl_context()}
         self._line = Line(self.talk, httpx.AsyncClient(**settings))
         self._refused: defaultdict[str, set[str]] = defaultdict(set)
         """By model, what it does not take."""

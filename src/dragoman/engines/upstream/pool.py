@@ -5,7 +5,9 @@ Rules
    only the ones of the lowest rank.
 2. A place is out after FAILURES failures in a row, or at once where nobody answers: for a second, then for twice as
    long each time. After that one request is let through to try; what comes of it decides.
-3. A place that asks for patience (429, 503) is left alone for as long as it says, and is otherwise well.
+   One at which nobody answered is back before that, as soon as it is seen to answer.
+3. A place that asks for patience (429, 503) is left alone for as long as it says, but for LONGEST_REST seconds at most,
+   and is otherwise well.
 4. Among the rest the one is asked that has the longest beginning of the prompt, unless it has much more to do than
    the one that has the least to do: then that one. What it has to do is counted in requests per weight.
 5. Of places with equally much to do, the one that has had the least, in the long run and by weight.

@@ -273,7 +273,7 @@ class Wire(httpx.AsyncBaseTransport):
     async def _connected(self, origin: Origin, request: httpx.Request) -> Connection:
         is_tls, host, port = origin
         if is_tls and self._tls is None:
-            self._tls = httpx.create_ssl_context(trust_env=False)
+            self._tls = httpx.create_ssl_context()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_limit(request, "connect")):

@@ -1,0 +1,16 @@
+"""The settings that a command works with: those that `dragoman serve` would have."""
+
+import os
+import sys
+
+from dragoman.config import Flags, Settings, load_settings
+
+
+def look_here() -> None:
+    """As with `python -m`: an engine of the user's own lies in the folder where the command is given."""
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109
+
+
+def settings_of(config: str | None) -> Settings:
+    look_here()
+    return load_settings(config, Flags(), os.environ)

@@ -1,0 +1,79 @@
+"""Models that cannot be weighed or loaded: nobody waits for ever, and the log knows why."""
+
+import asyncio
+
+import pytest
+
+from dragoman.catalog import Catalog, Host
+from dragoman.config import Limits, ModelSpec, Settings
+from dragoman.errors import ModelFailed, ModelLoading
+
+EXPLODING = ModelSpec("m", "tests.server.engines:Exploding")
+UNWEIGHABLE = ModelSpec("m", "tests.server.engines:Unweighable")
+MISTAKEN = ModelSpec("m", "scripted", None, {"chunk": "many"})
+AT_ONCE = Limits(load_seconds=0)
+
+
+def settings(spec: ModelSpec, limits: Limits = AT_ONCE, memory: int | None = None) -> Settings:
+    return Settings(models=(spec,), models_dir=(), limits=limits, memory=memory)
+
+
+async def settled(host: Host) -> str:
+    async with asyncio.timeout(5):
+        while host.state in ("waiting", "loading"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return host.state
+
+
+@pytest.mark.parametrize("spec", [EXPLODING, MISTAKEN], ids=lambda spec: spec.engine)
+def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
+    spec: ModelSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(spec))
+        host = catalog.resolve("m").host
+        with pytest.raises(ModelLoading):
+            await host.enter()
+        assert await settled(host) == "failed"
+        with pytest.raises(ModelFailed):
+            await host.enter()
+        # Whoever asks has it tried again.
+        assert host.state != "failed"
+        await settled(host)
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    said = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 2
+    words = "no such device" if spec is EXPLODING else "models.m: "
+    assert all(f"model m: not loaded: {words}" in record.getMessage() for record in said)
+    assert all((record.exc_info is not None) == (spec is EXPLODING) for record in said)
+
+
+def test_a_model_that_cannot_be_weighed_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(UNWEIGHABLE, Limits(load_seconds=5), memory=10**9))
+        host = catalog.resolve("m").host
+        for _ in range(2):
+            with pytest.raises(ModelFailed):
+                await host.enter()
+            assert (host.state, host.failure) == ("failed", "nobody has weighed it")
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    assert caplog.text.count("model m: not loaded: nobody has weighed it") == 2
+    assert "RuntimeError" in caplog.text
+
+
+def test_a_model_that_needs_too_much_is_in_the_log_though_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(ModelSpec("m", "scripted", None, {"crash_after": 5}), memory=1000))
+        host = catalog.resolve("m").host
+        host.load()
+        assert await settled(host) == "failed"
+        with pytest.raises(ModelFailed):
+            await host.enter()
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    assert "model m: not loaded: it needs 100 MiB" in caplog.text
