@@ -104,7 +104,7 @@ async def _run(
             words = "request %s: model %s cannot answer (%s); %s is asked"
             log_run.warning(words, request.id, model.name, failure.message, chosen.name)
             exchange.begin_again()
-        exchange.record.model = chosen.name
+        exchange.record.model = chosen.label
         try:
             await _run_by(app, exchange, chosen, request, begin(request))
         except DragomanError as error:
@@ -115,7 +115,7 @@ async def _run(
                 break
         else:
             return request
-    exchange.record.model = model.name
+    exchange.record.model = model.label
     assert failure is not None
     raise failure
 
