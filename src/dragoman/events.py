@@ -9,7 +9,7 @@ Rules
    spread over several tokens) and text without tokens of its own (what a stage held back).
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -99,7 +99,9 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished
 
 
-def total_usage(usages: Iterable[Usage]) -> Usage:
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    if len(usages) == 1:
+        return usages[0]
     total = Usage()
     for usage in usages:
         total = Usage(

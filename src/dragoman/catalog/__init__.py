@@ -209,8 +209,12 @@ class Catalog:
                 return model
         raise ModelNotFound(self._unknown(name), param="model")
 
+    def at_hand(self, name: str) -> Model | None:
+        """The model of the configuration that is called so; for any other name there is `find`."""
+        return self.models.get(name.strip().lower())
+
     async def find(self, name: str) -> Model:
-        """The same, after another look if the name is not known yet."""
+        """The model for a name, after another look if it is not known yet."""
         try:
             return self.resolve(name)
         except ModelNotFound:

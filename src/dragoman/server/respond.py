@@ -37,9 +37,19 @@ log = logging.getLogger("dragoman.prompts")
 Settle = Callable[[], Awaitable[None]]
 
 
+ID_BYTES = 12
+_drawn: list[str] = []
+"""Ids that nobody has yet: to ask the system for chance costs about the same for one and for many."""
+# A process that is copied must not hand out the ids of the other.
+os.register_at_fork(after_in_child=_drawn.clear)
+
+
 def new_id(prefix: str) -> str:
     """By its id a response is found again: nobody may guess it."""
-    return prefix + os.urandom(12).hex()
+    if not _drawn:
+        chance = os.urandom(64 * ID_BYTES)
+        _drawn.extend(chance[at : at + ID_BYTES].hex() for at in range(0, len(chance), ID_BYTES))
+    return prefix + _drawn.pop()
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
@@ -94,7 +104,10 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
         # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
         exchange.streaming = request.delivery.stream
         exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
-        await _take_slot(slots, exchange)
+        if slots.take_first():
+            exchange.record.queue_us = 0
+        else:
+            await _queue(slots, exchange)
         # Who waits for a slot does not keep the model from being swapped; who has one does.
         engine = engine or host.enter_now() or await host.enter()
         exchange.expect(limits.stall_seconds, silent_engine)
@@ -106,10 +119,7 @@ async def _run(app: "App", exchange: Exchange, model: Model, request: Generation
             host.leave()
 
 
-async def _take_slot(slots: Slots, exchange: Exchange) -> None:
-    if slots.take_first():
-        exchange.record.queue_us = 0
-        return
+async def _queue(slots: Slots, exchange: Exchange) -> None:
     begun = time.monotonic()
     await slots.first()
     exchange.record.queue_us = int((time.monotonic() - begun) * 1e6)
@@ -164,7 +174,8 @@ def _frame_writer(app: "App", exchange: Exchange, encoder: Encoder) -> Take:
         if not exchange.begun and all(type(event) is Started for event in events):
             held += frames
             return None
-        frames, held = held + frames, b""
+        if held:
+            frames, held = held + frames, b""
         return None if not frames or exchange.write_now(frames) else exchange.write(frames)
 
     return take
