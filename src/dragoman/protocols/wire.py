@@ -176,6 +176,8 @@ SEPARATOR = "\uffff"
 
 def between_texts(texts: Sequence[str], between: bytes) -> bytes:
     """The insides of the JSON strings of all texts, encoded at once, with the same bytes between each two."""
+    if len(texts) == 1:
+        return msgspec.json.encode(texts[0])[1:-1]
     joined = SEPARATOR.join(texts)
     if joined.count(SEPARATOR) >= len(texts):
         # Somebody sent one; then each text has to be encoded by itself.
