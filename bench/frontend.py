@@ -51,6 +51,7 @@ def free_port() -> int:
         return port
 
 
+TICKS = os.sysconf("SC_CLK_TCK")
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -128,7 +129,8 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, count: int, begun: tuple[float, float], ended: tuple[float, float]) -> "Speed":
-        user, kernel = ended[0] - begun[0], ended[1] - begun[1]
+        # Less than one tick of the clock cannot be told from nothing.
+        user, kernel = max(ended[0] - begun[0], 1 / TICKS), ended[1] - begun[1]
         return cls(count / (user + kernel), count / user)
 
 
@@ -210,8 +212,7 @@ async def requests_per_second(port: int, pid: int, connections: int, calls: int)
 def cpu_times(pid: int) -> tuple[float, float]:
     """Seconds in user space and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    tick = os.sysconf("SC_CLK_TCK")
-    return int(fields[11]) / tick, int(fields[12]) / tick
+    return int(fields[11]) / TICKS, int(fields[12]) / TICKS
 
 
 def cpu_seconds(pid: int) -> float:
@@ -318,7 +319,7 @@ def main() -> None:
 
     figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text, 1, PEERS | SENDS)
     show(f"frames, {STREAMS} streams, one token ready at a time", figures, "4 times plain FastAPI")
-    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text * 4, 16, PEERS | SENDS)
+    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text * 4, 16, PEERS)
     show(f"frames, {STREAMS} streams, 16 tokens ready at a time", figures, "20 times plain FastAPI")
     calls = 50 if quick else 200
     figures = side_by_side(rounds, lambda port, pid: requests_per_second(port, pid, 64, calls), SHORT, 1, PEERS)
