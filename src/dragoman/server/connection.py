@@ -198,7 +198,7 @@ class _Connection(HttpToolsProtocol):
     async def _answer(self, response: Response, app: ASGI3Application) -> None:
         """The app tells its errors itself; what it could not tell is told here."""
         try:
-            await app(response.scope, response.receive, response.send)  # type: ignore[arg-type]
+            await app(response.scope, response.receive, response.send)
         except BaseException:
             log.exception("a request was not answered")
         if not (response.response_complete or response.disconnected):
