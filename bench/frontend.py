@@ -4,10 +4,12 @@
 
 Dragoman with the scripted engine and the whole pipeline in place, side by side with a FastAPI + pydantic server of the
 same route (bench/peer.py), once on plain uvicorn and once on uvicorn with uvloop and httptools, and with an ASGI app
-that only sends ready-made bytes (bench/ceiling.py): no server on uvicorn can be faster. Figures are per second
-of CPU time that the server used, so that what else the machine does matters little; once of all its CPU time, once of
-what it spent in user space, without the kernel's work of sending, which no server can avoid. Server and load generator
-each have a core of their own where there are two. Rounds alternate; medians are shown.
+that only sends ready-made bytes (bench/ceiling.py): no server on uvicorn can be faster. Frames also side by side with a
+plain loop of `send` calls (bench/sends.py), which is faster than any server that sends a frame when it is there.
+
+Figures are per second of CPU time that the server used, so that what else the machine does matters little; once of all
+its CPU time, once of what it spent in user space, without the kernel's work of sending, which no server can avoid.
+Server and load generator each have a core of their own where there are two. Rounds alternate; medians are shown.
 """
 
 import argparse
@@ -38,6 +40,7 @@ PEERS = {
     "FastAPI, uvicorn[standard]": ("bench.peer", "uvloop", "httptools"),
     "ready-made bytes": ("bench.ceiling", "uvloop", "httptools"),
 }
+SENDS = {"plain sends": ("bench.sends", "-", "-")}
 OURS = "Dragoman"
 
 
@@ -48,6 +51,7 @@ def free_port() -> int:
         return port
 
 
+TICKS = os.sysconf("SC_CLK_TCK")
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -125,7 +129,8 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, count: int, begun: tuple[float, float], ended: tuple[float, float]) -> "Speed":
-        user, kernel = ended[0] - begun[0], ended[1] - begun[1]
+        # Less than one tick of the clock cannot be told from nothing.
+        user, kernel = max(ended[0] - begun[0], 1 / TICKS), ended[1] - begun[1]
         return cls(count / (user + kernel), count / user)
 
 
@@ -207,8 +212,7 @@ async def requests_per_second(port: int, pid: int, connections: int, calls: int)
 def cpu_times(pid: int) -> tuple[float, float]:
     """Seconds in user space and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    tick = os.sysconf("SC_CLK_TCK")
-    return int(fields[11]) / tick, int(fields[12]) / tick
+    return int(fields[11]) / TICKS, int(fields[12]) / TICKS
 
 
 def cpu_seconds(pid: int) -> float:
@@ -281,13 +285,15 @@ def run(work: Any) -> Any:
         return runner.run(work)
 
 
-def side_by_side(rounds: int, measure: Callable[[int, int], Any], text: str, burst: int) -> dict[str, Speed]:
+def side_by_side(
+    rounds: int, measure: Callable[[int, int], Any], text: str, burst: int, peers: dict[str, tuple[str, str, str]]
+) -> dict[str, Speed]:
     """Medians, the servers taking turns."""
-    results: dict[str, list[Speed]] = {OURS: [], **{name: [] for name in PEERS}}
+    results: dict[str, list[Speed]] = {OURS: [], **{name: [] for name in peers}}
     for _ in range(rounds):
         with dragoman(replies=[{"output": text}], burst=burst) as (port, pid):
             results[OURS].append(run(measure(port, pid)))
-        for name, how in PEERS.items():
+        for name, how in peers.items():
             with peer(text, burst, *how) as (port, pid):
                 results[name].append(run(measure(port, pid)))
     return {name: Speed(*map(statistics.median, zip(*figures, strict=True))) for name, figures in results.items()}
@@ -311,12 +317,12 @@ def main() -> None:
     rounds, tokens = (1, 300) if quick else (3, 1000)
     text = "word " * (tokens * CHUNK // 5)
 
-    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text, 1)
+    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text, 1, PEERS | SENDS)
     show(f"frames, {STREAMS} streams, one token ready at a time", figures, "4 times plain FastAPI")
-    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text * 4, 16)
+    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text * 4, 16, PEERS)
     show(f"frames, {STREAMS} streams, 16 tokens ready at a time", figures, "20 times plain FastAPI")
     calls = 50 if quick else 200
-    figures = side_by_side(rounds, lambda port, pid: requests_per_second(port, pid, 64, calls), SHORT, 1)
+    figures = side_by_side(rounds, lambda port, pid: requests_per_second(port, pid, 64, calls), SHORT, 1, PEERS)
     show("requests, 64 connections, short reply", figures, "6 times plain FastAPI")
 
     long = 20_000 if quick else 100_000

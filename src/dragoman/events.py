@@ -9,7 +9,7 @@ Rules
    spread over several tokens) and text without tokens of its own (what a stage held back).
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -103,7 +103,9 @@ Listener = Callable[[Sequence[Event]], Awaitable[None] | None]
 then it must not be called again."""
 
 
-def total_usage(usages: Iterable[Usage]) -> Usage:
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    if len(usages) == 1:
+        return usages[0]
     total = Usage()
     for usage in usages:
         total = Usage(

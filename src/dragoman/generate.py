@@ -182,8 +182,8 @@ def _syntax(engine: Engine, request: GenerationRequest) -> ModelFormat:
     """How the reply is written; that of a completion is the model's raw output."""
     if not request.messages or engine.tells_calls:
         return PLAIN
-    names = (info.format for info in engine.models() if info.name == request.model)
-    syntax = FORMATS[next(names, PLAIN.name)]
+    names = [info.format for info in engine.models() if info.name == request.model]
+    syntax = FORMATS[names[0]] if names else PLAIN
     # A model without a syntax for calls that must make one is made to write JSON.
     return JSON if syntax is PLAIN and request.tool_choice.mode in ("required", "named") else syntax
 

@@ -225,6 +225,10 @@ class Catalog:
                 return model
         raise ModelNotFound(self._unknown(name), param="model")
 
+    def at_hand(self, name: str) -> Model | None:
+        """The model of the configuration that is called so; for any other name there is `find`."""
+        return self.models.get(name.strip().lower())
+
     def fallbacks(self, model: Model) -> Iterator[Model]:
         """Those that answer for it when it cannot, the nearest first. A file that has gone answers for nobody."""
         while model.spec is not None and model.spec.fallback is not None:
@@ -235,7 +239,7 @@ class Catalog:
             yield model
 
     async def find(self, name: str) -> Model:
-        """The same, after another look if the name is not known yet."""
+        """The model for a name, after another look if it is not known yet."""
         try:
             return self.resolve(name)
         except ModelNotFound:

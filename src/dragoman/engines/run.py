@@ -127,6 +127,8 @@ def _up_to_finished(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _events(output: Output) -> Sequence[Event]:
+    if isinstance(output, str):
+        return [TextDelta(output)]
     if isinstance(output, list | tuple):
         return [_event(entry) for entry in output]
     return [_event(output)]

@@ -18,8 +18,9 @@ import os
 import re
 import signal
 import time
+import types
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import lru_cache
 from typing import Annotated, Self
 
@@ -77,6 +78,7 @@ class ScriptedEngine(Engine):
         self.options = options = options or ScriptedOptions()
         self.slots = options.slots
         self.syntax = named(options.format)
+        self._models = (ModelInfo(name, context=options.context, format=self.syntax.name),)
         faults = (options.fail_after, options.hang_after, options.crash_after)
         self.first_fault = min((at for at in faults if at is not None), default=None)
         try:
@@ -94,7 +96,7 @@ class ScriptedEngine(Engine):
         return isinstance(options, ScriptedOptions) and options.crash_after is not None
 
     def models(self) -> Sequence[ModelInfo]:
-        return [ModelInfo(self.name, context=self.options.context, format=self.syntax.name)]
+        return self._models
 
     def supports(self) -> frozenset[str]:
         return FEATURES
@@ -107,22 +109,22 @@ class ScriptedEngine(Engine):
         room = self._room(request, prompt_tokens)
         played = pieces if room is None else pieces[:room]
         fault = self._fault_at(len(played))
-        end = len(played) if fault is None else fault
+        told = played if fault is None else played[:fault]
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
-        begun, burst = time.monotonic(), self.options.burst
-        ready: list[Event] = [Started(prompt_tokens, thinking=thinking)]
-        for at in range(0, end, burst):
+        begun, burst, rate = time.monotonic(), self.options.burst, self.options.tokens_per_second
+        ready: tuple[Event, ...] = (Started(prompt_tokens, thinking=thinking),)
+        for at in range(0, len(told), burst):
             if at:
                 yield ready
-                ready = []
-            await asyncio.sleep(self._delay(begun, at))
-            ready += played[at : min(at + burst, end)]
+                ready = ()
+            await (_turn() if rate is None else asyncio.sleep(self._delay(begun, at, rate)))
+            ready += told[at : at + burst]
         if fault is not None:
             yield ready
             await self._fault(fault)
         reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
-        yield [*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played)))]
+        yield (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played))))
 
     def count_tokens(self, request: GenerationRequest) -> int:
         return self._prompt_tokens(request)
@@ -185,10 +187,7 @@ class ScriptedEngine(Engine):
         fault = self.first_fault
         return fault if fault is not None and fault <= tokens else None
 
-    def _delay(self, begun: float, at: int) -> float:
-        rate = self.options.tokens_per_second
-        if rate is None:
-            return 0
+    def _delay(self, begun: float, at: int, rate: float) -> float:
         return max(0.0, begun + (at + self.options.burst) / rate - time.monotonic())
 
     async def _fault(self, at: int) -> None:
@@ -200,6 +199,12 @@ class ScriptedEngine(Engine):
         if at == options.hang_after:
             await asyncio.Event().wait()
         raise EngineFailed(f"the script fails after {options.fail_after} tokens")
+
+
+@types.coroutine
+def _turn() -> Generator[None, None, None]:
+    """Everybody else goes first: what `asyncio.sleep(0)` comes to, without the coroutine around it."""
+    yield
 
 
 def _too_long(context: int, tokens: int, limit: int, param: str) -> ContextTooLong:

@@ -53,6 +53,7 @@ class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
     safety_identifier: str | None = None
 
 
+CHAT = Asked("chat", "messages")
 OTHER_FIELDS = tools.FIELDS | shape.FIELDS | thinking.FIELDS
 
 
@@ -60,14 +61,14 @@ def decode(body: bytes) -> GenerationRequest:
     parsed = wire.parse(body)
     fields = wire.convert(parsed, ChatFields)
     _check(fields)
-    asked = [Asked("chat", "messages"), *openai.asked_fields(fields, parsed, OTHER_FIELDS)]
-    messages = tuple(history.decode(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages))
+    asked = [CHAT, *openai.asked_fields(fields, parsed, OTHER_FIELDS)]
+    messages = [history.decode(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
     _note_options(fields, asked)
     offered, choice = tools.decode(parsed, asked)
     options = fields.stream_options or openai.StreamOptions()
     return GenerationRequest(
         model=fields.model or "",
-        messages=messages,
+        messages=tuple(messages),
         tools=offered,
         tool_choice=choice,
         constraint=shape.decode(parsed, asked),
@@ -110,8 +111,10 @@ def _note_options(fields: ChatFields, asked: list[Asked]) -> None:
 
 def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[str, Any]:
     """The variables for the template that `thinking` does not know."""
+    if field is None:
+        return {}
     known = thinking.TemplateSwitches.__struct_fields__
-    options = {name: value for name, value in (field or {}).items() if name not in known and value is not None}
+    options = {name: value for name, value in field.items() if name not in known and value is not None}
     if len(options) > MAX_TEMPLATE_OPTIONS:
         raise BadRequest(f"chat_template_kwargs: at most {MAX_TEMPLATE_OPTIONS} keys", param="chat_template_kwargs")
     for name, value in options.items():
@@ -131,24 +134,26 @@ class ChatEncoder(openai.StreamEncoder):
         self._told: set[int] = set()
         """Choices that have said something,"""
         self._parted: set[int] = set()
-        """and those whose text has been interrupted since."""
+        """and those of them whose text has been interrupted since."""
         self._legacy = tools.is_legacy(request)
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
         return _entry(choice, {"content": text})
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
-        if choice in self._parted or choice not in self._told:
-            texts = [*self._between(choice), *texts]
-        return super()._text_frames(choice, texts)
-
-    def _between(self, choice: int) -> list[str]:
-        """What separates the text at hand from an earlier one, where something else stood between them."""
-        parted = choice in self._parted
-        self._parted.discard(choice)
-        told = choice in self._told
         self._told.add(choice)
-        return [BETWEEN_TEXTS] if parted and told else []
+        return super()._text_frames(choice, [self._between(choice), *texts] if choice in self._parted else texts)
+
+    def _interrupt(self, choice: int) -> None:
+        if choice in self._told:
+            self._parted.add(choice)
+
+    def _between(self, choice: int) -> str:
+        """What separates the text at hand from an earlier one, where something else stood between them."""
+        if choice not in self._parted:
+            return ""
+        self._parted.remove(choice)
+        return BETWEEN_TEXTS
 
     def _frame(self, choice: int, event: Event) -> bytes:
         if isinstance(event, TextDelta):
@@ -156,17 +161,20 @@ class ChatEncoder(openai.StreamEncoder):
                 return self._text_frames(choice, [event.text]) if event.text else b""
             if not event.text and not event.logprobs:
                 return b""
-            text = "".join((*self._between(choice), event.text)) if event.text else ""
+            text = event.text
+            if text:
+                self._told.add(choice)
+                text = self._between(choice) + text
             return self._chunk(_entry(choice, {"content": text}, _logprobs(event.logprobs)))
         if isinstance(event, Started):
             return self._chunk(_entry(choice, {"role": "assistant", "content": ""}))
         if isinstance(event, ReasoningDelta):
             if not event.text:
                 return b""
-            self._parted.add(choice)
+            self._interrupt(choice)
             return self._chunk(_entry(choice, {"reasoning_content": event.text, "reasoning": event.text}))
         if isinstance(event, ToolCallStart):
-            self._parted.add(choice)
+            self._interrupt(choice)
             self._calls[choice] = self._calls.get(choice, -1) + 1
             return self._call_frame(choice, {"name": event.name, "arguments": ""}, event.id)
         if isinstance(event, ToolCallDelta):
@@ -223,11 +231,11 @@ def _choice(choice: Choice, legacy: bool) -> dict[str, Any]:
 
 def _reply_message(choice: Choice, legacy: bool) -> dict[str, Any]:
     calls = choice.tool_calls
-    text = BETWEEN_TEXTS.join(part.text for part in choice.parts if isinstance(part, Text))
+    text = BETWEEN_TEXTS.join([part.text for part in choice.parts if isinstance(part, Text)])
     content = text or None if calls else text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if choice.reasoning:
-        message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+    if thought := choice.reasoning:
+        message |= {"reasoning_content": thought, "reasoning": thought}
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     if functions and legacy:
         message["function_call"] = functions[0]

@@ -60,6 +60,7 @@ SAMPLING = (
     "frequency_penalty",
 )
 """Fields that are called the same on the wire, among the values and among an engine's features."""
+SAMPLED = frozenset(SAMPLING)
 
 NEUTRAL: dict[str, object] = {
     "presence_penalty": 0,
@@ -78,7 +79,10 @@ def keep_seconds(retention: Retention | None) -> float:
 
 def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:
     """What these fields ask of an engine; of a field that is neither one of them nor of the others, just that."""
-    asked = [Asked(name, name) for name in SAMPLING if name in parsed and _says_something(name, getattr(fields, name))]
+    asked = []
+    if not parsed.keys().isdisjoint(SAMPLED):
+        told = [name for name in SAMPLING if name in parsed]
+        asked += [Asked(name, name) for name in told if _says_something(name, getattr(fields, name))]
     if fields.logit_bias:
         asked.append(Asked("logit_bias", "logit_bias"))
     if fields.stop:
@@ -89,8 +93,10 @@ def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Contain
         asked.append(Asked("ignore_eos", "ignore_eos"))
     if fields.n is not None and fields.n > 1:
         asked.append(Asked("choices", "n"))
-    unknown = [name for name in unknown_fields(parsed, type(fields)) if name not in others]
-    return asked + [Asked("unknown", name) for name in unknown if parsed[name] is not None]
+    for name in unknown_fields(parsed, type(fields)):
+        if name not in others and parsed[name] is not None:
+            asked.append(Asked("unknown", name))
+    return asked
 
 
 def _says_something(name: str, value: object) -> bool:

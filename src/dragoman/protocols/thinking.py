@@ -58,6 +58,7 @@ class ThinkingFields(msgspec.Struct, frozen=True):
 
 
 FIELDS = frozenset(ThinkingFields.__struct_fields__)
+UNSAID = Thinking()
 
 SWITCHES = (
     "enable_thinking",
@@ -81,7 +82,7 @@ MEANINGS: dict[object, Any] = {"enabled": True, "disabled": False, "adaptive": N
 
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
     if parsed.keys().isdisjoint(FIELDS):
-        return Thinking()
+        return UNSAID
     wire.convert(parsed, ThinkingFields)
     switch = _first(parsed, SWITCHES, asked)
     effort = _first(parsed, EFFORTS, asked)

@@ -68,6 +68,7 @@ class ToolFields(msgspec.Struct, frozen=True):
 
 
 FIELDS = frozenset(ToolFields.__struct_fields__)
+AUTO = ToolChoice()
 
 
 def checked_name(name: str | None, path: str) -> str:
@@ -97,7 +98,7 @@ def nothing_to_call(path: str) -> BadRequest:
 
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...], ToolChoice]:
     if parsed.keys().isdisjoint(FIELDS):
-        return (), ToolChoice()
+        return (), AUTO
     fields = wire.convert(parsed, ToolFields)
     noted = len(asked)
     if fields.tools or fields.functions:
@@ -113,7 +114,7 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...]
 
 def is_legacy(request: GenerationRequest) -> bool:
     """Whether calls are to be told as `function_call`."""
-    return any(asked.param == "functions" for asked in request.asked)
+    return "functions" in [asked.param for asked in request.asked]
 
 
 def _tools(fields: ToolFields, asked: list[Asked]) -> tuple[Tool, ...]:

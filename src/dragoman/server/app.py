@@ -267,8 +267,8 @@ class App:
         exchange.limit_time(self.settings.limits.request_seconds)
         exchange.caller = caller = self._access.caller(exchange.headers)
         exchange.record.principal = caller.principal
-        exchange.record.scope = scope_of(exchange.path)
-        caller.check_route(exchange.path)
+        exchange.record.scope = scope = scope_of(exchange.path)
+        caller.check_route(scope)
         if caller.quota is not None and exchange.method == "POST":
             exchange.lease = Lease(caller.quota)
             exchange.lease.enter()
@@ -281,7 +281,7 @@ class App:
         """The model of this name, if the caller may ask it."""
         caller = exchange.caller
         try:
-            model = await self.catalog.find(name)
+            model = self.catalog.at_hand(name) or await self.catalog.find(name)
         except ModelNotFound:
             if caller.models is None:
                 raise

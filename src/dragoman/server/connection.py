@@ -12,10 +12,10 @@ Rules
 """
 
 import asyncio
+import logging
 from functools import lru_cache
 from http import HTTPStatus
 from itertools import chain
-from typing import cast
 from urllib.parse import unquote
 
 import httptools
@@ -30,6 +30,8 @@ from dragoman.server.exchange import DIRECT, Scope
 from dragoman.server.respond import new_id
 from dragoman.server.writing import Response
 from dragoman.telemetry import RequestRecord, Telemetry
+
+log = logging.getLogger("dragoman.server")
 
 ASGI: ASGIVersions = {"version": "3.0", "spec_version": "2.3"}
 GOODBYE_SECONDS = 0.5
@@ -50,6 +52,8 @@ class _Connection(HttpToolsProtocol):
     _is_too_large = False
     _in_head = False
     _head_bytes = 0
+    _arrived = 0
+    """Bytes since the head at hand began, or more."""
     _head_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
     _heard_at = 0.0
@@ -88,8 +92,9 @@ class _Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
         if not self._in_head:
-            self._head_bytes = 0
+            self._head_bytes = self._arrived = 0
         self._head_bytes += len(data)
+        self._arrived += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError:
@@ -127,7 +132,7 @@ class _Connection(HttpToolsProtocol):
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        if self._head_size() > self.limits.header_bytes:
+        if self._arrived > self.limits.header_bytes and self._head_size() > self.limits.header_bytes:
             self._is_too_large = True
             raise httptools.HttpParserError
         if self.parser.should_upgrade():
@@ -167,17 +172,13 @@ class _Connection(HttpToolsProtocol):
 
     def _response(self) -> Response:
         return Response(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
-            on_response=self.on_response_complete,
+            self.scope,
+            self.transport,
+            self.flow,
+            self.server_state.default_headers,
+            self.expect_100_continue,
+            self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            self.on_response_complete,
         )
 
     def on_message_complete(self) -> None:
@@ -189,8 +190,22 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answered = cast("Response", cycle)
-        super()._start_asgi_task(cycle, app)
+        assert isinstance(cycle, Response)
+        self._answered = cycle
+        cycle.task = task = self.loop.create_task(self._answer(cycle, app))
+        self.tasks.add(task)
+
+    async def _answer(self, response: Response, app: ASGI3Application) -> None:
+        """The app tells its errors itself; what it could not tell is told here."""
+        try:
+            await app(response.scope, response.receive, response.send)
+        except BaseException:
+            log.exception("a request was not answered")
+        if not (response.response_complete or response.disconnected):
+            response.give_up()
+        response.on_response = _nothing
+        # Not as a callback of the task: that costs every request one more call from the event loop.
+        self.tasks.discard(response.task)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -283,6 +298,10 @@ class _Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def _nothing() -> None:
+    """What is left to do for a response that is over."""
 
 
 def _staying(connection: bytes) -> bytes:

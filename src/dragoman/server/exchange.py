@@ -61,6 +61,9 @@ _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 class Direct(Protocol):
     """The exchange on its connection. What can be done at once needs no coroutine; where it cannot, None or False."""
 
+    @property
+    def task(self) -> asyncio.Task[None]: ...
+
     def take_body(self) -> bytes | None: ...
 
     def reply(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool: ...
@@ -123,8 +126,7 @@ class Exchange:
         self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.started = self.heard = self.written = time.monotonic()
-        # The connection knows its loop; to ask which one is running costs a system call.
-        self._task = asyncio.current_task(None if connection is None else connection.loop)
+        self._task = asyncio.current_task() if self._direct is None else self._direct.task
 
     def speak(self, family: Family) -> None:
         self.family = family
@@ -302,8 +304,8 @@ class Exchange:
             self._opening = None
             sent.set()
 
-    async def reply_json(self, payload: object, status: int = 200) -> None:
-        await self.reply(msgspec.json.encode(payload), JSON, status)
+    def reply_json(self, payload: object, status: int = 200) -> Awaitable[None]:
+        return self.reply(msgspec.json.encode(payload), JSON, status)
 
     async def reply(self, body: bytes, content_type: bytes, status: int = 200) -> None:
         self.streaming = False

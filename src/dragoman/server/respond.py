@@ -43,9 +43,19 @@ OF_THE_MODEL = frozenset({429, 500, 502, 503, 504})
 """Statuses of errors that another model may not have."""
 
 
+ID_BYTES = 12
+_drawn: list[str] = []
+"""Ids that nobody has yet: to ask the system for chance costs about the same for one and for many."""
+# A process that is copied must not hand out the ids of the other.
+os.register_at_fork(after_in_child=_drawn.clear)
+
+
 def new_id(prefix: str) -> str:
     """By its id a response is found again: nobody may guess it."""
-    return prefix + os.urandom(12).hex()
+    if not _drawn:
+        chance = os.urandom(64 * ID_BYTES)
+        _drawn.extend(chance[at : at + ID_BYTES].hex() for at in range(0, len(chance), ID_BYTES))
+    return prefix + _drawn.pop()
 
 
 async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
@@ -135,7 +145,10 @@ async def _run_by(app: "App", exchange: Exchange, model: Model, request: Generat
         exchange.streaming = request.delivery.stream
         estimate = partial(estimated_prompt, request, exchange.weight)
         exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.label), exchange.started, estimate)
-        await _take_slot(slots, exchange)
+        if slots.take_first():
+            exchange.record.queue_us = 0
+        else:
+            await _queue(slots, exchange)
         # Who waits for a slot does not keep the model from being swapped; who has one does.
         engine = engine or host.enter_now() or await host.enter()
         exchange.expect(limits.stall_seconds, silent_engine)
@@ -147,10 +160,7 @@ async def _run_by(app: "App", exchange: Exchange, model: Model, request: Generat
             host.leave()
 
 
-async def _take_slot(slots: Slots, exchange: Exchange) -> None:
-    if slots.take_first():
-        exchange.record.queue_us = 0
-        return
+async def _queue(slots: Slots, exchange: Exchange) -> None:
     begun = time.monotonic()
     await slots.first()
     exchange.record.queue_us = int((time.monotonic() - begun) * 1e6)

@@ -57,8 +57,7 @@ class Caller:
         self.models = None if models is None else tuple(pattern.lower() for pattern in models)
         self.quota = quota
 
-    def check_route(self, path: str) -> None:
-        scope = scope_of(path)
+    def check_route(self, scope: RouteScope | None) -> None:
         if scope is not None and scope not in self.routes:
             raise PermissionDenied(f"this key is not for {scope}; it is for: {', '.join(sorted(self.routes))}")
 

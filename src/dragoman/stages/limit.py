@@ -11,13 +11,12 @@ class Limit:
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         for at, event in enumerate(events):
-            if isinstance(event, Finished):
+            if type(event) is Finished:
                 return events
-            if not isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
-                continue
-            if event.count > self._left:
-                return [*events[:at], Finished("length")]
-            self._left -= event.count
-            if not self._left:
-                return [*events[: at + 1], Finished("length")]
+            if type(event) is TextDelta or type(event) is ReasoningDelta or type(event) is ToolCallDelta:
+                if event.count > self._left:
+                    return [*events[:at], Finished("length")]
+                self._left -= event.count
+                if not self._left:
+                    return [*events[: at + 1], Finished("length")]
         return events

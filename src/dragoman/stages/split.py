@@ -373,6 +373,8 @@ def is_quoted(before: str, after: str) -> bool:
 
 def begins_in_thought(syntax: ModelFormat, text: str) -> bool:
     """Whether a whole reply closes a thought that it never opened, so that the prompt must have."""
+    if not syntax.thoughts:
+        return False
     closers = {tags.close for tags in syntax.thoughts}
     known = markers(*closers, *(tags.open for tags in syntax.thoughts))
     at = 0

@@ -16,7 +16,8 @@ class Tally:
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
-            if isinstance(event, TextDelta | ToolCallDelta):
+            # To ask for one of two types at once takes longer than all the rest.
+            if type(event) is TextDelta or type(event) is ToolCallDelta:
                 self._completion += event.count
             elif isinstance(event, ReasoningDelta):
                 self._completion += event.count

@@ -15,7 +15,6 @@ from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta,
 from dragoman.telemetry.metrics import ModelMetrics
 from dragoman.telemetry.record import RequestRecord
 
-COUNTED = (TextDelta, ReasoningDelta, ToolCallDelta)
 CHARACTERS_PER_TOKEN = 4
 
 
@@ -35,12 +34,11 @@ class Meter:
         self._prompt = 0
 
     def note(self, choice: int, events: Sequence[Event], now: float) -> None:
-        last = events[-1]
-        if type(last) is TextDelta and len(events) == 1:
-            # Nearly all there is.
-            tokens = last.count
-        else:
-            tokens = sum([event.count for event in events if isinstance(event, COUNTED)])
+        tokens = 0
+        for event in events:
+            # To ask for any of several types at once takes longer than all the rest.
+            if type(event) is TextDelta or type(event) is ReasoningDelta or type(event) is ToolCallDelta:
+                tokens += event.count
         state = self._open.get(choice)
         if state is None:
             state = self._begin(choice, events[0], tokens, now)
@@ -53,6 +51,7 @@ class Meter:
             state[1] += tokens
         if not tokens and not state[1]:
             self._hear(state, events, now)
+        last = events[-1]
         if type(last) is Finished:
             self._record.finish = last.reason
             if last.usage is not None:
