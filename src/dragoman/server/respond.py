@@ -16,21 +16,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dragoman.admission import Slots
-from dragoman.catalog import Host, Model
-from dragoman.config.models import NO_DEFAULTS, SamplingDefaults
+from dragoman.config.models import SamplingDefaults
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import DragomanError, EngineTimeout
 from dragoman.events import Event, Finished, Started
-from dragoman.generate import Take, cannot_honour, check, check_limits, generate
+from dragoman.generate import Take, cannot_honour, check_limits, generate
 from dragoman.protocols import Encoder, Protocol, Telling
 from dragoman.reply import Collection
+from dragoman.server.engaging import Engaging, Wish
 from dragoman.server.estimate import estimated
 from dragoman.server.exchange import Exchange
 from dragoman.telemetry.meter import Meter
 
 if TYPE_CHECKING:
-    from dragoman.server.app import App
+    from dragoman.server.door import Door
 
 
 log = logging.getLogger("dragoman.prompts")
@@ -42,99 +41,97 @@ def new_id(prefix: str) -> str:
     return prefix + os.urandom(12).hex()
 
 
-async def answer(app: "App", exchange: Exchange, protocol: Protocol) -> None:
-    decoded = await exchange.decoded(app.settings.limits, protocol.decode)
-    await reply_to(app, exchange, decoded, protocol)
+async def answer(door: "Door", exchange: Exchange, protocol: Protocol) -> None:
+    decoded = await exchange.decoded(door.settings.limits, protocol.decode)
+    await reply_to(door, exchange, decoded, protocol)
 
 
 async def reply_to(
-    app: "App", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
+    door: "Door", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
 ) -> None:
     """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
-    model = await app.model(exchange, decoded.model)
-    record = exchange.record
-    request = msgspec.structs.replace(
-        with_defaults(decoded, model.sampling), id=record.id, model=model.name, principal=record.principal
-    )
-    if exchange.lease is not None:
-        exchange.lease.reserve(estimated(request, exchange.weight))
-    if app.settings.telemetry.log_prompts:
-        asked = msgspec.json.encode(request.messages or request.prompts).decode()
-        log.info("request %s asks: %s", record.id, asked, extra={"request_id": record.id})
-    if request.delivery.stream:
-        await _stream(app, exchange, model, request, telling.encoder(request, int(time.time())), settle)
-        return
-    collection = Collection()
-    await _run(app, exchange, model, request, _collector(app, exchange, collection))
+    engagement = door.engagement(exchange)
+    try:
+        request = await _found(door, exchange, engagement, decoded)
+        if request.delivery.stream:
+            await _stream(door, exchange, engagement, request, telling.encoder(request, int(time.time())), settle)
+            return
+        collection = Collection()
+        await _run(door, exchange, engagement, request, _collector(door, exchange, collection))
+    finally:
+        engagement.close()
     told = telling.encode_reply(request, int(time.time()), collection.reply())
     if settle is not None:
         await settle()
     await exchange.reply_json(told)
 
 
-def with_defaults(request: GenerationRequest, defaults: SamplingDefaults) -> GenerationRequest:
+async def _found(
+    door: "Door", exchange: Exchange, engagement: Engaging, decoded: GenerationRequest
+) -> GenerationRequest:
+    """The request as its model gets it."""
+    record = exchange.record
+    wish = Wish(decoded.model, decoded.asked, estimated(decoded, exchange.weight), door.is_strict(exchange))
+    try:
+        found = await engagement.find(wish)
+    finally:
+        record.model = engagement.model
+    if found.ignored:
+        exchange.ignore(found.ignored)
+    request = msgspec.structs.replace(
+        with_defaults(decoded, found.sampling), id=record.id, model=found.model, principal=record.principal
+    )
+    if door.settings.telemetry.log_prompts:
+        asked = msgspec.json.encode(request.messages or request.prompts).decode()
+        log.info("request %s asks: %s", record.id, asked, extra={"request_id": record.id})
+    return request
+
+
+def with_defaults(request: GenerationRequest, defaults: SamplingDefaults | None) -> GenerationRequest:
     """What the request leaves open, as the configuration of its model has it."""
-    if defaults is NO_DEFAULTS:
+    if defaults is None:
         return request
     most = defaults.max_tokens if request.max_tokens is None else request.max_tokens
     return msgspec.structs.replace(request, sampling=defaults.fill(request.sampling), max_tokens=most)
 
 
-async def _run(app: "App", exchange: Exchange, model: Model, request: GenerationRequest, take: Take) -> None:
+async def _run(door: "Door", exchange: Exchange, engagement: Engaging, request: GenerationRequest, take: Take) -> None:
     """The generation, from the moment the model is there and a slot is free."""
-    host, limits = model.host, app.settings.limits
-    check_limits(request, limits.choices, limits.stop_strings)
-    # What a model supports is known from when it was first loaded.
-    engine = None if host.is_known else await host.enter()
-    slots = Slots(host.admission, request.principal)
+    limits, record = door.settings.limits, exchange.record
     try:
-        ignored = check(request, host.supports, app.is_strict(exchange))
-        if ignored:
-            exchange.ignore(ignored)
+        check_limits(request, limits.choices, limits.stop_strings)
         # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
         exchange.streaming = request.delivery.stream
-        exchange.meter = Meter(exchange.record, app.telemetry.metrics.of(model.name), exchange.started)
-        await _take_slot(slots, exchange)
-        # Who waits for a slot does not keep the model from being swapped; who has one does.
-        engine = engine or host.enter_now() or await host.enter()
+        exchange.meter = Meter(record, door.telemetry.metrics.of(request.model), exchange.started)
+        engine = await engagement.start()
+        record.queue_us = engagement.queue_us
         exchange.expect(limits.stall_seconds, silent_engine)
-        await generate(engine, request, slots, take, exchange.note_running)
-        _note_speed(host, exchange)
+        await generate(engine, request, engagement.turns, take, exchange.note_running)
+        begun = exchange.started + (record.first_event_us or 0) / 1e6
+        engagement.note_speed(record.completion_tokens, exchange.heard - begun)
     finally:
-        slots.close()
-        if engine is not None:
-            host.leave()
+        engagement.close()
 
 
-async def _take_slot(slots: Slots, exchange: Exchange) -> None:
-    if slots.take_first():
-        exchange.record.queue_us = 0
-        return
-    begun = time.monotonic()
-    await slots.first()
-    exchange.record.queue_us = int((time.monotonic() - begun) * 1e6)
-
-
-def _note_speed(host: Host, exchange: Exchange) -> None:
-    record = exchange.record
-    begun = exchange.started + (record.first_event_us or 0) / 1e6
-    host.note_speed(record.completion_tokens, exchange.heard - begun)
-
-
-def _collector(app: "App", exchange: Exchange, collection: Collection) -> Take:
+def _collector(door: "Door", exchange: Exchange, collection: Collection) -> Take:
     def take(choice: int, events: Sequence[Event]) -> None:
-        _note(app, exchange, choice, events)
+        _note(door, exchange, choice, events)
         collection.add(choice, events)
 
     return take
 
 
 async def _stream(
-    app: "App", exchange: Exchange, model: Model, request: GenerationRequest, encoder: Encoder, settle: Settle | None
+    door: "Door",
+    exchange: Exchange,
+    engagement: Engaging,
+    request: GenerationRequest,
+    encoder: Encoder,
+    settle: Settle | None,
 ) -> None:
     failure: Exception | None
     try:
-        await _run(app, exchange, model, request, _frame_writer(app, exchange, encoder))
+        await _run(door, exchange, engagement, request, _frame_writer(door, exchange, encoder))
         end = encoder.end()
         if settle is not None:
             await settle()
@@ -154,12 +151,12 @@ async def _stream(
     await exchange.end(encoder.fail(exchange.told(failure)))
 
 
-def _frame_writer(app: "App", exchange: Exchange, encoder: Encoder) -> Take:
+def _frame_writer(door: "Door", exchange: Exchange, encoder: Encoder) -> Take:
     held = b""
 
     def take(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
         nonlocal held
-        _note(app, exchange, choice, events)
+        _note(door, exchange, choice, events)
         frames = encoder.feed(choice, events)
         if not exchange.begun and all(type(event) is Started for event in events):
             held += frames
@@ -174,13 +171,13 @@ def silent_engine(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine was silent for {seconds:g} s")
 
 
-def _note(app: "App", exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
+def _note(door: "Door", exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
     exchange.note_progress()
     assert exchange.meter is not None
     exchange.meter.note(choice, events, exchange.heard)
     first, last = events[0], events[-1]
     if type(first) is Started and first.ignored:
-        if app.is_strict(exchange):
+        if door.is_strict(exchange):
             raise cannot_honour(exchange.record.model or "", first.ignored[0])
         exchange.ignore(first.ignored)
     if type(last) is Finished:
