@@ -172,7 +172,8 @@ def test_who_leaves_frees_the_slot_for_whoever_waits_at_the_other(pair: Running,
     body = {"model": model, "messages": HELLO, "stream": True}
     with each(pair) as (one, other), ThreadPoolExecutor(1) as pool:
         with one.stream("POST", CHAT, json=body) as stream:
-            assert next(stream.iter_lines())
+            reader = stream.iter_lines()
+            assert next(reader)
             waiting = pool.submit(ask, other, CHAT, model=model, max_tokens=1)
             assert eventually(lambda: other.get("/stats").json()["models"][model]["waiting"] == 1, 5)
             assert not waiting.done()
@@ -224,10 +225,11 @@ def test_keys_and_their_limits_hold_for_all_together(tmp_path: Path) -> None:
                 assert int(told.headers["retry-after"]) > 1
             assert clients[0].get("/stats").json()["limited"] == {"requests": 2}
         with each(running, {"authorization": "Bearer b"}) as (one, other), ExitStack() as stack:
-            for client in (one, other):
-                body = {"messages": HELLO, "model": "endless", "stream": True}
-                stream = stack.enter_context(client.stream("POST", CHAT, json=body))
-                assert next(stream.iter_lines())
+            body = {"messages": HELLO, "model": "endless", "stream": True}
+            streams = [stack.enter_context(client.stream("POST", CHAT, json=body)) for client in (one, other)]
+            # A reader that is let go of closes its connection.
+            readers = [stream.iter_lines() for stream in streams]
+            assert all(next(reader) for reader in readers)
             with talking(running, {"x-api-key": "b"}) as third:
                 assert "2 requests at a time" in refused(ask(third, CHAT), 429)
                 stack.close()
@@ -409,6 +411,27 @@ def test_a_real_model(tmp_path: Path, smollm2_path: Path) -> None:
             assert message.usage.output_tokens == 5
         with sdk(running) as asking, pytest.raises(openai.BadRequestError, match="context length"):
             asking.chat.completions.create(model="smollm2", messages=[{"role": "user", "content": "word " * 2000}])
+
+
+def test_an_engine_in_the_parent_waits_for_a_client_that_does_not_read(tmp_path: Path) -> None:
+    config = {"models": {"counting": {"engine": "tests.server.engines:Counting"}}}
+    body = {"messages": HELLO, "stream": True}
+    with serving(tmp_path, config, "--workers", "2") as running, talking(running) as one, talking(running) as other:
+
+        def made() -> int:
+            told = other.post("/v1/messages/count_tokens", json={"model": "counting", "messages": HELLO})
+            count: int = told.json()["input_tokens"]
+            return count
+
+        def is_still() -> bool:
+            before = made()
+            time.sleep(0.2)
+            return made() == before > 0
+
+        with one.stream("POST", CHAT, json=body) as stream:
+            assert eventually(is_still, 15)
+            before = made()
+            assert any(made() > before for at, _ in enumerate(stream.iter_raw()) if at % 50 == 49)
 
 
 def test_a_unix_socket_is_shared(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ log = logging.getLogger("dragoman.fronts")
 YOUNG_SECONDS = 10.0
 LONGEST_PAUSE = 10.0
 MOST_DOUBLINGS = 6
+ADOPT_SECONDS = 5.0
 END_SECONDS = 6.0
 """Beyond the grace time: to tell those that are cancelled, and to end."""
 
@@ -117,7 +118,10 @@ class Crew:
             self._all_listen.set()
 
     async def _configure(self, settings: Settings) -> None:
-        await asyncio.gather(*(desk.configure(settings) for desk in self._desks.values()))
+        adopting = [desk.configure(settings) for desk in self._desks.values()]
+        if adopting:
+            # One that hangs is no reason for whoever asked to wait for ever.
+            await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
 
     def tell_stopping(self) -> None:
         for desk in self._desks.values():

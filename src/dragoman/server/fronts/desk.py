@@ -87,14 +87,14 @@ class Desk:
         """A front end that comes later begins like the others, and then hears what has changed since."""
         self.send(Begin(number, _for_fronts(begun)))
         if now is not begun:
-            self.send(Configured(_for_fronts(now)))
+            self.configure(now)
 
-    async def configure(self, settings: Settings) -> None:
-        """Until it holds there."""
-        adopted = self._loop.create_future()
+    def configure(self, settings: Settings) -> "asyncio.Future[None]":
+        """Done when it holds there."""
+        adopted: asyncio.Future[None] = self._loop.create_future()
         self._adopting.append(adopted)
         self.send(Configured(_for_fronts(settings)))
-        await adopted
+        return adopted
 
     def send(self, message: ToFront) -> None:
         self.link.send(encode(message))
@@ -145,11 +145,9 @@ class Desk:
         self._listens()
 
     def _adopted(self, message: Adopted) -> None:
-        # The one that it began with was waited for by nobody.
-        if self._adopting:
-            adopted = self._adopting.popleft()
-            if not adopted.done():
-                adopted.set_result(None)
+        adopted = self._adopting.popleft()
+        if not adopted.done():
+            adopted.set_result(None)
 
     def _enter(self, message: Enter) -> None:
         guest = self._guest(message.id)
