@@ -21,6 +21,7 @@ from dragoman.server.serve import default_workers
 from tests.server.anthropic_sdk import anthropic_sdk
 from tests.server.sdk import sdk
 from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.server.test_connecting import listened_on
 from tests.server.test_life import gone
 from tests.serving import Running, serving, serving_at
 
@@ -436,6 +437,7 @@ def test_an_engine_in_the_parent_waits_for_a_client_that_does_not_read(tmp_path:
 
 def test_a_unix_socket_is_shared(tmp_path: Path) -> None:
     def connect(port: int) -> httpx.Client:
+        assert listened_on(tmp_path / "s")
         return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(tmp_path / "s")))
 
     config = {"models": {"echo": {"engine": "scripted"}}}
