@@ -117,7 +117,7 @@ def test_tools_and_the_anthropic_sdk(pair: Running) -> None:
             told = client.chat.completions.create(**asked, tools=[{"type": "function", "function": TOOL}])
             calls = told.choices[0].message.tool_calls
             assert calls is not None
-            assert json.loads(calls[0].function.arguments) == {"city": "Paris"}  # type: ignore[union-attr]
+            assert json.loads(calls[0].function.arguments) == {"city": "Paris"}
             tool: Any = {"name": "weather", "input_schema": TOOL["parameters"]}
             message = other.messages.create(**asked, max_tokens=99, tools=[tool])
             assert [block.type for block in message.content] == ["tool_use"]

@@ -24,7 +24,7 @@ from dragoman.server.estimate import Estimate
 from dragoman.server.scopes import Caller
 
 
-class Wish(msgspec.Struct, frozen=True):
+class Wish(msgspec.Struct, frozen=True, array_like=True):
     """What has to be known of a request to let it in."""
 
     model: str
@@ -33,7 +33,7 @@ class Wish(msgspec.Struct, frozen=True):
     strict: bool
 
 
-class Found(msgspec.Struct, frozen=True):
+class Found(msgspec.Struct, frozen=True, array_like=True):
     """The model that a wish came to; `sampling` None: the configuration says nothing of it."""
 
     model: str

@@ -13,7 +13,7 @@ REPLY_TOKENS = 1024
 """Where nobody sets a limit to the reply."""
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class Estimate(msgspec.Struct, frozen=True, array_like=True):
     """`reply` None: the caller sets no limit to a reply, and there are so many choices of it."""
 
     prompt: int

@@ -30,34 +30,34 @@ from dragoman.telemetry import RequestRecord
 from dragoman.worker.messages import HEADER, Failure, Progress
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
     settings: Settings
 
 
-class Configured(msgspec.Struct, frozen=True, tag=True):
+class Configured(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A new configuration, for what may change while the server runs."""
 
     settings: Settings
 
 
-class Adopted(msgspec.Struct, frozen=True, tag=True):
+class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What was configured holds."""
 
 
-class Stopping(msgspec.Struct, frozen=True, tag=True):
+class Stopping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Soon: requests that are cancelled from now on are so because the server ends."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Now: nothing new is taken, what runs has its time to finish."""
 
 
-class Listening(msgspec.Struct, frozen=True, tag=True):
+class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-class Enter(msgspec.Struct, frozen=True, tag=True):
+class Enter(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Somebody whose key has limits. What tells who it is goes along: quotas are the parent's."""
 
     id: str
@@ -65,12 +65,12 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
     api_key: bytes
 
 
-class Entered(msgspec.Struct, frozen=True, tag=True):
+class Entered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     rates: tuple[Rate, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     failure: Failure
     model: str | None = None
@@ -85,7 +85,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
         return error
 
 
-class Engage(msgspec.Struct, frozen=True, tag=True):
+class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`models` are those that the caller may ask; None: all."""
 
     id: str
@@ -94,13 +94,13 @@ class Engage(msgspec.Struct, frozen=True, tag=True):
     wish: Wish
 
 
-class Waiting(msgspec.Struct, frozen=True, tag=True):
+class Waiting(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     found: Found
     rates: tuple[Rate, ...] = ()
 
 
-class Engaged(msgspec.Struct, frozen=True, tag=True):
+class Engaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Of the engine only what the stages must know."""
 
     id: str
@@ -112,13 +112,13 @@ class Engaged(msgspec.Struct, frozen=True, tag=True):
     rates: tuple[Rate, ...] = ()
 
 
-class Generate(msgspec.Struct, frozen=True, tag=True):
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     key: int
     request: GenerationRequest
 
 
-class PassedGenerate(msgspec.Struct, frozen=True, tag="Generate"):
+class PassedGenerate(msgspec.Struct, frozen=True, array_like=True, tag="Generate"):
     """A `Generate` as the parent reads it: the request is mostly another process's to read."""
 
     id: str
@@ -126,12 +126,12 @@ class PassedGenerate(msgspec.Struct, frozen=True, tag="Generate"):
     request: msgspec.Raw
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     key: int
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
+class Hold(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The reader of a generation cannot keep up, or can again: an engine that can wait for it should."""
 
     id: str
@@ -139,19 +139,19 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     held: bool
 
 
-class Another(msgspec.Struct, frozen=True, tag=True):
+class Another(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
 
 
-class Granted(msgspec.Struct, frozen=True, tag=True):
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
 
 
-class GiveBack(msgspec.Struct, frozen=True, tag=True):
+class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Everything that the request held of its model is given back. `tokens` in `seconds`: how fast it was, where it
     came to its end."""
 
@@ -160,19 +160,19 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
-class Gaps(msgspec.Struct, frozen=True):
+class Gaps(msgspec.Struct, frozen=True, array_like=True):
     """Times between tokens, as they were counted since the last were told."""
 
     counts: tuple[int, ...]
     total: float
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     record: RequestRecord
     gaps: Gaps | None = None
 
 
-class Relay(msgspec.Struct, frozen=True, tag=True):
+class Relay(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request as it came, for the parent to answer."""
 
     id: str
@@ -180,47 +180,47 @@ class Relay(msgspec.Struct, frozen=True, tag=True):
     body: bytes
 
 
-class Relayed(msgspec.Struct, frozen=True, tag=True):
+class Relayed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True):
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nobody waits for the answer any more."""
 
     id: str
 
 
-class FindResponse(msgspec.Struct, frozen=True, tag=True):
+class FindResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     principal: str
     response: str
 
 
-class FindItems(msgspec.Struct, frozen=True, tag=True):
+class FindItems(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     principal: str
     items: tuple[str, ...]
 
 
-class KeepResponse(msgspec.Struct, frozen=True, tag=True):
+class KeepResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     response: KeptResponse
 
 
-class Kept(msgspec.Struct, frozen=True, tag=True):
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     response: KeptResponse | None = None
     items: dict[str, bytes] = {}
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     progress: tuple[Progress, ...]
 
 
-class PassedStep(msgspec.Struct, frozen=True, tag="Step"):
+class PassedStep(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
     """A `Step` as the parent sends it."""
 
     progress: tuple[msgspec.Raw, ...]
