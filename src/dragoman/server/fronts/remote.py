@@ -280,6 +280,8 @@ class RemoteEngagement:
             self._is_open = False
             self._parent.forget(self._id)
             self._parent.send(Leave(self._id, *self._speed))
+            # Before the caller hears of the end: who asks again at once, by another front end, finds the slot free.
+            self._parent.link.flush()
 
 
 class RemoteResponses:
