@@ -15,6 +15,9 @@ from typing import Any
 
 import httpx
 
+WORKERS = os.environ.get("DRAGOMAN_TEST_WORKERS", "1")
+"""Front ends of the servers that tests talk to, where they say nothing of it: as many on every machine."""
+
 
 @dataclass
 class Running:
@@ -34,9 +37,20 @@ class Running:
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return [int(pid) for task in tasks for pid in task.read_text().split()]
 
+    def fronts(self) -> list[int]:
+        """Those of the children that clients talk to."""
+        return sorted(pid for pid in self.children() if b"fronts.main" in command_of(pid))
+
     def stop(self, timeout: float = 40) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def free_port() -> int:
@@ -68,6 +82,8 @@ def serving_at(
     file.write_text(json.dumps({"models_dir": []} | dict(config)))
     log, event_log = folder / "server.log", folder / "events.jsonl"
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port)]
+    if "--workers" not in flags:
+        command += ["--workers", WORKERS]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--event-log", str(event_log), *flags],

@@ -247,13 +247,13 @@ def test_parameters_are_honoured_reported_or_refused() -> None:
     request = GenerationRequest(
         model="m", asked=(Asked("chat", "messages"), Asked("temperature", "temperature"), Asked("unknown", "foo"))
     )
-    assert check(request, frozenset({"chat", "temperature"}), strict=False) == ("foo",)
-    assert check(request, frozenset({"chat"}), strict=False) == ("temperature", "foo")
+    assert check(request.model, request.asked, frozenset({"chat", "temperature"}), strict=False) == ("foo",)
+    assert check(request.model, request.asked, frozenset({"chat"}), strict=False) == ("temperature", "foo")
     with pytest.raises(UnsupportedParameter) as refused:
-        check(request, frozenset({"chat"}), strict=True)
+        check(request.model, request.asked, frozenset({"chat"}), strict=True)
     assert refused.value.param == "temperature"
     with pytest.raises(NotSupported) as missing:
-        check(request, frozenset(), strict=False)
+        check(request.model, request.asked, frozenset(), strict=False)
     assert (missing.value.status, missing.value.param) == (501, "messages")
 
 

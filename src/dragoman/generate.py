@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from dragoman.admission import Slots
 from dragoman.conversation import Asked, GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import tell
@@ -49,26 +48,28 @@ ESSENTIAL = frozenset(
 """Features without which a reply would not be an answer to what was asked."""
 
 
-class Asking(Protocol):
-    """What is known of any request, whatever it asks for."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def asked(self) -> tuple[Asked, ...]: ...
+STAGED = frozenset({"max_tokens", "usage"})
+"""Features that decide which stages there is need for."""
 
 
-def check(request: Asking, supports: frozenset[str], strict: bool) -> tuple[str, ...]:
+class Turns(Protocol):
+    """The slots of a request that has its first."""
+
+    async def another(self) -> None: ...
+
+    def give_back(self) -> None: ...
+
+
+def check(model: str, wanted: Sequence[Asked], supports: frozenset[str], strict: bool) -> tuple[str, ...]:
     """The parameters that will be ignored; an error where ignoring them would not be honest."""
     ignored = []
-    for asked in request.asked:
+    for asked in wanted:
         if asked.feature in OURS or asked.feature in supports:
             continue
         if asked.feature in ESSENTIAL:
-            raise NotSupported(f"model '{request.model}' does not support '{asked.param}'", param=asked.param)
+            raise NotSupported(f"model '{model}' does not support '{asked.param}'", param=asked.param)
         if strict:
-            raise cannot_honour(request.model, asked.param)
+            raise cannot_honour(model, asked.param)
         ignored.append(asked.param)
     return tuple(ignored)
 
@@ -94,7 +95,7 @@ def _param(request: GenerationRequest, *features: str) -> str | None:
 
 
 def generate(
-    engine: Engine, request: GenerationRequest, slots: Slots, take: Take, running: Running | None = None
+    engine: Engine, request: GenerationRequest, slots: Turns, take: Take, running: Running | None = None
 ) -> Coroutine[None, None, None]:
     """Run all choices to their ends. The caller holds the first slot; further choices wait for their own.
 
@@ -192,7 +193,7 @@ async def _side_by_side(
     engine: Engine,
     requests: Sequence[GenerationRequest],
     per_prompt: int,
-    slots: Slots,
+    slots: Turns,
     take: Take,
     running: Running,
 ) -> None:

@@ -18,6 +18,10 @@ class Mailbox:
         self._error: Exception | None = None
         self._wake: asyncio.Future[None] | None = None
 
+    def __len__(self) -> int:
+        """Events that wait for their reader."""
+        return len(self._events)
+
     def put(self, events: Sequence[Event]) -> None:
         if events:
             self._events.extend(events)

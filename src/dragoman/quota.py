@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -121,6 +122,14 @@ def _changed(window: Window | None, limit: int | None) -> Window | None:
         return _window(limit)
     window.limit = limit
     return window
+
+
+class Holding(Protocol):
+    """What is told of a lease, wherever its quota is."""
+
+    def settle(self, tokens: int) -> None: ...
+
+    def rates(self) -> list[Rate]: ...
 
 
 class Lease:

@@ -18,7 +18,7 @@ from dragoman.errors import ConfigError
 from dragoman.events import Started, TextDelta
 from dragoman.operation import KeyLimits, Keys
 from dragoman.server.app import App, create_app
-from dragoman.server.serve import tls_context
+from dragoman.server.listening import tls_context
 from dragoman.server.stats import described
 from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
 from tests.engines.asking import ask, ask_all, upstream_app

@@ -55,6 +55,22 @@ class Nameless(Engine):
         yield "who"
 
 
+class Counting(Engine):
+    """Writes without end, and tells how much it has written."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        while True:
+            self.made += 1
+            yield "word "
+            await asyncio.sleep(0)
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        return self.made
+
+
 class Showing(Engine):
     """Tells its prompts: a line per message, a token per character."""
 

@@ -65,7 +65,6 @@ class Lifecycle:
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
         self._tickets[number] = ticket
-        ticket.add_done_callback(lambda _: self._tickets.pop(number, None))
         is_gone = host.key not in self._hosts
         if is_gone:
             # It was removed while somebody stood in the queue for one of its slots, who is served all the same.
@@ -83,6 +82,7 @@ class Lifecycle:
             return
         number = next((number for number, known in self._tickets.items() if known is ticket), None)
         if number is not None:
+            del self._tickets[number]
             self._feed(told.GaveUp(host.key, number))
         ticket.cancel()
 
@@ -167,7 +167,7 @@ class Lifecycle:
 
     def _admit(self, host: Host, effect: told.Admit) -> None:
         for number in effect.tickets:
-            ticket = self._tickets[number]
+            ticket = self._tickets.pop(number)
             if ticket.done():
                 # It was cancelled just now, and has not been heard of yet.
                 asyncio.get_running_loop().call_soon(self.leave, host)
@@ -180,7 +180,7 @@ class Lifecycle:
             host.failure = f"{words} {shown_size(self.budget or 0)}: raise memory, or lower its context or slots"
             log.error("model %s: not loaded: %s", host.key, host.failure)
         for number in effect.tickets:
-            ticket = self._tickets[number]
+            ticket = self._tickets.pop(number)
             if not ticket.done():
                 # The words are for the operator: they may name files. Who tells the caller tells the log.
                 error = ModelFailed(NOT_LOADED, retry_after=10)

@@ -77,6 +77,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help=f"let in only callers with this key; {many}",
     )
     parser.add_argument("--anonymous", action="store_true", help="let in callers without a key, whatever the address")
+    parser.add_argument(
+        "--workers", metavar="N", type=int, help="processes that clients talk to (one for every four CPUs, at most 4)"
+    )
     parser.add_argument("--socket", metavar="PATH", help="listen on this Unix socket instead of an address")
     parser.add_argument("--tls-certificate", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
     parser.add_argument("--tls-key", metavar="FILE", help="and this private key")
@@ -130,6 +133,7 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         api_keys=arguments.api_key,
         strict=arguments.strict,
         event_log=arguments.event_log,
+        workers=arguments.workers,
         socket=arguments.socket,
         tls_certificate=arguments.tls_certificate,
         tls_key=arguments.tls_key,

@@ -7,7 +7,7 @@
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, memory, keep_alive, turn_seconds, layout,
-    host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, grace_seconds, drain_seconds
+    host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds
     keys, telemetry, cors, tls             sections of their own, see `operation`
 
 Rules
@@ -98,6 +98,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """How long new requests are still taken after the signal to stop, while `/ready` says no."""
+    workers: Count | None = None
+    """Processes that clients talk to; None: by how many CPUs there are."""
     socket: Word | None = None
     """The path of a Unix socket to listen on, instead of the address."""
     proxies: tuple[Word, ...] = ()
@@ -128,6 +130,7 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    workers: int | None = None
     socket: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
@@ -147,6 +150,8 @@ def load_settings(
     by_flag = reading.flags("--alias", flags.aliases, _alias_flag)
     if flags.port is not None and not 0 <= flags.port <= 65535:
         reading.note(f"--port {flags.port}: expected a number from 0 to 65535")
+    if flags.workers is not None and flags.workers < 1:
+        reading.note(f"--workers {flags.workers}: expected a number from 1")
     memory, keep_alive = (
         reading.flag("--memory", flags.memory, size),
         reading.flag("--keep-alive", flags.keep_alive, duration),
@@ -173,6 +178,7 @@ def load_settings(
         api_keys=tuple(flags.api_keys) or ((key,) if key else settings.api_keys),
         strict=flags.strict or settings.strict,
         event_log=flags.event_log or settings.event_log,
+        workers=flags.workers or settings.workers,
         socket=flags.socket or settings.socket,
         keys=msgspec.structs.replace(settings.keys, anonymous=True) if flags.anonymous else settings.keys,
         tls=reading.tls_flags() or settings.tls,

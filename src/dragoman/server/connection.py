@@ -29,7 +29,7 @@ from dragoman.protocols import Family, family
 from dragoman.server.exchange import DIRECT, Scope
 from dragoman.server.respond import new_id
 from dragoman.server.writing import Response
-from dragoman.telemetry import RequestRecord, Telemetry
+from dragoman.telemetry import Recorder, RequestRecord
 
 log = logging.getLogger("dragoman.server")
 
@@ -39,14 +39,14 @@ LOOKS = 4
 """How often, in the time that a client has for reading, it is looked whether it reads."""
 
 
-def guarded(limits: Limits, telemetry: Telemetry) -> type[HttpToolsProtocol]:
+def guarded(limits: Limits, telemetry: Recorder) -> type[HttpToolsProtocol]:
     """The connection class for these limits."""
     return type("GuardedConnection", (_Connection,), {"limits": limits, "telemetry": telemetry})
 
 
 class _Connection(HttpToolsProtocol):
     limits: Limits
-    telemetry: Telemetry
+    telemetry: Recorder
     _answered: Response | None = None
     """The latest request to be answered; `cycle` is the latest to arrive, which may have to wait."""
     _is_too_large = False

@@ -53,8 +53,9 @@ async def _embed(
     app: "App", exchange: Exchange, model: Model, request: EmbeddingRequest | RerankRequest
 ) -> list[Embedding]:
     """The vectors of all inputs; the request holds a slot of its model meanwhile, as a generation does."""
-    if exchange.lease is not None:
-        exchange.lease.reserve(estimated_text(exchange.weight))
+    lease = app.lease_of(exchange)
+    if lease is not None:
+        lease.reserve(estimated_text(exchange.weight))
     host = model.host
     engine = None if host.is_known else await host.enter()
     slots = Slots(host.admission, exchange.record.principal)
@@ -62,7 +63,7 @@ async def _embed(
     try:
         if "embeddings" not in host.supports:
             raise NotSupported(f"model '{model.name}' makes no embeddings", param="model")
-        ignored = check(request, host.supports, app.is_strict(exchange))
+        ignored = check(model.name, request.asked, host.supports, app.is_strict(exchange))
         if ignored:
             exchange.ignore(ignored)
         await slots.first()

@@ -3,19 +3,33 @@
 Too much rather than too little: what was too much is given back when the request has ended.
 """
 
+import msgspec
+
 from dragoman.conversation import GenerationRequest
 
 BYTES_PER_TOKEN = 3
 IMAGE_TOKENS = 1000
 REPLY_TOKENS = 1024
-"""Where the caller sets no limit to the reply."""
+"""Where nobody sets a limit to the reply."""
 
 
-def estimated(request: GenerationRequest, weight: int) -> int:
+class Estimate(msgspec.Struct, frozen=True, array_like=True):
+    """`reply` None: the caller sets no limit to a reply, and there are so many choices of it."""
+
+    prompt: int
+    choices: int
+    reply: int | None
+
+    def total(self, most: int | None) -> int:
+        """`most` is the limit of a reply where the caller sets none."""
+        reply = most if self.reply is None else self.reply
+        return self.prompt + (REPLY_TOKENS if reply is None else reply) * self.choices
+
+
+def estimated(request: GenerationRequest, weight: int) -> Estimate:
     """`weight` is the size of the body, and of what it refers to."""
-    reply = REPLY_TOKENS if request.max_tokens is None else request.max_tokens
     choices = max(request.choices, request.best_of) * max(1, len(request.prompts))
-    return estimated_prompt(request, weight) + reply * choices
+    return Estimate(estimated_prompt(request, weight), choices, request.max_tokens)
 
 
 def estimated_prompt(request: GenerationRequest, weight: int) -> int:

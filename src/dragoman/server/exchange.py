@@ -31,7 +31,7 @@ from dragoman.errors import (
     UnsupportedMedia,
 )
 from dragoman.protocols import OPENAI, Family
-from dragoman.quota import Lease
+from dragoman.quota import Holding
 from dragoman.server.scopes import ANYBODY, Caller
 from dragoman.telemetry import RequestRecord
 from dragoman.telemetry.meter import Meter
@@ -53,6 +53,19 @@ COMMENT = b": keep-alive\n\n"
 LARGE_BODY = 256 * 1024
 LONGEST_LIST = 1000
 """Characters of a header that lists words."""
+PLAIN = (
+    "type",
+    "http_version",
+    "scheme",
+    "method",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+    "client",
+)
+"""Parts of an ASGI scope that are values and nothing else."""
 DIRECT = "dragoman.direct"
 """An extension of the ASGI scope: the connection itself, which hands out the `Direct` of a scope."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -92,12 +105,14 @@ class Exchange:
     """In whose words errors are told."""
     begun = False
     gone = False
+    is_relayed = False
+    """Whether another process answers it, and writes it down."""
     streaming = False
     due = math.inf
     stopping: DragomanError | None = None
     """Why this request would be cancelled by the server itself."""
     caller: Caller = ANYBODY
-    lease: Lease | None = None
+    lease: Holding | None = None
     """What this request has of the limits of its key, if that has any."""
     meter: Meter | None = None
     deadline = math.inf
@@ -144,6 +159,10 @@ class Exchange:
         """The address at the other end of the connection; a Unix socket has none."""
         client = self._scope.get("client")
         return client[0] if client else None
+
+    def plain_scope(self) -> dict[str, Any]:
+        """What of the request's head another process needs to answer it."""
+        return {name: self._scope[name] for name in PLAIN}
 
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
@@ -311,6 +330,13 @@ class Exchange:
         self.streaming = False
         self.due = self.deadline = math.inf
         headers = self._head(status, content_type, len(body))
+        if self._direct is None or not self._direct.reply(status, headers, body):
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
+
+    async def pass_on(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """A whole response that somebody else has made."""
+        self.begun = True
         if self._direct is None or not self._direct.reply(status, headers, body):
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
             await self._send({"type": "http.response.body", "body": body})

@@ -51,7 +51,7 @@ async def _prepared(
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, id=exchange.record.id, model=model.name)
     async with model.host.engaged() as engine:
-        ignored = check(request, model.host.supports, app.is_strict(exchange))
+        ignored = check(model.name, request.asked, model.host.supports, app.is_strict(exchange))
         if ignored:
             exchange.ignore(ignored)
         exchange.expect(app.settings.limits.stall_seconds, silent_engine)

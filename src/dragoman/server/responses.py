@@ -32,6 +32,7 @@ from dragoman.store import KeptItem, KeptResponse
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
+    from dragoman.server.door import Door
 
 ROOT = "/v1/responses"
 INPUT_ITEMS, CANCEL = "input_items", "cancel"
@@ -40,12 +41,12 @@ MANY_ITEMS = 500
 T = TypeVar("T")
 
 
-async def create(app: "App", exchange: Exchange) -> None:
-    question = await _question(app, exchange)
+async def create(door: "Door", exchange: Exchange) -> None:
+    question = await _question(door, exchange)
     telling = responses.Telling(question.shown, time.time)
-    settle = partial(_settle, app, exchange, question.shown, telling)
+    settle = partial(_settle, door, exchange, question.shown, telling)
     try:
-        await reply_to(app, exchange, question.request, telling, settle)
+        await reply_to(door, exchange, question.request, telling, settle)
     except ContextTooLong as error:
         # An engine cannot know what the conversation is called here.
         error.param = "input"
@@ -57,23 +58,23 @@ async def count(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(responses.encode_count(await count_prompt(app, exchange, question.request)))
 
 
-async def _question(app: "App", exchange: Exchange) -> responses.Question:
-    asking = await exchange.decoded(app.settings.limits, responses.read)
+async def _question(door: "Door", exchange: Exchange) -> responses.Question:
+    asking = await exchange.decoded(door.settings.limits, responses.read)
     principal = exchange.record.principal
     earlier: tuple[KeptItem, ...] = ()
     previous = asking.fields.previous_response_id
     if previous is not None:
-        kept = await app.responses.find(principal, previous)
+        kept = await door.responses.find(principal, previous)
         if kept is None:
             words = f"previous_response_id: no response {previous!r:.100} is kept here; send the whole conversation"
             raise PreviousResponseNotFound(words, param="previous_response_id")
         earlier = kept.items
-    found = await app.responses.items(principal, asking.references)
+    found = await door.responses.items(principal, asking.references)
     # One item may be referred to many times, and is there as many times then.
     exchange.weight += sum(len(found[item]) for item in asking.references if item in found)
     exchange.weight += sum(len(item.body) for item in earlier)
-    if exchange.weight > app.settings.limits.body_bytes:
-        words = f"the conversation, with what it refers to, is larger than {app.settings.limits.body_bytes} bytes"
+    if exchange.weight > door.settings.limits.body_bytes:
+        words = f"the conversation, with what it refers to, is larger than {door.settings.limits.body_bytes} bytes"
         raise TooLarge(words, param="input")
     given = asking.fields.input
     count = len(earlier) + (len(given) if isinstance(given, list) else 1)
@@ -90,12 +91,12 @@ def _decoded(asking: responses.Asking, earlier: Sequence[KeptItem], found: Mappi
     return responses.decode(asking, [msgspec.json.decode(item.body) for item in earlier], referenced)
 
 
-async def _settle(app: "App", exchange: Exchange, shown: responses.Shown, telling: responses.Telling) -> None:
+async def _settle(door: "Door", exchange: Exchange, shown: responses.Shown, telling: responses.Telling) -> None:
     response = telling.response
     if response is None or not shown.keep:
         return
     make = partial(_to_keep, response, shown, exchange.record.principal)
-    await app.responses.keep(await _made(exchange, len(shown.items), make))
+    await door.responses.keep(await _made(exchange, len(shown.items), make))
 
 
 def _to_keep(response: dict[str, Any], shown: responses.Shown, principal: str) -> KeptResponse:

@@ -1,17 +1,14 @@
-"""The app in uvicorn: one process, one event loop, a clean end."""
+"""A server from its start to a clean end: the app in uvicorn, or the parent of several front ends."""
 
 import asyncio
-import errno
-import gc
 import ipaddress
 import logging
 import math
 import os
 import signal
 import socket
-import ssl
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,17 +19,20 @@ import uvloop
 from dragoman.catalog import Host
 from dragoman.config import Settings
 from dragoman.engines.interface import Engine
+from dragoman.engines.llama.machine import cpus
 from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
-from dragoman.operation import Tls
 from dragoman.server.app import ONLY_ENGINES, App, Reread
-from dragoman.server.connection import guarded
+from dragoman.server.fronts.crew import Crew
+from dragoman.server.fronts.places import places
 from dragoman.server.jwt import Signed
+from dragoman.server.listening import bind_words, settle, tls_context, unix_socket, uvicorn_config
 from dragoman.store.keys import KeyStore, store_path
 from dragoman.telemetry.logs import configure
 
 log = logging.getLogger("dragoman")
 
 RETRY_SECONDS = 0.2
+MOST_WORKERS, CPUS_PER_WORKER = 4, 4
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -59,10 +59,16 @@ def run(settings: Settings, engines: Sequence[Engine] = (), reread: Reread | Non
     app = App(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
     try:
         with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-            runner.run(_serve(app))
+            count = settings.workers or default_workers(cpus())
+            runner.run(_serve(app) if count == 1 else _serve_by_fronts(app, count))
     finally:
         if settings.socket is not None:
             Path(settings.socket).unlink(missing_ok=True)
+
+
+def default_workers(cpus: int) -> int:
+    """A laptop has one process; more pay where there are CPUs that no engine uses."""
+    return max(1, min(MOST_WORKERS, cpus // CPUS_PER_WORKER))
 
 
 def _again(reread: Reread, begun: Settings) -> Reread:
@@ -114,16 +120,6 @@ def unusable_files(settings: Settings) -> list[str]:
     return wrong
 
 
-def tls_context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:
-        words = error.strerror or str(error)
-        raise ConfigError(f"tls: {tls.certificate} and {tls.key} cannot be used: {words}") from error
-    return context
-
-
 def check_socket(path: Path) -> None:
     """A socket that nobody listens on was left behind by somebody who was killed, and is in nobody's way."""
     if not path.parent.is_dir():
@@ -143,19 +139,6 @@ def check_socket(path: Path) -> None:
             raise ConfigError(f"socket {path}: another server listens there; stop it or choose another")
 
 
-def unix_socket(path: Path) -> socket.socket:
-    """For the owner and the group; nobody else, not even for a moment."""
-    listener = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o117)
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        raise ConfigError(f"socket {path}: {error.strerror or error}") from error
-    finally:
-        os.umask(before)
-    return listener
-
-
 def check_port(host: str, port: int) -> None:
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -168,15 +151,7 @@ def check_port(host: str, port: int) -> None:
             try:
                 probe.bind(address)
             except OSError as error:
-                raise ConfigError(_bind_words(host, port, error)) from error
-
-
-def _bind_words(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use; stop what runs there or choose another with --port"
-    if error.errno == errno.EACCES:
-        return f"port {port} is not for ordinary users; choose one above 1023 with --port"
-    return f"cannot listen on {host} port {port}: {error.strerror or error}"
+                raise ConfigError(bind_words(host, port, error)) from error
 
 
 def with_hosts(settings: Settings) -> Settings:
@@ -193,6 +168,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _tell_place(app: App) -> None:
+    names = ", ".join(model.name for model in app.catalog.models.values()) or "the models folder"
+    log.info("serving %s on %s", names, _place(app.settings))
+
+
+def _place(settings: Settings) -> str:
+    if settings.socket is not None:
+        return f"the Unix socket {settings.socket}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.tls else 'http'}://{host}:{settings.port}/v1"
+
+
 class Server(uvicorn.Server):
     """Ends with exit code 0 when a signal asks it to; what is running then may finish, or is told that it cannot."""
 
@@ -203,22 +190,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            names = ", ".join(model.name for model in self._app.catalog.models.values()) or "the models folder"
-            log.info("serving %s on %s", names, self._place())
-
-    def _place(self) -> str:
-        if self._app.settings.socket is not None:
-            return f"the Unix socket {self._app.settings.socket}"
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"{'https' if self._app.settings.tls else 'http'}://{host}:{self.config.port}/v1"
+            _tell_place(self._app)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        settings = self._app.settings
         self._app.stop_requests()
-        if settings.drain_seconds:
-            log.info("stopping; new requests are taken for another %g s", settings.drain_seconds)
-            await asyncio.sleep(settings.drain_seconds)
-        log.info("stopping; running requests have %g s to finish", self.config.timeout_graceful_shutdown)
+        await _drained(self._app.settings)
         await super().shutdown(sockets)
 
     @contextmanager
@@ -234,31 +210,25 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+async def _drained(settings: Settings) -> None:
+    """Until new requests are not taken any more."""
+    if settings.drain_seconds:
+        log.info("stopping; new requests are taken for another %g s", settings.drain_seconds)
+        await asyncio.sleep(settings.drain_seconds)
+    log.info("stopping; running requests have %g s to finish", math.ceil(settings.grace_seconds))
+
+
 def server_for(app: App) -> Server:
-    settings = app.settings
-    tls = settings.tls
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        http=guarded(settings.limits, app.telemetry),
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=math.ceil(settings.grace_seconds),
-        ssl_context_factory=None if tls is None else lambda config, default: tls_context(tls),
-    )
-    return Server(app, config)
+    return Server(app, uvicorn_config(app))
 
 
 async def _serve(app: App) -> None:
     server = server_for(app)
-    preload = asyncio.create_task(_preload(app, server))
+
+    def end() -> None:
+        server.should_exit = True
+
+    preload = asyncio.create_task(_preload(app, end))
     path = app.settings.socket
     sockets = None if path is None else [unix_socket(Path(path))]
     try:
@@ -268,8 +238,57 @@ async def _serve(app: App) -> None:
         preload.cancel()
         # Where somebody was in a hurry and sent the signal twice, nobody else has done it.
         await app.stop()
+    _raise_failure(preload)
+
+
+def _raise_failure(preload: "asyncio.Task[None]") -> None:
     if preload.done() and not preload.cancelled() and (error := preload.exception()):
         raise error
+
+
+async def _serve_by_fronts(app: App, count: int) -> None:
+    """The parent has everything but connections."""
+    begun = app.settings
+    app.start()
+    ended = asyncio.Event()
+    crew = Crew(app, places(begun, count))
+    preload = asyncio.create_task(_preload(app, ended.set))
+    try:
+        with _reloading(app), _signals(ended, crew):
+            await crew.started()
+            _tell_place(app)
+            await ended.wait()
+            app.stop_requests()
+            crew.tell_stopping()
+            await _drained(app.settings)
+            await crew.stop(begun.grace_seconds)
+    finally:
+        preload.cancel()
+        await crew.end()
+        await app.stop()
+    _raise_failure(preload)
+
+
+@contextmanager
+def _signals(ended: asyncio.Event, crew: Crew) -> Generator[None, None, None]:
+    """The first asks for a clean end, the second for one at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if ended.is_set():
+            crew.kill()
+        ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 @contextmanager
@@ -304,7 +323,7 @@ async def _reload(app: App) -> None:
         log.warning("these hold only after a restart: %s", ", ".join(told.restart_needed))
 
 
-async def _preload(app: App, server: Server) -> None:
+async def _preload(app: App, end: Callable[[], None]) -> None:
     """Load the default model before anybody asks for it; where it is the only one, its failure is the server's."""
     try:
         host = (await app.catalog.find("")).host
@@ -313,19 +332,12 @@ async def _preload(app: App, server: Server) -> None:
         return
     try:
         await _loaded(host)
-        _settle()
+        settle()
         log.info("ready")
     except DragomanError as error:
         if all(model.host is host for model in app.catalog.listed()):
-            server.should_exit = True
+            end()
             raise ConfigError(host.failure or error.message) from error
-
-
-def _settle() -> None:
-    """What exists now will stay: the garbage collector need not look at it again, nor so often at what is new."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 async def _loaded(host: Host) -> None:

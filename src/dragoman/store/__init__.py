@@ -40,7 +40,7 @@ class KeptResponse(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(item.body) for item in self.items)
 
 
-class ResponseStore(Protocol):
+class Keeping(Protocol):
     async def keep(self, response: KeptResponse) -> None: ...
 
     async def find(self, principal: str, response_id: str) -> KeptResponse | None: ...
@@ -48,5 +48,7 @@ class ResponseStore(Protocol):
     async def items(self, principal: str, ids: Iterable[str]) -> Mapping[str, bytes]:
         """Those of the items that are there, whichever response they belong to."""
 
+
+class ResponseStore(Keeping, Protocol):
     async def delete(self, principal: str, response_id: str) -> bool:
         """Whether there was one."""

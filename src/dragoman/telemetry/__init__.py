@@ -13,7 +13,7 @@ A request that has ended is handed to `Telemetry.request`, once, wherever it end
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from dragoman.operation import Telemetry as Settings
 from dragoman.telemetry.eventlog import EventLog as EventLog
@@ -21,6 +21,17 @@ from dragoman.telemetry.metrics import Metrics
 from dragoman.telemetry.record import RequestRecord as RequestRecord
 
 log = logging.getLogger("dragoman.requests")
+
+
+class Recorder(Protocol):
+    """Who is handed the requests that have ended."""
+
+    metrics: Metrics
+
+    @property
+    def is_tracing(self) -> bool: ...
+
+    def request(self, record: RequestRecord) -> None: ...
 
 
 class Telemetry:

@@ -39,6 +39,21 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value / parts)] += parts
         self.total += value
 
+    def add_all(self, counts: Sequence[int], total: float) -> None:
+        """What another one with the same bounds has counted."""
+        self.counts = [own + other for own, other in zip(self.counts, counts, strict=True)]
+        self.total += total
+
+    def taken(self) -> tuple[tuple[int, ...], float] | None:
+        """What it has counted, for another one; then it begins anew. None where that is nothing."""
+        if not any(self.counts):
+            return None
+        taken = tuple(self.counts), self.total
+        # In place: somebody may be holding on to the list.
+        self.counts[:] = [0] * len(self.counts)
+        self.total = 0.0
+        return taken
+
     @property
     def count(self) -> int:
         return sum(self.counts)

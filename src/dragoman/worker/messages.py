@@ -19,6 +19,11 @@ from dragoman.errors import ContextTooLong, DragomanError, by_name
 from dragoman.events import Event
 
 HEADER = struct.Struct("<I")
+KEY_BITS = 32
+"""Of the number of a request; above them is that of the process that counts them."""
+OWN_NUMBER = 1
+"""Of the worker's parent. Nobody has 0: so every key has nine bytes, and is found where `key_of` looks."""
+KEY = struct.Struct(">Q")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -30,6 +35,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 class Generate(msgspec.Struct, frozen=True, tag=True):
     id: int
     request: GenerationRequest
+
+
+class PassedGenerate(msgspec.Struct, frozen=True, tag="Generate"):
+    """A `Generate` of somebody else's, whose request is encoded already."""
+
+    id: int
+    request: msgspec.Raw
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +135,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class PackedStep(msgspec.Struct, frozen=True, tag="Step"):
-    """A `Step` as the child sends it: each part has been encoded already."""
+    """A `Step` as the child sends it, and as a parent reads it who passes most of it on: each part is encoded."""
 
     progress: tuple[msgspec.Raw, ...]
     kv_used: float | None = None
@@ -143,19 +155,32 @@ Question = Render | CountTokens | Tokenize | Detokenize | Embed
 """What gets one `Answer`."""
 ToChild = Start | Generate | Cancel | Question
 ToParent = Loading | Ready | Broken | Step | Answer
+ToPasser = Loading | Ready | Broken | PackedStep | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
+_to_passer = msgspec.msgpack.Decoder(ToPasser)
+_progress = msgspec.msgpack.Decoder(Progress)
 
 
-def encode(message: ToChild | ToParent | PackedStep) -> bytes:
+def encode(message: ToChild | ToParent | PackedStep | PassedGenerate) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
 
 def pack(progress: Progress) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(progress))
+
+
+def unpack(progress: msgspec.Raw) -> Progress:
+    return _progress.decode(progress)
+
+
+def key_of(progress: msgspec.Raw) -> int:
+    """Without decoding it: a mark for the array, one for the integer, and the integer."""
+    key: int = KEY.unpack_from(progress, 2)[0]
+    return key
 
 
 def _sendable(text: str) -> str:
@@ -170,4 +195,10 @@ def decode_to_child(body: bytes) -> ToChild:
 
 def decode_to_parent(body: bytes) -> ToParent:
     message: ToParent = _to_parent.decode(body)
+    return message
+
+
+def decode_to_passer(body: bytes) -> ToPasser:
+    """The same without looking into the parts of a step."""
+    message: ToPasser = _to_passer.decode(body)
     return message

@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +36,8 @@ from dragoman.events import Event
 from dragoman.mailbox import Mailbox
 from dragoman.worker.messages import (
     HEADER,
+    KEY_BITS,
+    OWN_NUMBER,
     Answer,
     Broken,
     Cancel,
@@ -45,6 +47,9 @@ from dragoman.worker.messages import (
     Failure,
     Generate,
     Loading,
+    PackedStep,
+    PassedGenerate,
+    Progress,
     Question,
     Ready,
     Render,
@@ -53,8 +58,13 @@ from dragoman.worker.messages import (
     ToChild,
     Tokenize,
     ToParent,
+    ToPasser,
     decode_to_parent,
+    decode_to_passer,
     encode,
+    key_of,
+    pack,
+    unpack,
 )
 
 log = logging.getLogger("dragoman.worker")
@@ -69,6 +79,12 @@ STOPPED = "the engine has been stopped"
 UNSENDABLE = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
 
 
+class Follower(Protocol):
+    """Whoever follows generations in another process: what becomes of them is passed on as it came."""
+
+    def put(self, progress: msgspec.Raw) -> None: ...
+
+
 class _Child:
     """One running child process and the requests it has."""
 
@@ -78,18 +94,20 @@ class _Child:
         self.process = process
         self._input = process.stdin
         self._output = process.stdout
-        self._keys = itertools.count()
+        self._keys = itertools.count(OWN_NUMBER << KEY_BITS)
         self._buried = False
         self.streams: dict[int, Mailbox] = {}
+        self.followed: dict[int, Follower] = {}
+        """Streams that are passed on, each until its follower lets go of it."""
         self.answers: dict[int, asyncio.Future[Answer]] = {}
         self.heard = time.monotonic()
         self.last_words = Failure.of(EngineDied("the engine's process died; the request can be sent again"))
 
     @property
     def busy(self) -> bool:
-        return bool(self.streams or self.answers)
+        return bool(self.streams or self.answers or self.followed)
 
-    def send(self, message: ToChild) -> None:
+    def send(self, message: ToChild | PassedGenerate) -> None:
         encoded = encode(message)
         if self._buried or self._input.is_closing():
             raise self.last_words.error()
@@ -103,6 +121,17 @@ class _Child:
         key = self._begin(lambda key: Generate(key, request))
         self.streams[key] = stream = Mailbox()
         return key, stream
+
+    def open_for(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
+        if not self.busy:
+            self.heard = time.monotonic()
+        self.send(PassedGenerate(key, request))
+        self.followed[key] = follower
+
+    def let_go(self, key: int, ended: bool) -> None:
+        """Of a stream that was passed on. What still comes of it is for nobody."""
+        if self.followed.pop(key, None) is not None and not ended:
+            self._stop(key)
 
     async def ask(self, question: Callable[[int], Question]) -> Answer:
         key = self._begin(question)
@@ -142,7 +171,7 @@ class _Child:
             # It has died, and works on nothing any more.
             pass
 
-    async def read(self) -> ToParent | None:
+    async def read(self) -> ToParent | ToPasser | None:
         """The next message; None where nothing more can be understood."""
         try:
             (length,) = HEADER.unpack(await self._output.readexactly(HEADER.size))
@@ -151,26 +180,43 @@ class _Child:
             return None
         self.heard = time.monotonic()
         try:
-            return decode_to_parent(body)
+            return decode_to_passer(body) if self.followed else decode_to_parent(body)
         except msgspec.MsgspecError:
             log.exception("a message of the engine's process could not be read")
             return None
 
-    def deliver(self, message: Step | Answer) -> None:
+    def deliver(self, message: Step | PackedStep | Answer) -> None:
         if isinstance(message, Answer):
             future = self.answers.get(message.id)
             if future is not None and not future.done():
                 future.set_result(message)
+        elif isinstance(message, PackedStep):
+            self._pass_on(message)
+        else:
+            for progress in message.progress:
+                self._put(progress)
+
+    def _pass_on(self, step: PackedStep) -> None:
+        followed = self.followed
+        for packed in step.progress:
+            follower = followed.get(key_of(packed))
+            if follower is None:
+                self._put(unpack(packed))
+            else:
+                follower.put(packed)
+
+    def _put(self, progress: Progress) -> None:
+        stream = self.streams.get(progress.id)
+        if stream is None:
+            # Of one that was passed on, to somebody who has let go of it.
             return
-        for progress in message.progress:
-            stream = self.streams[progress.id]
-            stream.put(progress.events)
-            if progress.ended:
-                del self.streams[progress.id]
-                if progress.failure is None:
-                    stream.end()
-                else:
-                    stream.fail(progress.failure.error())
+        stream.put(progress.events)
+        if progress.ended:
+            del self.streams[progress.id]
+            if progress.failure is None:
+                stream.end()
+            else:
+                stream.fail(progress.failure.error())
 
     async def kill(self) -> None:
         """End the process, and wait for its end."""
@@ -188,6 +234,9 @@ class _Child:
         for stream in self.streams.values():
             stream.fail(self.last_words.error())
         self.streams.clear()
+        for key, follower in self.followed.items():
+            follower.put(pack(Progress(key, ended=True, failure=self.last_words)))
+        self.followed.clear()
         for future in self.answers.values():
             if not future.done():
                 future.set_exception(self.last_words.error())
@@ -249,6 +298,22 @@ class WorkerEngine(Engine):
                 yield events
         finally:
             child.cancel(key)
+
+    async def pass_on(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
+        """A generation for somebody in another process, who has a key for it that nobody else has."""
+        (await self._asked()).open_for(follower, key, request)
+
+    def pass_on_now(self, follower: Follower, key: int, request: msgspec.Raw) -> bool:
+        """The same where the child runs; False where one has to wait for it."""
+        if self._child is None:
+            return False
+        self._child.open_for(follower, key, request)
+        return True
+
+    def let_go(self, key: int, ended: bool) -> None:
+        """The follower wants no more of a generation; where it has not ended, it is cancelled."""
+        if self._child is not None:
+            self._child.let_go(key, ended)
 
     async def render(self, request: GenerationRequest) -> Rendered:
         child = await self._asked()
@@ -352,9 +417,9 @@ class WorkerEngine(Engine):
         born = time.monotonic()
         watch = asyncio.create_task(self._watch(child))
         try:
-            while isinstance(message := await child.read(), Step | Answer):
+            while isinstance(message := await child.read(), Step | PackedStep | Answer):
                 child.deliver(message)
-                if isinstance(message, Step):
+                if isinstance(message, Step | PackedStep):
                     self.kv_used = message.kv_used
         finally:
             watch.cancel()

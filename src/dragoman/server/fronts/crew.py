@@ -1,0 +1,159 @@
+"""All front ends of a server: each is started again when it dies, until the server stops.
+
+Rules
+1. One that dies soon after its start is started again after a pause, which grows.
+2. When none of them has ever listened, the first death is the server's.
+3. They have the grace time, and a little more, to end by themselves; then they are ended.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from itertools import chain, count
+
+from dragoman.config import Settings
+from dragoman.errors import ConfigError
+from dragoman.server.app import App
+from dragoman.server.fronts.desk import Desk
+from dragoman.server.fronts.messages import Stop, Stopping
+from dragoman.worker.messages import OWN_NUMBER
+
+log = logging.getLogger("dragoman.fronts")
+
+YOUNG_SECONDS = 10.0
+LONGEST_PAUSE = 10.0
+MOST_DOUBLINGS = 6
+ADOPT_SECONDS = 5.0
+END_SECONDS = 6.0
+"""Beyond the grace time: to tell those that are cancelled, and to end."""
+
+
+class Crew:
+    def __init__(self, app: App, places: list[list[socket.socket]]) -> None:
+        self._app = app
+        self._begun = app.settings
+        self._places = places
+        self._numbers = count(OWN_NUMBER + 1)
+        self._posts = [asyncio.create_task(self._keep(sockets)) for sockets in places]
+        self._desks: dict[asyncio.subprocess.Process, Desk] = {}
+        self._listening = 0
+        self._all_listen = asyncio.Event()
+        self._ending = asyncio.Event()
+        app.followers.append(self._configure)
+
+    @property
+    def _stopping(self) -> bool:
+        return self._ending.is_set()
+
+    async def started(self) -> None:
+        """Until all of them take connections."""
+        waiting = asyncio.create_task(self._all_listen.wait())
+        try:
+            done, _ = await asyncio.wait([waiting, *self._posts], return_when=asyncio.FIRST_COMPLETED)
+            for post in done - {waiting}:
+                post.result()
+        finally:
+            waiting.cancel()
+
+    async def _keep(self, sockets: list[socket.socket]) -> None:
+        """One place, manned until the server stops."""
+        deaths = 0
+        while not self._stopping:
+            if deaths > 1:
+                await self._pause(min(LONGEST_PAUSE, 0.1 * 2 ** min(deaths, MOST_DOUBLINGS)))
+            born = time.monotonic()
+            try:
+                words = f"died with {await self._serve(sockets)} requests"
+            except OSError as error:
+                words = f"could not be started: {error.strerror or error}"
+            if self._stopping:
+                return
+            deaths = deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
+            if not self._all_listen.is_set():
+                raise ConfigError(f"a front end {words}; the lines above say why")
+            log.error("a front end %s; starting another", words)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ending.wait()
+        except TimeoutError:
+            pass
+
+    async def _serve(self, sockets: list[socket.socket]) -> int:
+        """From the start of a process to its end; how many requests ended with it."""
+        ours, theirs = socket.socketpair()
+        numbers = [theirs.fileno(), *(one.fileno() for one in sockets)]
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, numbers)),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=numbers,
+            )
+        closed = asyncio.Event()
+        desk = Desk(self._app, closed.set, self._note_listening, lambda: _kill(process))
+        self._desks[process] = desk
+        try:
+            await desk.link.connect(ours)
+            desk.begin(next(self._numbers), self._begun, self._app.settings)
+            if self._app.is_stopping:
+                desk.send(Stopping())
+            if self._stopping:
+                desk.send(Stop())
+            await closed.wait()
+            return desk.close()
+        finally:
+            desk.close()
+            del self._desks[process]
+            if not self._stopping:
+                # It has closed its link: nothing good comes of it any more.
+                _kill(process)
+            await process.wait()
+
+    def _note_listening(self) -> None:
+        self._listening += 1
+        if self._listening >= len(self._places):
+            self._all_listen.set()
+
+    async def _configure(self, settings: Settings) -> None:
+        adopting = [desk.configure(settings) for desk in self._desks.values()]
+        if adopting:
+            # One that hangs is no reason for whoever asked to wait for ever.
+            await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
+
+    def tell_stopping(self) -> None:
+        for desk in self._desks.values():
+            desk.send(Stopping())
+
+    async def stop(self, grace: float) -> None:
+        """Nothing new is taken; what runs has its time, and whoever does not end by itself is ended."""
+        self._ending.set()
+        for one in chain.from_iterable(self._places):
+            one.close()
+        for desk in self._desks.values():
+            desk.send(Stop())
+        await asyncio.wait(self._posts, timeout=grace + END_SECONDS)
+        await self.end()
+
+    def kill(self) -> None:
+        for process in self._desks:
+            _kill(process)
+
+    async def end(self) -> None:
+        """At once."""
+        self._ending.set()
+        self.kill()
+        for post in self._posts:
+            post.cancel()
+        await asyncio.gather(*self._posts, return_exceptions=True)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        try:
+            process.kill()
+        except ProcessLookupError:
+            # It has ended, and the event loop has not said so yet.
+            pass

@@ -1,0 +1,359 @@
+"""The parent's side of one front end: what its requests ask for is done here.
+
+Rules
+1. What a request holds (a lease, slots, an engine) it holds here, and gives it back when it leaves or its front end
+   dies, whichever comes first.
+2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
+3. A front end that takes nothing off its socket any more is ended.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from dragoman.config import Settings
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine
+from dragoman.engines.run import failed, run
+from dragoman.errors import DragomanError, EngineFailed, RateLimited
+from dragoman.generate import STAGED
+from dragoman.quota import Rate
+from dragoman.server.app import App
+from dragoman.server.engaging import Engagement, Found
+from dragoman.server.fronts.guests import Guest, Played
+from dragoman.server.fronts.link import Link
+from dragoman.server.fronts.messages import (
+    Adopted,
+    Another,
+    Begin,
+    Cancel,
+    Configured,
+    Drop,
+    Ended,
+    Engage,
+    Engaged,
+    Enter,
+    Entered,
+    FindItems,
+    FindResponse,
+    GiveBack,
+    Granted,
+    Hold,
+    KeepResponse,
+    Kept,
+    Leave,
+    Listening,
+    PassedGenerate,
+    PassedStep,
+    Refused,
+    Relay,
+    ToFront,
+    Waiting,
+    decode_request,
+    decode_to_parent,
+    encode,
+)
+from dragoman.server.fronts.passing import Passing
+from dragoman.server.scopes import Caller
+from dragoman.worker.messages import Failure, Progress, pack
+from dragoman.worker.parent import WorkerEngine
+
+log = logging.getLogger("dragoman.fronts")
+
+MOST_UNSENT = 256 * 1024 * 1024
+
+
+class Desk:
+    """`listens` is called when the front end takes connections, `stuck` when it must be ended."""
+
+    def __init__(self, app: App, lost: Callable[[], None], listens: Callable[[], None], stuck: Callable[[], None]):
+        self.link = Link(self._take, lost)
+        self._app = app
+        self._listens = listens
+        self._stuck = stuck
+        self._loop = asyncio.get_running_loop()
+        self._guests: dict[str, Guest] = {}
+        self._relays: dict[str, Passing] = {}
+        self._adopting: deque[asyncio.Future[None]] = deque()
+        self._step: list[msgspec.Raw] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, number: int, begun: Settings, now: Settings) -> None:
+        """A front end that comes later begins like the others, and then hears what has changed since."""
+        self.send(Begin(number, _for_fronts(begun)))
+        if now is not begun:
+            self.configure(now)
+
+    def configure(self, settings: Settings) -> "asyncio.Future[None]":
+        """Done when it holds there."""
+        adopted: asyncio.Future[None] = self._loop.create_future()
+        self._adopting.append(adopted)
+        self.send(Configured(_for_fronts(settings)))
+        return adopted
+
+    def send(self, message: ToFront) -> None:
+        self.link.send(encode(message))
+
+    def put(self, progress: msgspec.Raw) -> None:
+        if not self._step:
+            self._loop.call_soon(self._flush)
+        self._step.append(progress)
+
+    def _flush(self) -> None:
+        step, self._step = self._step, []
+        self.link.send(encode(PassedStep(tuple(step))))
+        if self.link.unsent > MOST_UNSENT:
+            self._stuck()
+
+    def close(self) -> int:
+        """The front end has gone; how many requests went with it."""
+        count = len(self._guests) + len(self._relays)
+        for guest in self._guests.values():
+            guest.leave(ended=False)
+            if guest.lease is not None:
+                guest.lease.settle(0)
+        self._guests.clear()
+        for passing in self._relays.values():
+            passing.leave()
+        self._relays.clear()
+        while self._adopting:
+            self._adopted(Adopted())
+        return count
+
+    def _take(self, body: memoryview) -> None:
+        message = decode_to_parent(body)
+        HANDLERS[type(message)](self, message)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
+        task = self._loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    def _guest(self, request_id: str) -> Guest:
+        guest = self._guests.get(request_id)
+        if guest is None:
+            guest = self._guests[request_id] = Guest()
+        return guest
+
+    def _listening(self, message: Listening) -> None:
+        self._listens()
+
+    def _adopted(self, message: Adopted) -> None:
+        adopted = self._adopting.popleft()
+        if not adopted.done():
+            adopted.set_result(None)
+
+    def _enter(self, message: Enter) -> None:
+        guest = self._guest(message.id)
+        headers = {b"authorization": message.authorization, b"x-api-key": message.api_key}
+        try:
+            guest.lease = lease = self._app.lease_for(headers)
+            if lease is not None:
+                lease.enter()
+        except DragomanError as error:
+            self._refuse(message.id, guest, error)
+            return
+        self.send(Entered(message.id, guest.rates()))
+
+    def _refuse(self, request_id: str, guest: Guest, error: Exception) -> None:
+        label, fallbacks = (
+            (None, ()) if guest.engagement is None else (guest.engagement.label, guest.engagement.fallbacks)
+        )
+        if not isinstance(error, DragomanError):
+            log.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
+            error = EngineFailed("an internal error; the server's log says more")
+        if isinstance(error, RateLimited):
+            self._app.telemetry.metrics.limited[error.type] += 1
+        cause = None if error.__cause__ is None else str(error.__cause__)
+        self.send(Refused(request_id, Failure.of(error), label, fallbacks, guest.rates(), cause))
+
+    def _engage(self, message: Engage) -> None:
+        guest = self._guest(message.id)
+        caller = Caller(message.principal, models=message.models)
+        guest.engagement = engagement = self._app.engagement_of(caller, guest.lease)
+        self._spawn(self._engaged(message, guest, engagement), guest.tasks)
+
+    async def _engaged(self, message: Engage, guest: Guest, engagement: Engagement) -> None:
+        try:
+            found = await engagement.find(message.wish)
+            engine = engagement.start_now()
+            if engine is None:
+                self.send(Waiting(message.id, found, guest.rates()))
+                engine = await engagement.start()
+        except asyncio.CancelledError:
+            engagement.close()
+            raise
+        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
+            self._refuse(message.id, guest, error)
+            return
+        guest.engine = engine
+        self.send(_told(message.id, found, engine, engagement.queue_us, guest.rates()))
+
+    def _generate(self, message: PassedGenerate) -> None:
+        guest = self._guests.get(message.id)
+        if guest is None or guest.engine is None:
+            return
+        engine, key = guest.engine, message.key
+        if not isinstance(engine, WorkerEngine):
+            free = asyncio.Event()
+            free.set()
+            play = self._play(key, engine, decode_request(message.request), free, guest)
+            guest.played[key] = Played(self._spawn(play, self._tasks), free)
+            return
+        try:
+            if not engine.pass_on_now(self, key, message.request):
+                self._spawn(self._pass_later(engine, key, message.request.copy()), guest.tasks)
+        except DragomanError as error:
+            self._fail(key, Failure.of(error))
+            return
+        guest.passed.add(key)
+
+    async def _pass_later(self, engine: WorkerEngine, key: int, request: msgspec.Raw) -> None:
+        try:
+            await engine.pass_on(self, key, request)
+        except DragomanError as error:
+            self._fail(key, Failure.of(error))
+
+    async def _play(
+        self, key: int, engine: Engine, request: GenerationRequest, free: asyncio.Event, guest: Guest
+    ) -> None:
+        failure = None
+        try:
+            async with aclosing(run(engine, request)) as stream:
+                async for events in stream:
+                    self.put(pack(Progress(key, tuple(events))))
+                    if not free.is_set():
+                        await free.wait()
+        except Exception as error:
+            if not isinstance(error, DragomanError):
+                log.error("the engine raised", exc_info=error)
+                error = failed(error)
+            failure = Failure.of(error)
+        self._fail(key, failure)
+        guest.played.pop(key, None)
+
+    def _fail(self, key: int, failure: Failure | None) -> None:
+        self.put(pack(Progress(key, ended=True, failure=failure)))
+
+    def _cancel(self, message: Cancel) -> None:
+        guest = self._guests.get(message.id)
+        if guest is not None:
+            guest.let_go(message.key, ended=False)
+
+    def _hold(self, message: Hold) -> None:
+        """Only what is made in this process can wait for its reader."""
+        guest = self._guests.get(message.id)
+        played = None if guest is None else guest.played.get(message.key)
+        if played is not None and message.held:
+            played.free.clear()
+        elif played is not None:
+            played.free.set()
+
+    def _another(self, message: Another) -> None:
+        guest = self._guests.get(message.id)
+        if guest is not None and guest.engagement is not None:
+            self._spawn(self._granted(message.id, guest.engagement), guest.tasks)
+
+    async def _granted(self, request_id: str, engagement: Engagement) -> None:
+        await engagement.turns.another()
+        self.send(Granted(request_id))
+
+    def _give_back(self, message: GiveBack) -> None:
+        guest = self._guests.get(message.id)
+        if guest is not None and guest.engagement is not None:
+            guest.engagement.turns.give_back()
+
+    def _leave(self, message: Leave) -> None:
+        guest = self._guests.get(message.id)
+        if guest is None:
+            return
+        if guest.engagement is not None:
+            guest.engagement.note_speed(message.tokens, message.seconds)
+        guest.leave(ended=True)
+
+    def _ended(self, message: Ended) -> None:
+        record = message.record
+        guest = self._guests.pop(record.id, None)
+        if guest is not None:
+            guest.leave(ended=True)
+            if guest.lease is not None:
+                guest.lease.settle(record.spent_tokens)
+        telemetry = self._app.telemetry
+        if message.gaps is not None and record.model is not None:
+            telemetry.metrics.of(record.model).gaps.add_all(message.gaps.counts, message.gaps.total)
+        telemetry.request(record)
+
+    def _relay(self, message: Relay) -> None:
+        self._relays[message.id] = passing = Passing(message)
+        passing.task = self._spawn(self._answer(passing), self._tasks)
+
+    async def _answer(self, passing: Passing) -> None:
+        scope = passing.question.scope | {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
+        await self._app(scope, passing.receive, passing.send)
+        if self._relays.pop(passing.question.id, None) is not None:
+            self.send(passing.answer())
+
+    def _drop(self, message: Drop) -> None:
+        passing = self._relays.pop(message.id, None)
+        if passing is None or passing.task is None:
+            return
+        if self._app.is_stopping:
+            passing.task.cancel()
+        else:
+            passing.leave()
+
+    def _find_response(self, message: FindResponse) -> None:
+        async def find() -> None:
+            self.send(Kept(message.id, await self._app.responses.find(message.principal, message.response)))
+
+        self._spawn(find(), self._tasks)
+
+    def _find_items(self, message: FindItems) -> None:
+        async def find() -> None:
+            found = await self._app.responses.items(message.principal, message.items)
+            self.send(Kept(message.id, items=dict(found)))
+
+        self._spawn(find(), self._tasks)
+
+    def _keep(self, message: KeepResponse) -> None:
+        async def keep() -> None:
+            await self._app.responses.keep(message.response)
+            self.send(Kept(message.id))
+
+        self._spawn(keep(), self._tasks)
+
+
+HANDLERS: dict[type, Callable[[Desk, Any], None]] = {
+    Listening: Desk._listening,
+    Adopted: Desk._adopted,
+    Enter: Desk._enter,
+    Engage: Desk._engage,
+    PassedGenerate: Desk._generate,
+    Cancel: Desk._cancel,
+    Hold: Desk._hold,
+    Another: Desk._another,
+    GiveBack: Desk._give_back,
+    Leave: Desk._leave,
+    Ended: Desk._ended,
+    Relay: Desk._relay,
+    Drop: Desk._drop,
+    FindResponse: Desk._find_response,
+    FindItems: Desk._find_items,
+    KeepResponse: Desk._keep,
+}
+
+
+def _told(request_id: str, found: Found, engine: Engine, queue_us: int, rates: tuple[Rate, ...]) -> Engaged:
+    form = next((info.format for info in engine.models() if info.name == found.model), "plain")
+    return Engaged(request_id, found, form, engine.supports() & STAGED, engine.tells_calls, queue_us, rates)
+
+
+def _for_fronts(settings: Settings) -> Settings:
+    """Models are none of a front end's business."""
+    return msgspec.structs.replace(settings, models=(), aliases={}, default=None)

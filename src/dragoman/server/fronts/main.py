@@ -1,0 +1,88 @@
+"""The process of a front end: `python -m dragoman.server.fronts.main LINK SOCKET...`, each the number of a descriptor.
+
+Signals for the parent's process group are the parent's to handle. When the link to it ends, so does the process, at
+once and whatever it is doing.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+
+from dragoman.server.fronts.front import FrontEnd
+from dragoman.server.fronts.messages import Begin, Configured, Stopping
+from dragoman.server.fronts.remote import Command, Parent
+from dragoman.server.listening import settle, uvicorn_config
+from dragoman.telemetry.logs import configure_as_parent
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, parent: Parent) -> None:
+        super().__init__(config)
+        self._parent = parent
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        settle()
+        self._parent.tell_listening()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.parent = Parent(self._obey, _end)
+        self.server: _Server | None = None
+        self._front: FrontEnd | None = None
+        self._begun = asyncio.Event()
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Begin):
+            self.parent.number(command.number)
+            self._front = FrontEnd(command.settings, self.parent)
+            self.server = _Server(uvicorn_config(self._front), self.parent)
+            self._begun.set()
+        elif isinstance(command, Configured):
+            assert self._front is not None
+            self._front.configure(command.settings)
+        elif isinstance(command, Stopping):
+            assert self._front is not None
+            self._front.stop_requests()
+        elif self.server is not None:
+            self.server.should_exit = True
+
+    async def serve(self, link: int, sockets: Sequence[int]) -> None:
+        await self.parent.link.connect(socket.socket(fileno=link))
+        await self._begun.wait()
+        assert self.server is not None
+        await self.server.serve([socket.socket(fileno=number) for number in sockets])
+        await self.parent.link.drained()
+
+
+def _end() -> None:
+    os._exit(0)
+
+
+def main() -> None:
+    configure_as_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    link, *sockets = map(int, sys.argv[1:])
+
+    async def whole() -> None:
+        await _Process().serve(link, sockets)
+
+    with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
+        runner.run(whole())
+
+
+if __name__ == "__main__":
+    main()
