@@ -36,6 +36,17 @@ def test_an_empty_file_is_nothing_configured(text: str) -> None:
     assert load(text) == Settings(models=(SMOLLM2,))
 
 
+@pytest.mark.parametrize(
+    ("source", "placed"),
+    [("./here", "sub/here"), ("here", "sub/here"), ("org/model", "hf:org/model"), ("hf:here", "hf:here"), ("/a", "/a")],
+)
+def test_the_source_of_an_engine_of_folders_is_a_folder_or_a_name_of_the_hub(source: str, placed: str) -> None:
+    Path("sub/here").mkdir(parents=True)
+    Path("sub/x.yaml").write_text(f"models: {{m: {{engine: vllm, source: '{source}', args: {{dtype: half}}}}}}")
+    (spec,) = load_settings("sub/x.yaml", Flags(), {}).models
+    assert (spec.source, spec.file, spec.options) == (placed, None, {"args": {"dtype": "half"}})
+
+
 def test_adapters_are_models_too() -> None:
     settings = load(
         "models:\n"

@@ -17,6 +17,7 @@ from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFai
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.reply import Choice
 from dragoman.worker.parent import WorkerEngine, options_of
+from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
 from tests.test_generate import whole
 
 FEATURES = {
@@ -108,10 +109,16 @@ def llama_in_a_worker(path: Path) -> Engine:
     return WorkerEngine("llama", "smollm2", options)
 
 
+def vllm_in_a_worker(path: Path) -> Engine:
+    folder = smollm2_folder(path)
+    return WorkerEngine("vllm", "smollm2", {"path": str(folder), "context": CONTEXT, "slots": SLOTS, "args": CPU_ARGS})
+
+
 SUBJECTS: dict[str, tuple[Callable[[Path], Engine], type[DragomanError]]] = {
     "scripted": (scripted, ContextTooLong),
     "scripted in a worker": (scripted_in_a_worker, ContextTooLong),
     "llama in a worker": (llama_in_a_worker, ContextTooLong),
+    **({"vllm in a worker": (vllm_in_a_worker, ContextTooLong)} if WITH_VLLM else {}),
     "somebody's async engine": (lambda path: Slow(), EngineFailed),
     "somebody's plain engine": (lambda path: Plain(), EngineFailed),
 }

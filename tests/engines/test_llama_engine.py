@@ -9,7 +9,7 @@ import pytest
 
 from dragoman.conversation import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.intake import MOST_TOKENIZED
+from dragoman.engines.reading import MOST_TOKENIZED
 from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.events import Finished, Usage
 from tests.engines.running import (

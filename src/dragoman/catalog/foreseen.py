@@ -12,6 +12,7 @@ from dragoman.engines import engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import detect
 from dragoman.gguf import Value, read_metadata
+from dragoman.hub import PREFIX
 
 FileState = Literal["here", "missing", "not downloaded", "unreadable"]
 
@@ -32,7 +33,7 @@ def foreseen(spec: ModelSpec) -> Foreseen:
         options = msgspec.convert(given, engine_class(spec.engine).Options)
     except msgspec.ValidationError as error:
         raise ConfigError(f"models.{spec.name}: {error}") from error
-    file, metadata = _looked_at(spec.source)
+    file, metadata = _looked_at(spec)
     # Engines of others may call something else by these names.
     form, context = getattr(options, "format", None), getattr(options, "context", None)
     return Foreseen(
@@ -48,14 +49,16 @@ def missing_files(specs: Sequence[ModelSpec]) -> list[str]:
     missing = []
     for spec in specs:
         try:
-            if spec.source is not None:
-                sources.locate(spec.source)
+            if spec.file is not None:
+                sources.locate(spec.file)
+            elif _folder_state(spec) == "missing":
+                missing.append(f"model {spec.name}: there is no folder {spec.source}")
         except ConfigError as error:
             missing.append(f"model {spec.name}: {error}")
         missing += [
             f"model {name}: there is no adapter at {path}"
             for name, path in adapter_files(spec).items()
-            if not path.is_file()
+            if not (path.is_dir() if spec.file is None else path.is_file())
         ]
     return missing
 
@@ -67,11 +70,19 @@ def adapter_files(spec: ModelSpec) -> dict[str, Path]:
     return {name: Path(path).expanduser() for name, path in paths.items()}
 
 
-def _looked_at(source: str | None) -> tuple[FileState, dict[str, Value]]:
-    if source is None:
-        return "here", {}
+def _folder_state(spec: ModelSpec) -> FileState:
+    """Of a model whose engine finds the files by itself."""
+    if spec.source is None or Path(spec.source).is_dir():
+        return "here"
+    # What the hub has is fetched by the engine, which knows where it is kept.
+    return "here" if spec.source.startswith(PREFIX) else "missing"
+
+
+def _looked_at(spec: ModelSpec) -> tuple[FileState, dict[str, Value]]:
+    if spec.file is None:
+        return _folder_state(spec), {}
     try:
-        path = sources.locate(source)
+        path = sources.locate(spec.file)
     except ConfigError:
         return "missing", {}
     if path is None:

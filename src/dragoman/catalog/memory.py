@@ -38,9 +38,10 @@ def expected(spec: ModelSpec) -> int:
         return known
     if not in_worker(spec):
         return 0
-    if spec.source is None:
+    if spec.file is None:
+        # Where an engine of folders has its weights, it alone knows: mostly in the memory of a GPU.
         return PROCESS_BYTES
-    path = sources.fetch(spec.source)
+    path = sources.fetch(spec.file)
     size = sum(part.stat().st_size for part in parts_of(path))
     size += sum(adapter.stat().st_size for adapter in adapter_files(spec).values() if adapter.is_file())
     try:
@@ -125,7 +126,7 @@ def _number(spec: ModelSpec, name: str) -> int | None:
 def _fingerprint(spec: ModelSpec) -> str:
     file: list[object] = [spec.source]
     try:
-        path = None if spec.source is None else sources.locate(spec.source)
+        path = None if spec.file is None else sources.locate(spec.file)
         if path is not None:
             stat = path.stat()
             file = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]

@@ -74,6 +74,9 @@ class Engine:
     tells_calls: bool = False
     """Its events tell thoughts and tool calls: nothing is looked for in its text."""
 
+    takes_folder: ClassVar[bool] = False
+    """Its source is a folder of a model, or a name of the hub, and it finds the files by itself."""
+
     device: str = "cpu"
     """What it computes on, as the model list shows it."""
     kv_used: float | None = None
@@ -92,6 +95,11 @@ class Engine:
     def needs_worker(cls, options: msgspec.Struct) -> bool:
         """Whether it can take its process down with it, and so gets one of its own."""
         return False
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Whether the packages are there that it needs beside ours."""
+        return True
 
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]

@@ -7,7 +7,7 @@ A `Step` carries everything that became ready since the last one, of all request
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import ModelInfo, Rendered
+from dragoman.engines.steps import Portion
 from dragoman.errors import ContextTooLong, DragomanError, by_name
 from dragoman.events import Event
 
@@ -129,6 +130,13 @@ class PackedStep(msgspec.Struct, frozen=True, tag="Step"):
     kv_used: float | None = None
 
 
+class WholeStep(msgspec.Struct, frozen=True, tag="Step"):
+    """A `Step` as an engine made it, for all requests at once."""
+
+    progress: Sequence[Portion | Progress]
+    kv_used: float | None = None
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     id: int
     tokens: tuple[int, ...] | None = None
@@ -149,7 +157,7 @@ _to_child = msgspec.msgpack.Decoder(ToChild)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 
 
-def encode(message: ToChild | ToParent | PackedStep) -> bytes:
+def encode(message: ToChild | ToParent | PackedStep | WholeStep) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 

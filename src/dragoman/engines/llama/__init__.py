@@ -1,9 +1,8 @@
 """Models in GGUF files, run by llama.cpp.
 
 engine      what the server sees: options, checks, one async generator per request
-intake      from a request to a checked prompt in tokens
+intake      from a request to a generation; reading its prompt is the same for every engine of tokens (`reading`)
 generation  one request's way from logits to events
-budget      how much of a reply may be thought
 drafts      how a reply may go on, and whether trying that pays: pure
 runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
 scheduler   which rows the next decode has: pure, without model, thread or clock of its own
