@@ -135,9 +135,8 @@ class VllmEngine(SteppingEngine):
         core, config = llm.engine_core, llm.model_config
         self.parts, self.llm, self.model = parts, llm, model
         self.device, self.context = parts.device, config.max_model_len
-        self._keep(self._follow(core))
-        # vLLM would start a reader of its own.
-        llm.output_handler = next(iter(self.tasks))
+        # Where there is one, vLLM starts no reader of its own.
+        llm.output_handler = self._keep(self._follow(core))
         self._keep(self._watch(core))
         tasks = await core.get_supported_tasks_async()
         if config.runner_type == "pooling":
@@ -177,9 +176,11 @@ class VllmEngine(SteppingEngine):
 
     async def begin(self, key: int, request: GenerationRequest) -> None:
         intake = self._writing()
-        read = await self._aside(intake.read, request)
-        shaping = self.shapers if intake.is_shaped(request) else self.readers
-        work = await self._aside(intake.work, key, request, read, pool=shaping)
+        if intake.is_shaped(request):
+            read = await self._aside(intake.read, request)
+            work = await self._aside(intake.work, key, request, read, pool=self.shapers)
+        else:
+            work = await self._aside(intake.read_work, key, request)
         self.works[key] = work
         await self._submit(work)
 
@@ -333,10 +334,11 @@ class VllmEngine(SteppingEngine):
         self.works.clear()
         self.receiver.lose(reason)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
 
 def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:

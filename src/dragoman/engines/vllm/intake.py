@@ -65,6 +65,10 @@ class Intake(Reading):
             else Grammars(vocabulary(model.pieces, model.hidden, model.ends, self.inner_tokens))
         )
 
+    def read_work(self, key: int, request: GenerationRequest) -> Work:
+        """Both steps in one."""
+        return self.work(key, request, self.read(request))
+
     def work(self, key: int, request: GenerationRequest, read: Read) -> Work:
         budget = self.budget(request, read.opener)
         limit = self.limit(request, len(read.tokens))
