@@ -56,7 +56,7 @@ def test_a_folder_is_served_where_vllm_is_installed(folder: Path, monkeypatch: p
 
 
 def test_where_it_is_not_a_folder_is_a_501_that_tells_the_way_out(folder: Path) -> None:
-    with serving(folder, {"models_dir": str(folder / "models")}) as running:
+    with serving(folder, {"models_dir": str(folder / "models"), "models": {"s": {"engine": "scripted"}}}) as running:
         refused = ask(running, "Hello")
         assert refused.status_code == 501
         assert "pip install 'dragoman[vllm]'" in refused.json()["error"]["message"]

@@ -326,8 +326,8 @@ class WorkerEngine(Engine):
             "dragoman.worker.child",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # A group of its own: what an engine starts ends with it, however it ends.
-            process_group=0,
+            # A session of its own: what an engine starts ends with it, however it ends.
+            start_new_session=True,
         )
         child = _Child(process)
         try:
