@@ -193,7 +193,7 @@ def test_a_schema_that_nothing_fits_is_refused_with_its_field() -> None:
 def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:
     async def test(made: WorkerEngine) -> None:
         said = await events(made, chat("<think>12345678", thinking=Thinking(budget_tokens=3), max_tokens=40))
-        # The stand-in knows nothing of its own words: taken up again, it begins anew, and nothing is left to think with.
+        # The stand-in knows nothing of its own words: taken up again, it begins anew, with nothing left to think.
         assert text_of(said) == ("<think>123\n</think>\n\n" + "<think>\n</think>\n\n" * 9)[:40]
         finished = said[-1]
         assert isinstance(finished, Finished)
