@@ -255,8 +255,8 @@ MISTAKES = {
     "models:\n  a:\n    path: x\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, ...",
     "models:\n  a:\n    path: x\n    layout: fast": "4: models.a.layout: invalid enum value 'fast'",
     "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source are the same thing; give one of them",
-    "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, vllm, upstream, "
-    "or module:Class for your own",
+    "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, vllm, "
+    "upstream, or module:Class for your own",
     "models:\n  a: 5": "2: models.a: expected a source or a mapping, got int",
     "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, hf:ORG/REPO/FILE, https://..., "
     "pypi:PACKAGE or a built-in name (smollm2, minilm)",
