@@ -75,8 +75,8 @@ $(VENV)/.installed-dev: requirements-dev.lock pyproject.toml $(VENV)/.made
 	@$(PIP) install $(CHECKOUT)
 	@touch $@ $(VENV)/.installed
 
-# Not from the lock files: vLLM brings hundreds of packages, in versions of its own choice. What it needs for images and
-# sound is built for another torch, and would not even be imported.
+# Not from the lock files: vLLM brings hundreds of packages, in versions of its own choice. pip must be configured to find
+# torch's builds for the CPU. What vLLM needs for images and sound is built for another torch, and cannot be imported.
 $(VLLM)/.installed: pyproject.toml
 	@$(PYTHON) -m venv $(VLLM)
 	@echo "installing into $(VLLM) vLLM for the CPU ..."

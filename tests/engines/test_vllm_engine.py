@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import Asked, GenerationRequest, JsonSchema, Logprobs, Message, Sampling, Text, Thinking
+from dragoman.conversation import (
+    Asked,
+    GenerationRequest,
+    JsonSchema,
+    Logprobs,
+    Message,
+    Sampling,
+    Text,
+    Thinking,
+    Tool,
+    ToolChoice,
+)
 from dragoman.engines.run import run
 from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, NotSupported
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
@@ -188,6 +199,20 @@ def test_a_schema_that_nothing_fits_is_refused_with_its_field() -> None:
         assert raised.value.param
 
     with_engine(test)
+
+
+@pytest.mark.parametrize(
+    ("strict", "mode", "shaped"), [(False, "auto", False), (True, "auto", True), (False, "required", True)]
+)
+def test_calls_are_shaped_where_that_is_asked_for(strict: bool, mode: Any, shaped: bool) -> None:
+    """The stand-in tells what grammar it was given by what it calls the user's text."""
+
+    async def test(made: WorkerEngine) -> None:
+        tool = Tool("f", parameters={"type": "object"}, strict=strict)
+        said = await events(made, chat("what grammar", tools=(tool,), tool_choice=ToolChoice(mode)))
+        assert ("start:" in text_of(said)) is shaped
+
+    with_engine(test, format="hermes")
 
 
 def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:

@@ -1,6 +1,7 @@
 """The engine process: `python -m vllm.core FD STEPS_PER_SECOND MOST_AT_ONCE CONTEXT`.
 
-The model says what the last user message says; one that begins with "count N" gets the numbers up to N.
+The model says what the last user message says; one that begins with "count N" gets the numbers up to N, and "what
+grammar" the one that the reply is to be kept to.
 """
 
 import re
@@ -29,20 +30,24 @@ BLOCK = 16
 WIDTH = 16
 
 
-def reply(prompt: list[int]) -> list[int]:
+def reply(request: EngineCoreRequest) -> list[int]:
+    prompt, params = request.prompt_token_ids, request.sampling_params
     text = b"".join(bytes([token]) if token < 256 else b"\x00" for token in prompt)
     users = re.findall(rb"\x00user\n(.*?)\x00", text, re.DOTALL)
     said = users[-1] if users else text
     counting = re.match(rb"count (\d+)", said)
     if counting:
         said = b" ".join(str(number).encode() for number in range(int(counting[1])))
+    elif said == b"what grammar":
+        shape = None if params is None else params.structured_outputs
+        said = str(None if shape is None else shape.grammar).encode()
     return [*said, IM_END]
 
 
 class Running:
     def __init__(self, request: EngineCoreRequest, cached: int) -> None:
         self.request = request
-        self.left = iter(reply(request.prompt_token_ids))
+        self.left = iter(reply(request))
         self.made = 0
         self.cached = cached
 
