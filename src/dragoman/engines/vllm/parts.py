@@ -34,7 +34,7 @@ STOP, LENGTH, ABORT, ERROR, REPETITION = range(5)
 
 ENVIRONMENT = {
     # A process that is forked off would hold the pipe to the server open after this one has died.
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Nobody is called but those whom the operator names.
     "VLLM_NO_USAGE_STATS": "1",
 }
