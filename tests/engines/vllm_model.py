@@ -4,10 +4,14 @@ The GGUF file has everything that such a folder has, in other words: the weights
 the vocabulary with its merges, the chat template and the shape of the model.
 """
 
+import atexit
 import json
 import os
+import shutil
 import struct
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +38,12 @@ WITH_VLLM = "DRAGOMAN_VLLM" in os.environ
 CPU_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 1024 * 1024}
 
 
+@cache
 def smollm2_folder(gguf: Path) -> Path:
-    """Made once, beside the file."""
-    folder = gguf.with_suffix(".folder")
-    return folder if (folder / "done").exists() else convert(gguf, folder)
+    """Made once, and removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="dragoman-smollm2-"))
+    atexit.register(shutil.rmtree, folder)
+    return convert(gguf, folder)
 
 
 def convert(source: Path, folder: Path) -> Path:
@@ -54,7 +60,6 @@ def convert(source: Path, folder: Path) -> Path:
     _write(folder / "tokenizer.json", _tokenizer(fields))
     _write(folder / "tokenizer_config.json", _tokenizer_config(fields))
     _write(folder / "generation_config.json", {"eos_token_id": fields["tokenizer.ggml.eos_token_id"]})
-    (folder / "done").touch()
     return folder
 
 
