@@ -28,6 +28,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -340,7 +341,8 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
 def _engine_for(found: Found) -> str | None:
     if found.kind == "gguf":
         return "llama"
-    return next((engine for engine in FOLDER_ENGINES if engine in ENGINES), None)
+    known = (engine for engine in FOLDER_ENGINES if engine in ENGINES)
+    return next((engine for engine in known if engine_class(engine).is_installed()), None)
 
 
 def _spec_of(found: Found, settings: Settings) -> ModelSpec:
@@ -348,7 +350,8 @@ def _spec_of(found: Found, settings: Settings) -> ModelSpec:
     engine = _engine_for(found)
     if engine is None:
         words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
-        raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
+        way_out = "pip install 'dragoman[vllm]' brings one, or serve a GGUF file of it"
+        raise NotSupported(f"{words}, and no engine here runs those: {way_out}")
     return ModelSpec(found.name, engine, found.path, {"layout": settings.layout} if engine == "llama" else {})
 
 
@@ -358,13 +361,20 @@ def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, st
     placed = {}
     for spec in specs:
         try:
-            path = None if spec.source is None else sources.locate(spec.source)
+            path = _place(spec)
             if path is not None:
                 placed[str(path.resolve())] = spec.name.lower()
         except (ConfigError, OSError):
             # Whoever asks for it hears of it.
             continue
     return placed
+
+
+def _place(spec: ModelSpec) -> Path | None:
+    """The file or the folder of a model, if it is here."""
+    if spec.file is not None:
+        return sources.locate(spec.file)
+    return Path(spec.source) if spec.source is not None and Path(spec.source).is_dir() else None
 
 
 def _as_is(engine: Engine) -> Make:
@@ -378,9 +388,11 @@ def _from(spec: ModelSpec, limits: Limits) -> Make:
     async def make(given_up: GivenUp) -> Engine:
         cls = engine_class(spec.engine)
         given = dict(spec.options)
-        if spec.source is not None:
-            path = sources.locate(spec.source) or await asyncio.to_thread(sources.fetch, spec.source)
+        if spec.file is not None:
+            path = sources.locate(spec.file) or await asyncio.to_thread(sources.fetch, spec.file)
             given["path"] = str(path)
+        elif spec.source is not None:
+            given["path"] = spec.source
         try:
             options = msgspec.convert(given, cls.Options)
         except msgspec.ValidationError as error:
