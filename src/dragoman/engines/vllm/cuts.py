@@ -1,6 +1,6 @@
 """Tokens of texts, of which the long pieces are kept: an agent's instructions and tools are the same in every request.
 
-    text  := piece (name piece)*          name: of a control token
+    text  := piece (name piece)*          name: of a token that was added to the vocabulary
     long piece                            its tokens are looked up, or made and kept
     what stands between two long pieces   is made tokens in one call, names and all
 
@@ -91,7 +91,7 @@ def cuts(encode: Encode, added: Sequence[Added], wanted: Collection[int]) -> Cut
 
 
 def _is_sharp(token: Added, others: Sequence[Added]) -> bool:
-    if not token.special or token.single_word or token.lstrip or token.rstrip:
+    if token.single_word or token.lstrip or token.rstrip:
         return False
     name = token.content
     return not any(_overlap(name, other.content) or _overlap(other.content, name) for other in others)
