@@ -26,7 +26,8 @@ test: lint ## lint, types and all tests
 
 test-vllm: $(VLLM)/.installed ## the vllm engine against vLLM itself, its CPU build (x86-64, Linux, 5 GB)
 	@$(VLLM)/bin/dragoman pull --layout as-is smollm2
-	@DRAGOMAN_VLLM=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm_real.py tests/engines/test_contract.py -k vllm --timeout 600 $(ARGS)
+	@DRAGOMAN_VLLM=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm_real.py tests/engines/test_vllm_cuts.py \
+		tests/engines/test_contract.py -k vllm --timeout 600 $(ARGS)
 
 lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 	@$(BIN)/ruff format --check --quiet .

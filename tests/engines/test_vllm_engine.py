@@ -202,9 +202,15 @@ def test_a_schema_that_nothing_fits_is_refused_with_its_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strict", "mode", "shaped"), [(False, "auto", False), (True, "auto", True), (False, "required", True)]
+    ("strict", "mode", "always", "shaped"),
+    [
+        (False, "auto", False, False),
+        (True, "auto", False, True),
+        (False, "required", False, True),
+        (False, "auto", True, True),
+    ],
 )
-def test_calls_are_shaped_where_that_is_asked_for(strict: bool, mode: Any, shaped: bool) -> None:
+def test_calls_are_shaped_where_that_is_asked_for(strict: bool, mode: Any, always: bool, shaped: bool) -> None:
     """The stand-in tells what grammar it was given by what it calls the user's text."""
 
     async def test(made: WorkerEngine) -> None:
@@ -212,7 +218,7 @@ def test_calls_are_shaped_where_that_is_asked_for(strict: bool, mode: Any, shape
         said = await events(made, chat("what grammar", tools=(tool,), tool_choice=ToolChoice(mode)))
         assert ("start:" in text_of(said)) is shaped
 
-    with_engine(test, format="hermes")
+    with_engine(test, format="hermes", strict_tools=always)
 
 
 def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:

@@ -57,7 +57,7 @@ def convert(source: Path, folder: Path) -> Path:
         weights[_name(tensor.name)] = _straight(tensor.name, values, heads, groups)
     _write_safetensors(folder / "model.safetensors", weights)
     _write(folder / "config.json", _config(fields))
-    _write(folder / "tokenizer.json", _tokenizer(fields))
+    _write(folder / "tokenizer.json", tokenizer_file(fields))
     _write(folder / "tokenizer_config.json", _tokenizer_config(fields))
     _write(folder / "generation_config.json", {"eos_token_id": fields["tokenizer.ggml.eos_token_id"]})
     return folder
@@ -101,7 +101,7 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
+def tokenizer_file(fields: dict[str, Any]) -> dict[str, Any]:
     names, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     added = [
         {

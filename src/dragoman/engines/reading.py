@@ -185,7 +185,10 @@ class Reading:
         return Read(tuple(self._begun(self._segments(prompt.segments))), prompt.opener, prompt.ignored)
 
     def _segments(self, segments: Iterable[Segment]) -> list[int]:
-        return [token for segment in segments for token in self.model.tokenize(segment.text, segment.special)]
+        tokens: list[int] = []
+        for segment in segments:
+            tokens += self.model.tokenize(segment.text, segment.special)
+        return tokens
 
     def _infill(self, prefix: str | tuple[int, ...], suffix: str) -> list[int]:
         if self.model.infill is None:

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import logging
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ T = TypeVar("T")
 HUB = "hf:"
 """Before the name of a model of the Hugging Face hub."""
 WATCH_SECONDS = 0.2
+MOST_READERS = 4
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has room of for adapters."""
 
@@ -70,6 +72,8 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Generations at once (vLLM's max_num_seqs); None: as many as vLLM takes, and the others queue there."""
     isolate: bool = False
     """Beginnings are shared only between requests of one principal."""
+    strict_tools: bool = False
+    """Calls are kept to the schemas of their tools in every reply, not only where a request asks for that."""
     adapters: Mapping[str, str] = {}
     """Folders of LoRA adapters, by the name of the model that each makes of this one."""
     args: Mapping[str, Any] = {}
@@ -96,7 +100,7 @@ class VllmEngine(SteppingEngine):
         self.works: dict[int, Work] = {}
         """By our key."""
         self.tasks: set[asyncio.Task[None]] = set()
-        self.readers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
+        self.readers = ThreadPoolExecutor(_readers(), thread_name_prefix="dragoman-prompt")
         # Nobody's generation waits for answers to questions about prompts and tokens.
         self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
         # Nobody's prompt waits for somebody else's grammar.
@@ -341,6 +345,11 @@ class VllmEngine(SteppingEngine):
         return task
 
 
+def _readers() -> int:
+    """Making tokens needs no lock of Python's, rendering does: more threads than these would only wait for it."""
+    return max(2, min(MOST_READERS, os.cpu_count() or 1))
+
+
 def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
     parts = vllm.parts()
     try:
@@ -403,6 +412,7 @@ def _intake(
         defaults=vllm.generation_defaults(llm.model_config),
         loras=loras,
         isolate=options.isolate,
+        strict_tools=options.strict_tools,
     )
 
 

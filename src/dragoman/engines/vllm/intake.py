@@ -5,7 +5,8 @@ Rules
 2. vLLM checks what it is given, and what it refuses is a 400. A grammar is compiled here before vLLM sees it, so that a
    wrong one is told with the field that is to blame; then it is vLLM's llguidance that keeps the reply to it.
 3. A reply that is kept to a shape ends where the shape does: neither stop tokens nor `ignore_eos` change that.
-4. Tools that may be called and are not strict shape nothing: the model writes its calls as it has learnt to.
+4. Tools that may be called and are not strict shape nothing, unless the operator wants that: the model writes its calls
+   as it has learnt to.
 5. A thought whose budget is 0 is closed in the prompt. Where a reply is kept to a shape, a larger one is
    named among what was ignored.
 """
@@ -49,6 +50,7 @@ class Intake(Reading):
         defaults: Mapping[str, Any],
         loras: Mapping[str, Any],
         isolate: bool,
+        strict_tools: bool,
     ) -> None:
         """`loras` are vLLM's values for the adapters, by the name of the model that each makes."""
         super().__init__(model, context, syntax, template_options)
@@ -59,6 +61,7 @@ class Intake(Reading):
         self.defaults = {name: value for name, value in defaults.items() if name in SAMPLED}
         self.loras = loras
         self.isolate = isolate
+        self.strict_tools = strict_tools
         self.ids = itertools.count()
         self.grammars = (
             None
@@ -70,7 +73,7 @@ class Intake(Reading):
         """Masks are made by the processor between two steps of the GPU, for each token: all wait for those of one."""
         if not super().is_shaped(request):
             return False
-        strict = any(tool.strict for tool in request.tools)
+        strict = self.strict_tools or any(tool.strict for tool in request.tools)
         return strict or request.constraint is not None or request.tool_choice.mode != "auto"
 
     def read_work(self, key: int, request: GenerationRequest) -> Work:

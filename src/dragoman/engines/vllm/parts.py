@@ -1,7 +1,9 @@
 """Everything that is used of vLLM. A new release is checked here, and against the stand-in of the tests.
 
     AsyncEngineArgs(**args)                     what an operator may set; wrong ones raise
-    AsyncLLM.from_engine_args(args)             loads: blocks, and raises where that fails; `shutdown()` ends it
+    AsyncLLM.from_engine_args(args, ...)        loads: blocks, and raises where that fails; `shutdown()` ends it
+      usage_context=OPENAI_API_SERVER           what vLLM's defaults go by; without it a step takes 2,048 tokens of
+                                                prompts, where `vllm serve` takes 8,192 on the same GPU
       .model_config                             max_model_len, runner_type, get_vocab_size(), generation defaults
       .tokenizer                                Hugging Face's, with its `backend_tokenizer` where it is a fast one
       .input_processor.process_inputs(...)      checks prompt and parameters, and makes an EngineCoreRequest of them
@@ -22,7 +24,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import msgspec
@@ -125,7 +127,10 @@ def _found() -> Parts:
     return Parts(
         version=str(load("vllm").__version__),
         engine_args=load("vllm.engine.arg_utils").AsyncEngineArgs,
-        load=load("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args,
+        load=partial(
+            load("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args,
+            usage_context=load("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER,
+        ),
         sampling=sampling.SamplingParams,
         pooling=load("vllm.pooling_params").PoolingParams,
         shape=sampling.StructuredOutputsParams,

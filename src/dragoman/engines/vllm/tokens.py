@@ -19,6 +19,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from dragoman.detokenize import Detokenizer
+from dragoman.engines.vllm.cuts import Added, Cuts, cuts
+from dragoman.prompt.template import FALLBACK
 
 Kind = Literal["byte-level", "spaced"]
 NO_TOKEN = -1
@@ -87,18 +89,12 @@ class Window:
         return text
 
 
-class _Added(msgspec.Struct, frozen=True):
-    id: int
-    content: str
-    special: bool = False
-
-
 class _File(msgspec.Struct, frozen=True):
     """What a tokenizer says of itself in `tokenizer.json`."""
 
     model: dict[str, Any]
     decoder: dict[str, Any] | None = None
-    added_tokens: tuple[_Added, ...] = ()
+    added_tokens: tuple[Added, ...] = ()
 
 
 class Tokens:
@@ -131,6 +127,22 @@ class Tokens:
         self.concealed: frozenset[int] = self.hidden
         self._visible: Sequence[bytes] = ()
         self.show(())
+        self._cuts = cuts(self._encoded, file.added_tokens, self._written(file.added_tokens))
+        # In plain text no name counts, and there is nowhere to cut it.
+        self._uncut = Cuts(self._encoded_plain, ())
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self._named.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encoded_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _written(self, added: Sequence[Added]) -> frozenset[int]:
+        """Those of the tokens that prompts have."""
+        template = self.chat_template or FALLBACK
+        return frozenset([self.bos, self.eos, *(token.id for token in added if token.content in template)])
 
     @property
     def chat_template(self) -> str | None:
@@ -158,8 +170,7 @@ class Tokens:
         return {name: token for token in sorted(self.hidden) if (name := self.name(token)) in names}
 
     def tokenize(self, text: str, special: bool) -> list[int]:
-        encoder = self._named if special else self._plain
-        return list(encoder.encode(_whole(text), add_special_tokens=False).ids)
+        return (self._cuts if special else self._uncut).encode(_whole(text))
 
     def tokenize_whole(self, text: str) -> list[int]:
         """A text that is content and nothing else, with the tokens that the vocabulary wants around it."""

@@ -23,6 +23,7 @@ from .values import (
     LoRARequest,
     PoolingParams,
     SamplingParams,
+    UsageContext,
     VLLMValidationError,
 )
 
@@ -143,7 +144,11 @@ class AsyncLLM:
         self.output_handler: Any = None
 
     @classmethod
-    def from_engine_args(cls, args: AsyncEngineArgs) -> "AsyncLLM":
+    def from_engine_args(
+        cls, args: AsyncEngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
+    ) -> "AsyncLLM":
+        if usage_context is not UsageContext.OPENAI_API_SERVER:
+            raise ValueError("max_num_batched_tokens would be that of no server")
         if args.model == "broken":
             raise ValueError("no such model")
         return cls(args)

@@ -1,6 +1,6 @@
 """The values of vLLM that are used, field by field as it names them."""
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import msgspec
@@ -21,6 +21,11 @@ class VLLMValidationError(VLLMClientError):
 
 class EngineDeadError(Exception):
     pass
+
+
+class UsageContext(StrEnum):
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
 class FinishReason(IntEnum):
