@@ -166,7 +166,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """How the caller wants the reply handed over; no engine looks at it."""
+    """How the caller wants the reply handed over. An engine may begin anew what is not handed over as a `stream`."""
 
     stream: bool = False
     usage: bool = False

@@ -174,6 +174,8 @@ class Collection:
         self._drafts: defaultdict[int, _Draft] = defaultdict(_Draft)
 
     def add(self, index: int, events: Sequence[Event]) -> None:
+        if events and type(events[0]) is Started:
+            self._drafts[index] = _Draft()
         self._drafts[index].add(events)
 
     def arrived(self, index: int = 0) -> tuple[Part, ...]:

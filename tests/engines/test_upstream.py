@@ -20,7 +20,21 @@ from dragoman.operation import KeyLimits, Keys
 from dragoman.server.app import App, create_app
 from dragoman.server.serve import tls_context
 from dragoman.server.stats import described
-from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
+from tests.badserver import (
+    CHAT,
+    HEL,
+    HELLO,
+    REPLY,
+    BadServer,
+    Script,
+    answer,
+    cut,
+    delta,
+    finish,
+    frame,
+    refused,
+    stream,
+)
 from tests.engines.asking import ask, ask_all, upstream_app
 from tests.server.test_connecting import certified
 
@@ -430,10 +444,28 @@ def test_another_is_asked_before_the_first_byte_and_not_after(server: BadServer,
         assert ask(app).json()["choices"][0]["message"]["content"] == "Hello", script
         assert (len(server.requests[CHAT]), len(other.requests[CHAT])) == (1, 1)
     server.play([*cut(HEL), "close"])
-    assert ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1})).status_code == 502
+    broken = ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1}), stream=True)
+    assert "stream_cut_off" in broken.text
     server.play(refused("400 Bad", "maximum context length is 9"))
     assert ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1})).status_code == 400
     assert len(other.requests[CHAT]) == 1
+
+
+@pytest.mark.parametrize("stop", [None, "zz"])
+@pytest.mark.parametrize("broken", [[*cut(HEL), "close"], stream(HEL, frame({"error": "boom"})), [*cut(HEL), "hang"]])
+def test_a_whole_reply_begins_again_elsewhere(
+    server: BadServer, other: BadServer, broken: Script, stop: str | None
+) -> None:
+    server.play(broken)
+    other.play(HELLO)
+    urls = (server.url, {"url": other.url, "rank": 1})
+    answer = ask(upstream_app(*urls), stop=stop)
+    assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "Hello")
+    assert "Hel" in ask(upstream_app(*urls), stream=True).text
+    assert len(other.requests[CHAT]) == 1
+    server.play(broken)
+    several = ask(upstream_app(*urls), n=3).json()["choices"]
+    assert [choice["message"]["content"] for choice in several] == ["Hello"] * 3
 
 
 def test_json_replies_are_taken_too(server: BadServer) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.conversation import Delivery, GenerationRequest, Message, Text
 from dragoman.engines.run import run
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
@@ -27,7 +27,7 @@ SCRIPT = {
     "tokens_per_second": 50,
     "prefill_seconds": 0.2,
 }
-REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
+REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),), delivery=Delivery(stream=True))
 
 
 @pytest.fixture

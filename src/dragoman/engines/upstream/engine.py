@@ -1,7 +1,8 @@
 """The engine whose model runs somewhere else: in one place, or in several that share the work.
 
 Rules
-1. As long as nothing of a reply has been told, a failure of a place is another place's chance.
+1. As long as nothing of a reply has reached our caller, a failure of a place is another place's chance: of a stream
+   until the first word, of a reply that is handed over whole until its end. Then it begins again (`events`, rule 3).
 2. A place that is not there when we start may come later: only a mistake of the configuration keeps us from starting.
 3. Closing a generation closes the connection to the place: it stops working on it.
 """
@@ -152,7 +153,7 @@ class UpstreamEngine(Engine):
                 if hearing.has_raised(error):
                     raise
                 failure = self._noted(at, error, request.model)
-                if hearing.begun or telling.is_callers(error):
+                if (hearing.begun and request.delivery.stream) or telling.is_callers(error):
                     raise failure from error
             finally:
                 self.pool.ended(at)
