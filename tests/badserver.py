@@ -231,6 +231,10 @@ def zipped(data: bytes) -> bytes:
 
 
 GZIP_HEAD = head(content_type="text/event-stream", transfer_encoding="chunked", content_encoding="gzip")
+ZIPPED_HEAD = head(content_type="application/json", transfer_encoding="chunked", content_encoding="gzip")
+BLANKS = [chunk(zipped(b" " * 100_000_000))]
+BARE = zlib.compress(json.dumps(REPLY).encode())[2:-4]
+TWICE = zipped(zipped(b" " * 100_000_000))
 FACE = delta(content="né 😀").decode().encode()
 RAW_FACE = 'data: {"choices": [{"index": 0, "delta": {"content": "né 😀"}}]}\n\n'.encode()
 MIDDLE = RAW_FACE.index("😀".encode()) + 2
@@ -263,6 +267,9 @@ ROWS = [
     row("JSON that says it is a stream", [whole(json.dumps(REPLY).encode(), content_type="text/event-stream")]),
     row("JSON on many lines", [whole(b"\n\n" + json.dumps(REPLY, indent=2).encode())]),
     row("gzip", [GZIP_HEAD, chunk(zipped(GREETING)), LAST]),
+    row("deflate without a head", [whole(BARE, content_encoding="deflate")]),
+    row("gzip, it says, and is not", [whole(json.dumps(REPLY).encode(), content_encoding="none")]),
+    row("blanks first", [whole(b" \n" * 100_000 + json.dumps(REPLY).encode())]),
     row("gzip in two pieces", [GZIP_HEAD, *map(chunk, (zipped(GREETING)[:20], zipped(GREETING)[20:])), LAST]),
     row("JSON in deflate", [whole(zlib.compress(json.dumps(REPLY).encode()), content_encoding="deflate")]),
     row("hints before the answer", [head("103 Early Hints"), 0.05, *HELLO]),
@@ -319,6 +326,11 @@ ROWS = [
         arrived=(ToolCall("a", "f", '{"x"'),),
     ),
     row("gzip that is none", [GZIP_HEAD, chunk(b"not gzip at all"), LAST], BadAnswer),
+    row("blanks without end", [ZIPPED_HEAD, *BLANKS, LAST], BadAnswer, within=5),
+    row("blanks in a stream", [GZIP_HEAD, chunk(zipped(HEL + b"\n" * 4_000_000)), LAST], BadAnswer, arrived=LOST),
+    row("comments without end", [GZIP_HEAD, chunk(zipped(HEL + b": x\n" * 900_000)), LAST], BadAnswer, arrived=LOST),
+    row("packed twice", [head(content_encoding="gzip, gzip", content_length=str(len(TWICE))) + TWICE], BadAnswer),
+    row("an error of blanks", [whole(zipped(b" " * 90_000_000), "500 Oops", content_encoding="gzip")], ServerFailed),
     row("a frame without end", [GZIP_HEAD, chunk(zipped(b"data: " + b"x" * 40_000_000)), LAST], BadAnswer),
     # answers that are none
     row("a page", [whole(b"<html>welcome</html>", content_type="text/html")], BadAnswer),

@@ -23,6 +23,8 @@ from dragoman.events import Event, Finished, Listener, Started
 
 MOST_REFUSALS = 8
 LOOK_SECONDS = 5.0
+AS_IT_IS = {"accept-encoding": "identity"}
+"""What is compressed on the way to us costs more than it spares."""
 NO_ROUTE = (NotFound, MethodNotAllowed)
 UNCOUNTED = "the server behind this model does not say how many tokens it used"
 
@@ -66,11 +68,11 @@ class Place:
     def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None) -> None:
         self.url = public(place.url)
         self.model = place.model
-        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0)
+        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0, extra_headers=AS_IT_IS)
         self.models: dict[str, Model] = {}
         """What it offers, as far as that is known, by name in lower case."""
         settings = transport.settings(self.talk.site, options.silence_seconds, options.connect_seconds)
-        settings |= {"trust_env": False, "headers": {"accept-encoding": "identity"}}
+        settings |= {"trust_env": False}
         # A proxy has ways of its own, which httpx knows.
         settings |= {"transport": Wire()} if options.proxy is None else {"proxy": options.proxy}
         if options.proxy is not None and self.talk.site.is_tls:
