@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from dragoman import hops
 from dragoman.catalog import Catalog, Model
 from dragoman.config import Limits, Settings
 from dragoman.engines.interface import Engine
@@ -250,6 +251,7 @@ class App:
 
     def _note_client(self, exchange: Exchange) -> None:
         record, peer = exchange.record, exchange.peer
+        hops.arrive(exchange.headers.get(b"x-dragoman-via"))
         if self._proxies.is_empty:
             record.client = peer
         else:

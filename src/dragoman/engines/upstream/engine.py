@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
+from dragoman import hops
 from dragoman.address import public
 from dragoman.client.exchange import PROTOCOLS
 from dragoman.conversation import GenerationRequest, Image, Sampling
@@ -64,7 +65,8 @@ class UpstreamEngine(Engine):
         self.slots = options.slots
         self.tells_calls = options.format is None
         given = options.places
-        self.places = [Place(place, options, key_of(name, place)) for place in given]
+        self._id = hops.new_id()
+        self.places = [Place(place, options, key_of(name, place), self._id) for place in given]
         self.pool = Pool([Spot(place.weight, place.rank) for place in given], clock)
         self._looking: asyncio.Task[None] | None = None
 
@@ -132,6 +134,7 @@ class UpstreamEngine(Engine):
         return read(lambda listener: self.tell(request, listener))
 
     async def tell(self, request: GenerationRequest, listener: Listener) -> None:
+        hops.check(self._id, request.model)
         self._check_name(request.model)
         self._check_images(request)
         if request.max_tokens == 0:
@@ -219,6 +222,7 @@ class UpstreamEngine(Engine):
 
     async def _anywhere(self, lacks: str, model: str, ask: Callable[[Place, str], Awaitable[T]]) -> T:
         """The answer of the first place that has one."""
+        hops.check(self._id, model)
         self._check_name(model)
         tried: set[int] = set()
         failure: DragomanError | None = None

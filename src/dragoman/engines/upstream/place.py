@@ -2,10 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import httpx
 import msgspec
 
+from dragoman import hops
 from dragoman.address import public
 from dragoman.client import listing, transport
 from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
@@ -65,14 +67,14 @@ class Hearing:
 
 
 class Place:
-    def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None) -> None:
+    def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None, asker: str) -> None:
         self.url = public(place.url)
         self.model = place.model
         self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0, extra_headers=AS_IT_IS)
         self.models: dict[str, Model] = {}
         """What it offers, as far as that is known, by name in lower case."""
         settings = transport.settings(self.talk.site, options.silence_seconds, options.connect_seconds)
-        settings |= {"trust_env": False}
+        settings |= {"trust_env": False, "event_hooks": {"request": [partial(_sign, asker)]}}
         # A proxy has ways of its own, which httpx knows.
         settings |= {"transport": Wire()} if options.proxy is None else {"proxy": options.proxy}
         if options.proxy is not None and self.talk.site.is_tls:
@@ -149,6 +151,10 @@ class Place:
 
     async def count(self, request: GenerationRequest) -> int:
         return listing.read_count(await self._line.json("count", listing.count_calls(self.talk, request)))
+
+
+async def _sign(asker: str, request: httpx.Request) -> None:
+    request.headers[hops.HEADER] = hops.signed(asker)
 
 
 def _topic(request: GenerationRequest) -> str:

@@ -15,6 +15,7 @@ from dragoman.errors import (
     BadAnswer,
     BadRequest,
     DragomanError,
+    LoopDetected,
     ModelNotFound,
     NotSupported,
     QuotaExhausted,
@@ -31,6 +32,7 @@ log = logging.getLogger("dragoman.upstream")
 OF_THE_CALLER = (BadRequest, TooLarge, NotSupported)
 REST_SECONDS = 1.0
 BROKEN = (Unreachable, ServerFailed, BadAnswer)
+LOOP = "the server behind this model leads back to the model itself; whoever runs this server can mend its address"
 
 
 def is_callers(error: DragomanError) -> bool:
@@ -54,6 +56,8 @@ def told(error: DragomanError, model: str, url: str, is_listed: bool = False) ->
     seconds = rest(error)
     if seconds is not None:
         return _busy(error, seconds)
+    if isinstance(error, LoopDetected):
+        return LoopDetected(LOOP)
     if isinstance(error, AnswerTimeout):
         return AnswerTimeout("the server behind this model does not answer in time")
     if isinstance(error, StreamCutOff):
