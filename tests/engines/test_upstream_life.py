@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from dragoman.conversation import Delivery, GenerationRequest, Message, Text
 from dragoman.engines.run import run
+from dragoman.engines.upstream import engine as upstream
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import DragomanError, Unavailable, Unreachable
@@ -94,6 +96,32 @@ def test_a_place_that_comes_late_is_found() -> None:
         await engine.stop()
 
     asyncio.run(wait_for_it())
+
+
+def test_a_server_that_is_slow_to_list_its_models_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(upstream, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(upstream, "FIRST_SECONDS", 0.05)
+
+    async def talk(url: str) -> None:
+        engine = UpstreamEngine("m", UpstreamOptions(url=url, protocol="chat", health_seconds=0.01))
+        begun = time.monotonic()
+        await engine.start()
+        assert time.monotonic() - begun < 2
+        for _ in range(8):
+            assert await heard(engine) == ("Hello", True)
+            await asyncio.sleep(0.1)
+        assert engine.states()[0].state == "up"
+        await engine.stop()
+
+    with BadServer() as server:
+        server.play(HELLO)
+        server.also(["hang"], path="/v1/models")
+        asyncio.run(talk(server.url))
+    words = [record.getMessage() for record in caplog.records]
+    assert len(words) < 9
+    assert "is slow: its list of models takes longer than 0.1 s" in words[0]
 
 
 def asked(app: App, method: str, path: str, **fields: object) -> httpx.Response:

@@ -29,6 +29,7 @@ from dragoman.engines.upstream.options import UpstreamOptions, key_of
 from dragoman.engines.upstream.place import LOOK_SECONDS, Hearing, Place
 from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
 from dragoman.errors import (
+    AnswerTimeout,
     BadRequest,
     ConfigError,
     DragomanError,
@@ -40,6 +41,8 @@ from dragoman.errors import (
 )
 from dragoman.events import Event, Finished, Listener, Started, Usage
 
+FIRST_SECONDS = 1.0
+"""How long a start waits until all servers have been looked at."""
 log = logging.getLogger("dragoman.upstream")
 T = TypeVar("T")
 
@@ -69,6 +72,8 @@ class UpstreamEngine(Engine):
         self.places = [Place(place, options, key_of(name, place), self._id) for place in given]
         self.pool = Pool([Spot(place.weight, place.rank) for place in given], clock)
         self._looking: asyncio.Task[None] | None = None
+        self._looked: asyncio.Future[None]
+        """Done when all have been looked at once."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -97,9 +102,14 @@ class UpstreamEngine(Engine):
         return FEATURES | (BY_PROTOCOL & said)
 
     async def start(self) -> None:
-        await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
-        if self.options.health_seconds:
-            self._looking = asyncio.create_task(self._look_on())
+        self._looked = asyncio.get_running_loop().create_future()
+        self._looking = asyncio.create_task(self._look_on())
+        # Whoever is slow is waited for only where nobody knows what there is without it.
+        seconds = FIRST_SECONDS if self.options.models is None else None
+        first: set[asyncio.Future[None]] = {self._looked, self._looking}
+        await asyncio.wait(first, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self._looking.done():
+            self._looking.result()
 
     async def stop(self) -> None:
         if self._looking is not None:
@@ -109,8 +119,12 @@ class UpstreamEngine(Engine):
 
     async def _look_on(self) -> None:
         while True:
-            await asyncio.sleep(self.options.health_seconds)
             await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
+            if not self._looked.done():
+                self._looked.set_result(None)
+            if not self.options.health_seconds:
+                return
+            await asyncio.sleep(self.options.health_seconds)
 
     async def _look(self, at: int) -> None:
         """A place that answers at all is there; what it answers is another matter."""
@@ -118,10 +132,13 @@ class UpstreamEngine(Engine):
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 await place.look()
-        except (Unreachable, TimeoutError) as error:
+        except Unreachable as error:
             self.pool.failed(at, unreached=True)
             if before == "up":
-                log.warning("model %s: %s is not there: %s", self.name, place.url, error or "no answer")
+                log.warning("model %s: %s is not there: %s", self.name, place.url, error)
+            return
+        except (AnswerTimeout, TimeoutError):
+            self._slow(at, before)
             return
         except DragomanError as error:
             log.debug("model %s: %s tells no models: %s", self.name, place.url, error)
@@ -129,6 +146,15 @@ class UpstreamEngine(Engine):
         if before == "out" and self.pool.state(at) != "out":
             log.warning("model %s: %s is back", self.name, place.url)
             place.forget()
+
+    def _slow(self, at: int, before: str) -> None:
+        """No proof of anything: to list models may take a busy server longer than to answer."""
+        self.pool.slow(at)
+        place, words = self.places[at], f"its list of models takes longer than {LOOK_SECONDS:g} s"
+        if before == "up" and self.pool.state(at) == "out":
+            log.warning("model %s: %s is not there: %s, and it answers nobody", self.name, place.url, words)
+        elif self.pool.spots[at].slow_looks == 1:
+            log.warning("model %s: %s is slow: %s; it is asked all the same", self.name, place.url, words)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         return read(lambda listener: self.tell(request, listener))
@@ -148,9 +174,10 @@ class UpstreamEngine(Engine):
         while True:
             at = self._next(links, tried, failure)
             tried.add(at)
-            hearing = Hearing(listener, partial(self.pool.worked, at))
+            hearing = Hearing(listener, partial(self.pool.begun, at))
             try:
                 await self.places[at].tell(self._over_there(request, at), hearing)
+                self.pool.worked(at)
                 return
             except DragomanError as error:
                 if hearing.has_raised(error):
@@ -159,7 +186,7 @@ class UpstreamEngine(Engine):
                 if (hearing.begun and request.delivery.stream) or telling.is_callers(error):
                     raise failure from error
             finally:
-                self.pool.ended(at)
+                self.pool.ended(at, hearing.begun)
 
     def _next(self, links: Sequence[bytes], tried: set[int], failure: DragomanError | None) -> int:
         at = self.pool.choose(links, tried)
