@@ -14,7 +14,7 @@ from dragoman.client import transport
 from dragoman.client.exchange import MOST_BYTES, MOST_ERROR_BYTES, Exchange
 from dragoman.client.talk import Arrived, Call, Missed, Opening, Talk, Wait
 from dragoman.client.unpacking import Unpack, unpacker
-from dragoman.errors import BadAnswer
+from dragoman.errors import BadAnswer, Unreachable
 from dragoman.events import Event, Listener, TextDelta
 
 Answer = Arrived[httpx.Response]
@@ -108,6 +108,8 @@ class Line:
         await self._http.aclose()
 
     async def _send(self, call: Call) -> Answer | Missed:
+        if self._http.is_closed:
+            raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
             response = await self._http.send(request, stream=True)

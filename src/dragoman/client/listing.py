@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -12,7 +12,7 @@ from dragoman.client import chat, messages, reading, responses, usage
 from dragoman.client.talk import Call, Talk
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
-from dragoman.errors import BadAnswer
+from dragoman.errors import BadAnswer, BadRequest
 from dragoman.events import Usage
 
 PAGE = 1000
@@ -27,6 +27,14 @@ class Model(msgspec.Struct, frozen=True):
 class Embeddings(msgspec.Struct, frozen=True):
     vectors: tuple[Embedding, ...]
     usage: Usage
+
+
+def texts(given: str | Sequence[str]) -> list[str]:
+    """What shall have vectors."""
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(text, str) for text in found):
+        raise BadRequest("texts: expected a text, or a list of texts", param="texts")
+    return found
 
 
 class Page(msgspec.Struct, frozen=True):

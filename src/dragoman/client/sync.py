@@ -20,7 +20,7 @@ from dragoman.client.retry import Retries
 from dragoman.client.talk import Arrived, Call, Missed, Opening, ProtocolName, Talk, Wait
 from dragoman.client.unpacking import unpacker
 from dragoman.conversation import ToolResult
-from dragoman.errors import BadAnswer, DragomanError
+from dragoman.errors import BadAnswer, DragomanError, Unreachable
 from dragoman.events import Event
 from dragoman.reply import Reply
 
@@ -106,7 +106,7 @@ class Client:
                 return outcome
 
     def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = listing.texts(texts)
         body = self._json("embeddings", [listing.embeddings_call(self._talk, given, model, dimensions)])
         return listing.read_embeddings(body, len(given))
 
@@ -197,6 +197,8 @@ class Client:
                 return opened
 
     def _send(self, call: Call) -> Arrived[httpx.Response] | Missed:
+        if self._http.is_closed:
+            raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
             response = self._http.send(request, stream=True)
