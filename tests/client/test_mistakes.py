@@ -66,7 +66,7 @@ def test_half_a_character() -> None:
     with Client(NOWHERE) as client:
         for ask in (client.complete, client.embed, client.count_tokens):
             with pytest.raises(BadRequest, match="half a character"):
-                ask("\ud83d")  # type: ignore[operator]
+                ask("\ud83d")
         with pytest.raises(BadRequest, match="texts"):
             client.embed(None)  # type: ignore[arg-type]
 
@@ -76,7 +76,7 @@ def test_a_client_that_was_closed() -> None:
     client.close()
     for ask in (client.complete, client.embed, client.count_tokens):
         with pytest.raises(Unreachable, match="closed"):
-            ask("hello")  # type: ignore[operator]
+            ask("hello")
 
     async def ask_async() -> None:
         other = AsyncClient(NOWHERE)

@@ -1,6 +1,7 @@
 """Servers that ask each other in a circle."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from tests.badserver import CHAT, HELLO, BadServer
 from tests.engines.asking import ask, upstream_app
 from tests.serving import free_port
 
-ASKS = {
+ASKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/embeddings": {"input": "hello"},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},

@@ -107,7 +107,7 @@ class AsyncClient:
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
         given = listing.texts(texts)
         body = await self._line.json("embeddings", [listing.embeddings_call(self._talk, given, model, dimensions)])
-        return listing.read_embeddings(body, len(given))
+        return listing.read_embeddings(body, len(given)).plain
 
     async def models(self) -> tuple[Model, ...]:
         found: list[Model] = []

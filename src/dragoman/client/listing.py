@@ -25,8 +25,21 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Embeddings(msgspec.Struct, frozen=True):
+    """A vector of numbers for each text, in their order."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage
+
+
+class Made(msgspec.Struct, frozen=True):
+    """The same as engines have it."""
+
     vectors: tuple[Embedding, ...]
     usage: Usage
+
+    @property
+    def plain(self) -> Embeddings:
+        return Embeddings(tuple(tuple(vector.values) for vector in self.vectors), self.usage)
 
 
 def texts(given: str | Sequence[str]) -> list[str]:
@@ -83,7 +96,7 @@ def embeddings_call(talk: Talk, texts: Sequence[Input], model: str, dimensions: 
     return talk.plain("embeddings", "/embeddings", {name: value for name, value in body.items() if value is not None})
 
 
-def read_embeddings(body: bytes, count: int) -> Embeddings:
+def read_embeddings(body: bytes, count: int) -> Made:
     """In the order of the texts, whatever the order they came in."""
     parsed = reading.parse_object(body)
     data = parsed.get("data")
@@ -92,7 +105,7 @@ def read_embeddings(body: bytes, count: int) -> Embeddings:
         raise BadAnswer(f"{count} vectors were asked for, and {len(entries)} came: {reading.excerpt(body)!r}")
     placed = sorted(enumerate(entries), key=lambda pair: _place(pair[1].get("index"), pair[0]))
     vectors = tuple(_vector(entry.get("embedding")) for _, entry in placed)
-    return Embeddings(vectors, usage.read(parsed.get("usage")) or Usage())
+    return Made(vectors, usage.read(parsed.get("usage")) or Usage())
 
 
 def _place(index: object, at: int) -> int:

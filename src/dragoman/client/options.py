@@ -1,6 +1,7 @@
 """What callers of a client may say, and the request that it is.
 
-messages := text | message+           message := Message | {role, content: text}
+messages := text | message+           message := Message | a dict (`dicts`)
+tool     := function | Tool | a dict (`dicts`)
 thinking := on or off | an effort | a budget in tokens | Thinking
 
 A value that is none is a `BadRequest` with the name of the option; an option that nobody knows is a `TypeError`, as for
@@ -9,16 +10,16 @@ any function.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, get_args
+from typing import Any, TypedDict
 
 import msgspec
 
+from dragoman.client import dicts
 from dragoman.client.schema import PythonTool, Shape, shape_of, tool_of
 from dragoman.conversation import (
     GenerationRequest,
     JsonSchema,
     Message,
-    Role,
     Sampling,
     Text,
     Thinking,
@@ -31,11 +32,11 @@ Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, A
 
 
 class Options(TypedDict, total=False):
-    """`tools` are functions or `Tool`s; `tool_choice` is auto, none, required or the name of one of them.
+    """`tools` are functions, `Tool`s or dicts; `tool_choice` is auto, none, required or the name of one of them.
     `output_schema` is a JSON schema or a type."""
 
     model: str
-    tools: Sequence[Tool | Callable[..., Any]]
+    tools: Sequence[Tool | Mapping[str, Any] | Callable[..., Any]]
     tool_choice: str | ToolChoice
     output_schema: Any
     thinking: bool | str | int | Thinking
@@ -65,7 +66,7 @@ def question(messages: Messages, model: str, options: Options) -> Question:
     functions = {made.tool.name: made for made in map(_python_tool, options.get("tools") or ()) if made is not None}
     given = options.get("output_schema")
     shape = None if given is None else shape_of(given)
-    tools = tuple(_tool(tool, functions) for tool in options.get("tools") or ())
+    tools = tuple(_tool(tool, functions, f"tools[{at}]") for at, tool in enumerate(options.get("tools") or ()))
     request = GenerationRequest(
         model=_converted(options.get("model") or model, str, "model"),
         messages=conversation(messages),
@@ -103,19 +104,17 @@ def _message(given: Message | Mapping[str, Any], path: str) -> Message:
         return given
     if not isinstance(given, Mapping):
         raise BadRequest(f"{path}: expected a Message or a dict, not {type(given).__name__}", param=path)
-    role, content = given.get("role"), given.get("content")
-    if role not in get_args(Role) or role == "tool" or not isinstance(content, str):  # a result needs a call
-        words = f"{path}: expected a Message, or a role (system, user, assistant) with a content that is text"
-        raise BadRequest(words, param=path)
-    return msgspec.convert({"role": role, "parts": [{"type": "text", "text": content}]}, Message)
+    return dicts.message(given, path)
 
 
-def _python_tool(given: Tool | Callable[..., Any]) -> PythonTool | None:
-    return None if isinstance(given, Tool) else tool_of(given)
+def _python_tool(given: Tool | Mapping[str, Any] | Callable[..., Any]) -> PythonTool | None:
+    return None if isinstance(given, Tool | Mapping) else tool_of(given)
 
 
-def _tool(given: Tool | Callable[..., Any], functions: Mapping[str, PythonTool]) -> Tool:
-    return given if isinstance(given, Tool) else functions[given.__name__].tool
+def _tool(given: Tool | Mapping[str, Any] | Callable[..., Any], functions: Mapping[str, PythonTool], path: str) -> Tool:
+    if isinstance(given, Tool):
+        return given
+    return dicts.tool(given, path) if isinstance(given, Mapping) else functions[given.__name__].tool
 
 
 def _choice(given: str | ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:

@@ -108,7 +108,7 @@ class Client:
     def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
         given = listing.texts(texts)
         body = self._json("embeddings", [listing.embeddings_call(self._talk, given, model, dimensions)])
-        return listing.read_embeddings(body, len(given))
+        return listing.read_embeddings(body, len(given)).plain
 
     def models(self) -> tuple[Model, ...]:
         found: list[Model] = []

@@ -12,7 +12,7 @@ from dragoman.address import public
 from dragoman.client import listing, transport
 from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
 from dragoman.client.line import Answer, Line
-from dragoman.client.listing import Embeddings, Model
+from dragoman.client.listing import Made, Model
 from dragoman.client.talk import Call, Talk
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Input
@@ -145,7 +145,7 @@ class Place:
             exchange.body.pop("stream_options", None)
         return Way(self.talk.question(protocol.name, exchange, stream=True), fit.ignored)
 
-    async def embed(self, inputs: Sequence[Input], model: str) -> Embeddings:
+    async def embed(self, inputs: Sequence[Input], model: str) -> Made:
         body = await self._line.json("embeddings", [listing.embeddings_call(self.talk, inputs, model, None)])
         return listing.read_embeddings(body, len(inputs))
 
