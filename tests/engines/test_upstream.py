@@ -200,6 +200,57 @@ def test_what_a_protocol_has_no_word_for_is_told(server: BadServer) -> None:
     assert set(response.headers["x-dragoman-ignored"].split(", ")) == {"min_p", "logprobs"}
 
 
+LABELS = {"user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex"}
+MESSAGE = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
+MARK = {"type": "ephemeral"}
+
+
+def test_what_asks_nothing_of_a_reply_goes_along(server: BadServer) -> None:
+    server.play(HELLO)
+    response = ask(upstream_app(server.url), metadata={"a": "b"}, **LABELS)
+    assert {name: sent(server)[-1].get(name) for name in (*LABELS, "metadata")} == LABELS | {"metadata": None}
+    assert response.headers["x-dragoman-ignored"] == "metadata"
+    assert "x-dragoman-ignored" not in ask(upstream_app(server.url), service_tier="auto").headers
+    assert "service_tier" not in sent(server)[-1]
+    server.play(answer(MESSAGE), path="/v1/messages")
+    response = ask(upstream_app(server.url, protocol="messages"), **LABELS)
+    assert sent(server, "/v1/messages")[-1]["metadata"] == {"user_id": "ann"}
+    ignored = set(response.headers["x-dragoman-ignored"].split(", "))
+    assert ignored == {"prompt_cache_key", "safety_identifier", "service_tier"}
+
+
+def marked(*places: str, ttl: str = "5m") -> dict[str, Any]:
+    mark = {"cache_control": MARK if ttl == "5m" else {**MARK, "ttl": ttl}}
+    tool = {"name": "f", "input_schema": {"type": "object"}} | (mark if "tools" in places else {})
+    system = [{"type": "text", "text": "Be brief."} | (mark if "system" in places else {})]
+    said = [{"type": "text", "text": "hello"} | (mark if "messages" in places else {})]
+    return {"max_tokens": 9, "tools": [tool], "system": system, "messages": [{"role": "user", "content": said}]}
+
+
+@pytest.mark.parametrize("ttl", ["5m", "1h"])
+@pytest.mark.parametrize("places", [(), ("tools",), ("system",), ("messages",), ("tools", "system", "messages")])
+def test_what_is_to_be_kept_is_marked_there_too(server: BadServer, places: tuple[str, ...], ttl: str) -> None:
+    server.play(answer(MESSAGE), path="/v1/messages")
+    told = ask(upstream_app(server.url, protocol="messages"), "/v1/messages", **marked(*places, ttl=ttl))
+    assert "x-dragoman-ignored" not in told.headers
+    body = sent(server, "/v1/messages")[-1]
+    mark = MARK if ttl == "5m" else {**MARK, "ttl": ttl}
+    ends = {"tools": body["tools"][-1], "system": body["system"][-1], "messages": body["messages"][-1]["content"][-1]}
+    found = {name: end.get("cache_control") for name, end in ends.items() if isinstance(end, dict)}
+    assert {name for name, control in found.items() if control == mark} == set(places)
+    server.play(HELLO)
+    told = ask(upstream_app(server.url), "/v1/messages", **marked(*places))
+    assert told.headers.get("x-dragoman-ignored") == ("cache_control" if places else None)
+
+
+def test_a_label_that_is_refused_is_left_out(server: BadServer) -> None:
+    refusal = refused("400 Bad", "Unrecognized request argument supplied: prompt_cache_key")
+    server.play(refusal, HELLO)
+    response = ask(upstream_app(server.url), **LABELS)
+    assert (response.status_code, response.headers["x-dragoman-ignored"]) == (200, "prompt_cache_key")
+    assert sent(server)[-1]["user"] == "ann"
+
+
 def test_tokens_are_those_that_the_server_counted(server: BadServer) -> None:
     used = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 20}}
     server.play(stream(HEL, finish(usage=used)))

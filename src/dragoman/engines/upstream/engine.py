@@ -52,7 +52,9 @@ FEATURES = frozenset(
         *("images", "tools", "strict_tools", "constraint", "thinking", "embeddings"),
     }
 )
-BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {"stop_token_ids", "ignore_eos", "logprobs", "documents"}
+BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {
+    *("stop_token_ids", "ignore_eos", "logprobs", "documents", "service_tier")
+}
 """What not every protocol has a word for."""
 
 

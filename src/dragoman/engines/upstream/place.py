@@ -150,7 +150,8 @@ class Place:
         return listing.read_embeddings(body, len(inputs))
 
     async def count(self, request: GenerationRequest) -> int:
-        return listing.read_count(await self._line.json("count", listing.count_calls(self.talk, request)))
+        plain = msgspec.structs.replace(request, labels={})
+        return listing.read_count(await self._line.json("count", listing.count_calls(self.talk, plain)))
 
 
 async def _sign(asker: str, request: httpx.Request) -> None:
