@@ -236,6 +236,7 @@ BLANKS = [chunk(zipped(b" " * 100_000_000))]
 BARE = zlib.compress(json.dumps(REPLY).encode())[2:-4]
 TWICE = zipped(zipped(b" " * 100_000_000))
 FACE = delta(content="né 😀").decode().encode()
+HALF, OTHER = delta(content="\ud83d"), delta(content="\ude00")
 RAW_FACE = 'data: {"choices": [{"index": 0, "delta": {"content": "né 😀"}}]}\n\n'.encode()
 MIDDLE = RAW_FACE.index("😀".encode()) + 2
 LOST = (Text("Hel"),)
@@ -248,6 +249,12 @@ ROWS = [
     row("byte by byte", stream(*(bytes([byte]) for byte in GREETING))),
     row("a character in two pieces", stream(RAW_FACE[:MIDDLE], 0.05, RAW_FACE[MIDDLE:], END), (Text("né 😀"),)),
     row("escaped surrogates", stream(FACE, END), (Text("né 😀"),)),
+    row("a character in two frames", stream(HALF, OTHER, LO, END), (Text("😀lo"),)),
+    row("half a character, and the other missing", stream(HALF, LO, HALF, END), (Text("\ufffdlo\ufffd"),)),
+    row("the other half alone", stream(delta(content="\ude00a😀"), LO, END), (Text("\ufffda😀lo"),)),
+    row(
+        "half a character in a thought", stream(delta(reasoning="a\ud83d"), LO, END), (Reasoning("a\ufffd"), Text("lo"))
+    ),
     row("CRLF", stream(GREETING.replace(b"\n", b"\r\n"))),
     row("CRLF, cut between", stream(*GREETING.replace(b"\n", b"\r\n").replace(b"\n", b"\n|").split(b"|")[:-1])),
     row("CR", stream(GREETING.replace(b"\n", b"\r"))),
@@ -335,6 +342,8 @@ ROWS = [
     # answers that are none
     row("a page", [whole(b"<html>welcome</html>", content_type="text/html")], BadAnswer),
     row("nothing", [whole(b"")], BadAnswer),
+    row("JSON that is none", [whole(b"xxxx")], BadAnswer),
+    row("comments and no more", stream(b": xxxx\n\n"), StreamCutOff),
     row("no content", [head("204 No Content")], BadAnswer),
     row("half a JSON body", [whole(json.dumps(REPLY).encode()[:40])], BadAnswer),
     row("no choices", answer({"choices": []}), BadAnswer),

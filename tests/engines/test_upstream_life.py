@@ -149,6 +149,9 @@ def test_the_operator_sees_and_drains_places() -> None:
         ]
         drained = asked(upstream_app(one.url, two.url), "POST", "/admin/upstreams/drain", model="m", url=one.url)
         assert [place["state"] for place in drained.json()["data"]] == ["drained", "up"]
+        for same in (f"{one.url}/", f"{one.url}/v1"):
+            drained = asked(upstream_app(one.url, two.url), "POST", "/admin/upstreams/drain", model="m", url=same)
+            assert [place["state"] for place in drained.json()["data"]] == ["drained", "up"]
         back = asked(upstream_app(one.url), "POST", "/admin/upstreams/drain", model="m", url=one.url, drain=False)
         assert back.json()["data"][0]["state"] == "up"
         unknown = asked(upstream_app(one.url), "POST", "/admin/upstreams/drain", model="m", url="http://other")

@@ -34,6 +34,7 @@ from dragoman.sse import MOST_NOTHING, Decoder, Frame, FrameTooLong
 MOST_BYTES = 64 * 1024 * 1024
 """Of a body that is not a stream."""
 MOST_ERROR_BYTES = 1024 * 1024
+EXCERPT = 400
 BLANK = b" \t\r\n\xef\xbb\xbf"
 
 
@@ -105,6 +106,8 @@ class Exchange:
         self._headers: Mapping[str, str] = {}
         self._failure: DragomanError | None = None
         self._frames: Decoder | None = None
+        self._first = ""
+        """How it begins, until there is a frame."""
         self._is_between = False
         """Whether what comes next begins a frame, and more is wanted."""
         self._blanks = 0
@@ -185,6 +188,7 @@ class Exchange:
             self._is_whole = True
             return []
         self._frames = Decoder()
+        self._first = reading.excerpt(bytes(self._whole[:EXCERPT]))
         data = bytes(self._whole)
         self._whole.clear()
         return self._read_with_care(self._frames, data)
@@ -207,6 +211,8 @@ class Exchange:
 
     def _read(self, frames: Sequence[Frame]) -> list[Event]:
         events: list[Event] = []
+        if frames:
+            self._first = ""
         for frame in frames:
             events += self._attempt(self._reader.frame, frame)
         return events
@@ -216,6 +222,8 @@ class Exchange:
         if type(self._failure) is BadAnswer:
             # Half a frame: what that means is for the reader to say, who knows whether more had to come.
             self._failure = None
+        if self._first and "json" in self._headers.get("content-type", ""):
+            self._failure = BadAnswer(f"the server sent what is no JSON: {self._first!r}")
         return events
 
     def _read_whole(self) -> list[Event]:

@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from dragoman import hops
-from dragoman.address import public
+from dragoman.address import public, site
 from dragoman.client.exchange import PROTOCOLS
 from dragoman.conversation import GenerationRequest, Image, Sampling
 from dragoman.embedding import Embedding, Input
@@ -280,7 +280,8 @@ class UpstreamEngine(Engine):
 
     def drain(self, url: str, drained: bool) -> None:
         """Nothing new goes to the place, or something goes there again."""
-        found = [at for at, place in enumerate(self.places) if place.url == public(url)]
+        wanted = site(url).api
+        found = [at for at, place in enumerate(self.places) if place.talk.site.api == wanted]
         if not found:
             raise ConfigError(f"model {self.name} has no place {public(url)!r:.200}")
         self.pool.drain(found[0], drained)
