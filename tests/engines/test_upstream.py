@@ -141,6 +141,10 @@ def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pyte
         ({}, "url is missing"),
         ({"url": "localhost:80"}, "expected an address"),
         ({"urls": ["http://a", "http://a/v1"]}, "given twice"),
+        ({"urls": ["one", "two"]}, "'one': expected an address.*'two': expected an address"),
+        ({"url": "http://a", "urls": ["http://b"]}, "give one of the two"),
+        ({"url": "http://a", "proxy": "nonsense"}, "proxy: 'nonsense': expected an address"),
+        ({"url": "http://a/v1?api-version=1"}, "cannot be sent"),
         ({"url": "http://a", "model": "x", "models": "all"}, "give one of the two"),
         ({"url": "http://a", "protocol": "smtp"}, "protocol"),
         ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),
@@ -200,7 +204,7 @@ def test_what_a_protocol_has_no_word_for_is_told(server: BadServer) -> None:
     assert set(response.headers["x-dragoman-ignored"].split(", ")) == {"min_p", "logprobs"}
 
 
-LABELS = {"user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex"}
+LABELS: dict[str, Any] = {"user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex"}
 MESSAGE = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
 MARK = {"type": "ephemeral"}
 
