@@ -156,3 +156,24 @@ def test_the_operator_sees_and_drains_places() -> None:
         assert back.json()["data"][0]["state"] == "up"
         unknown = asked(upstream_app(one.url), "POST", "/admin/upstreams/drain", model="m", url="http://other")
         assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_nobody_is_left_it_is_said(count: int) -> None:
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
+    app = upstream_app(*urls)
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+    async def ask() -> tuple[list[httpx.Response], httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            answers = [await client.post("/v1/chat/completions", json=body)]
+            await asyncio.sleep(1.2)
+            answers += [await client.post("/v1/chat/completions", json=body) for _ in range(3)]
+            ready, models = await client.get("/ready"), await client.get("/v1/models")
+        await app.stop()
+        return answers, ready, models
+
+    answers, ready, models = asyncio.run(ask())
+    assert [(answer.status_code, "retry-after" in answer.headers) for answer in answers] == [(503, True)] * 4
+    assert (ready.status_code, ready.json()["models"]) == (503, {"m": "out"})
+    assert models.json()["data"][0]["state"] == "out"

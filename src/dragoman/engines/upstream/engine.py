@@ -194,9 +194,12 @@ class UpstreamEngine(Engine):
         at = self.pool.choose(links, tried)
         if at is not None:
             return at
-        if failure is not None:
+        # Whoever is the first to find the only server gone hears of it; all others that there is nobody to ask.
+        is_news = isinstance(failure, Unreachable) and not self.pool.is_away
+        if failure is not None and (is_news or not isinstance(failure, Unreachable)):
             raise failure
-        raise Unavailable("no server behind this model can be asked now; try again later", retry_after=self.pool.wait())
+        words = "no server behind this model can be asked now; try again later"
+        raise Unavailable(words, retry_after=self.pool.wait()) from failure
 
     def _noted(self, at: int, error: DragomanError, model: str) -> DragomanError:
         """What a failure means for the place, and the error that a caller hears of."""

@@ -184,6 +184,11 @@ class Pool:
         open_again = [wait for wait, spot in zip(waits, self.spots, strict=True) if not spot.is_drained]
         return max(1.0, min(open_again, default=LONGEST_OUT))
 
+    @property
+    def is_away(self) -> bool:
+        """Whether all are out, and this is known of more than one, or for longer than just now."""
+        return all(spot.outs for spot in self.spots) and sum(spot.outs for spot in self.spots) > 1
+
     def state(self, at: int) -> str:
         spot, now = self.spots[at], self._clock()
         if spot.is_drained:
