@@ -263,6 +263,30 @@ def test_tokens_are_those_that_the_server_counted(server: BadServer) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 20
 
 
+def test_tokens_of_a_reply_that_is_ended_here(server: BadServer) -> None:
+    """By servers that do not know stop strings."""
+    used = {"prompt_tokens": 3, "completion_tokens": 2}
+    server.play(answer(REPLY | {"usage": used}))
+    whole = ask(upstream_app(server.url), stop="lo").json()
+    assert whole["choices"][0]["message"]["content"] == "Hel"
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (3, 2)
+    server.play(stream(HEL, delta(content="lo"), 0.05, finish(usage=used)))
+    cut_short = ask(upstream_app(server.url), stop="lo")
+    assert cut_short.json()["usage"]["completion_tokens"] == 0
+    assert "stop string" in cut_short.headers["x-dragoman-warning"]
+
+
+def test_the_log_says_whose_request_failed(server: BadServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.play(refused("500 Oops", "out of paper"))
+    response = ask(upstream_app(server.url))
+    line = next(record for record in caplog.records if "out of paper" in record.getMessage())
+    asked = response.headers["x-request-id"]
+    assert (f"request {asked}: model m: {server.url}" in line.getMessage(), line.__dict__["request_id"]) == (
+        True,
+        asked,
+    )
+
+
 def test_logprobs_come_through(server: BadServer) -> None:
     entry = {"token": "Hel", "logprob": -0.5, "bytes": [72, 101, 108], "top_logprobs": []}
     rival = {"token": "Bye", "logprob": -2.0, "bytes": None}

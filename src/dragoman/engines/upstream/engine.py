@@ -184,7 +184,7 @@ class UpstreamEngine(Engine):
             except DragomanError as error:
                 if hearing.has_raised(error):
                     raise
-                failure = self._noted(at, error, request.model)
+                failure = self._noted(at, error, request.model, request.id)
                 if (hearing.begun and request.delivery.stream) or telling.is_callers(error):
                     raise failure from error
             finally:
@@ -201,14 +201,14 @@ class UpstreamEngine(Engine):
         words = "no server behind this model can be asked now; try again later"
         raise Unavailable(words, retry_after=self.pool.wait()) from failure
 
-    def _noted(self, at: int, error: DragomanError, model: str) -> DragomanError:
+    def _noted(self, at: int, error: DragomanError, model: str, request: str = "") -> DragomanError:
         """What a failure means for the place, and the error that a caller hears of."""
         seconds = telling.rest(error)
         if seconds is not None:
             self.pool.rests(at, seconds)
         elif not telling.is_callers(error):
             self.pool.failed(at, unreached=isinstance(error, Unreachable))
-        return telling.told(error, model, self.places[at].url, self.options.models is not None)
+        return telling.told(error, model, self.places[at].url, self.options.models is not None, request)
 
     def _over_there(self, request: GenerationRequest, at: int) -> GenerationRequest:
         """The request by the name that the model has there."""
