@@ -172,7 +172,7 @@ def test_under_load_nothing_is_lost(front: Running) -> None:
 
 def test_the_other_way_round_after_a_reload(tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
-    config: dict[str, Any] = {"models": {"a": upstream(nobody), "b": scripted("b")}, "models_dir": []}
+    config: dict[str, Any] = {"models": {"a": upstream(nobody), "b": scripted("b")}, "default": "b"}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert ask(client, CHAT, model="a").status_code in (502, 503)
         config["models"]["a"]["fallback"] = "b"
