@@ -87,12 +87,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`models` are those that the caller may ask; None: all."""
+    """`models` and `within` are those that the caller may ask (see `scopes`); None: all."""
 
     id: str
     principal: str
     models: tuple[str, ...] | None
     wish: Wish
+    within: tuple[str, ...] | None = None
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -229,7 +229,7 @@ class RemoteEngagement:
         caller = self._exchange.caller
         self._parent.hear(self._id, self._hear)
         self._is_open = True
-        self._parent.send(Engage(self._id, caller.principal, caller.models, wish))
+        self._parent.send(Engage(self._id, caller.principal, caller.models, wish, caller.within))
         answer = await self._found
         if isinstance(answer, Refused):
             self.label, self.fallbacks = answer.label, answer.fallbacks
