@@ -28,11 +28,13 @@ import fnmatch
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from dragoman import sources
+from dragoman.aside import aside
 from dragoman.catalog import memory
 from dragoman.catalog.foreseen import Foreseen, foreseen
 from dragoman.catalog.host import GivenUp, Host, Make
@@ -389,7 +391,7 @@ def _from(spec: ModelSpec, limits: Limits) -> Make:
         cls = engine_class(spec.engine)
         given = dict(spec.options)
         if spec.file is not None:
-            path = sources.locate(spec.file) or await asyncio.to_thread(sources.fetch, spec.file)
+            path = sources.locate(spec.file) or await aside(partial(sources.fetch, spec.file))
             given["path"] = str(path)
         elif spec.source is not None:
             given["path"] = spec.source

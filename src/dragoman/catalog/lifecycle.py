@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from dragoman.aside import aside
 from dragoman.catalog import residency as told
 from dragoman.catalog.host import NOT_LOADED, Host
 from dragoman.catalog.residency import Residency, Seat
@@ -142,7 +143,7 @@ class Lifecycle:
 
     async def _weigh(self, host: Host) -> None:
         try:
-            need = await asyncio.to_thread(host.expect)
+            need = await aside(host.expect)
         except Exception as error:  # noqa: BLE001 (an engine of the user's own is asked too; told to the log)
             host.fail(error)
             self._feed(told.Failed(host.key))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dragoman import sources
+from dragoman.address import public
 from dragoman.catalog.foreseen import missing_files
 from dragoman.cli import layout
 from dragoman.cli.settings import look_here
@@ -98,13 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     serve.check_exposure(settings)
     serve.check_place(settings)
+    _check_files(settings)
     _fetch_models(settings)
 
     def reread() -> Settings:
         written = _settings(arguments, engines)
-        missing = missing_files(written.models)
-        if missing:
-            raise ConfigError(*missing)
+        _check_files(written)
         return written
 
     serve.run(settings, engines, reread)
@@ -152,12 +152,29 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
     return settings
 
 
+def _check_files(settings: Settings) -> None:
+    missing = missing_files(settings.models)
+    if missing:
+        raise ConfigError(*missing)
+
+
 def _fetch_models(settings: Settings) -> None:
+    """The default model before anything else; another one that is not here is downloaded when it is first asked for."""
+    wanted = settings.default or (settings.models[0].name if settings.models else "")
     for model in settings.models:
-        if model.file is not None:
-            try:
-                path = sources.fetch(model.file, lambda words: print(words, file=sys.stderr, flush=True))
-            except ConfigError as error:
-                raise ConfigError(f"model {model.name}: {error}") from error
-            if model.engine == "llama" and model.options.get("layout", "auto") == "auto":
-                layout.prepare(path)
+        if model.file is None:
+            continue
+        try:
+            path = sources.locate(model.file)
+            if path is None and wanted.lower() in (name.lower() for name in model.names):
+                path = sources.fetch(model.file, _say)
+        except ConfigError as error:
+            raise ConfigError(f"model {model.name}: {error}") from error
+        if path is None:
+            _say(f"model {model.name} is downloaded when it is first asked for ({public(model.file)})")
+        elif model.engine == "llama" and model.options.get("layout", "auto") == "auto":
+            layout.prepare(path)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
