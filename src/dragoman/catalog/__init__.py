@@ -15,6 +15,7 @@ Rules
 4. Until a model is loaded, what is known of it is what its configuration and its file say.
 5. A new configuration leaves what it does not change as it is, and what runs to its end.
 
+    aside.py      work beside the event loop that nobody has to wait for at the end
     host.py       an engine on its way from a wish to a running thing, and back
     residency.py  which models are in memory: pure decisions
     lifecycle.py  the decisions, carried out
@@ -34,7 +35,7 @@ from pathlib import Path
 import msgspec
 
 from dragoman import sources
-from dragoman.aside import aside
+from dragoman.catalog.aside import aside
 from dragoman.catalog import memory
 from dragoman.catalog.foreseen import Foreseen, foreseen
 from dragoman.catalog.host import GivenUp, Host, Make

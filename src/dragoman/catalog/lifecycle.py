@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from dragoman.aside import aside
+from dragoman.catalog.aside import aside
 from dragoman.catalog import residency as told
 from dragoman.catalog.host import NOT_LOADED, Host
 from dragoman.catalog.residency import Residency, Seat
