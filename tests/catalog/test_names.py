@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from dragoman.catalog import Catalog
-from dragoman.catalog.foreseen import missing_files
+from dragoman.catalog.foreseen import wrong_files
 from dragoman.config import ModelSpec, Settings
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.errors import ConfigError, ModelNotFound
+from tests.test_gguf import WHOLE
 
 FILE = "/nowhere/m.gguf"
 
@@ -70,8 +71,8 @@ def test_a_name_that_is_taken_changes_nothing() -> None:
 
 
 def test_the_files_of_adapters_are_missed(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
+    (tmp_path / "m.gguf").write_bytes(WHOLE)
     (tmp_path / "a.gguf").touch()
     adapters = {"a": str(tmp_path / "a.gguf"), "b": {"path": str(tmp_path / "b.gguf")}}
     found = ModelSpec("m", "llama", str(tmp_path / "m.gguf"), {"adapters": adapters}, adapters=("a", "b"))
-    assert missing_files([found]) == [f"model b: there is no adapter at {tmp_path / 'b.gguf'}"]
+    assert [mistake.words for mistake in wrong_files([found])] == [f"there is no adapter at {tmp_path / 'b.gguf'}"]

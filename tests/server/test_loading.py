@@ -158,6 +158,8 @@ def test_a_download_does_not_keep_the_server_from_ending(tmp_path: Path, monkeyp
 def test_the_default_model_must_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
-    with pytest.raises(AssertionError, match=r"the server ended:[\s\S]*model net: http"):
-        with serving(tmp_path, config, "--default", "net"):
-            pass
+    with (
+        pytest.raises(AssertionError, match=r"the server ended:[\s\S]*model net: http"),
+        serving(tmp_path, config, "--default", "net"),
+    ):
+        pass

@@ -128,7 +128,7 @@ def test_a_mistake_leaves_everything_as_it_was(tmp_path: Path) -> None:
         stays = "the configuration stays as it was: "
         assert eventually(lambda: running.log.read_text().count(stays) == 2, 5)
         write(tmp_path, running, {"models": {"first": SCRIPTED, "b": "./gone.gguf"}})
-        assert "model b: no file" in refused(client.post("/admin/reload"), 400, code="invalid_config")
+        assert "models.b: no file" in refused(client.post("/admin/reload"), 400, code="invalid_config")
         assert text_of(ask(client, CHAT)) == "hello"
         refused(ask(client, CHAT, model="b"), 404, param="model")
 

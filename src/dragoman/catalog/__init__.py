@@ -35,8 +35,8 @@ from pathlib import Path
 import msgspec
 
 from dragoman import sources
-from dragoman.catalog.aside import aside
 from dragoman.catalog import memory
+from dragoman.catalog.aside import aside
 from dragoman.catalog.foreseen import Foreseen, foreseen
 from dragoman.catalog.host import GivenUp, Host, Make
 from dragoman.catalog.lifecycle import Lifecycle

@@ -12,8 +12,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from dragoman.catalog.aside import aside
 from dragoman.catalog import residency as told
+from dragoman.catalog.aside import aside
 from dragoman.catalog.host import NOT_LOADED, Host
 from dragoman.catalog.residency import Residency, Seat
 from dragoman.config.quantities import shown_size

@@ -1,9 +1,11 @@
 """`dragoman check`: what is wrong with a configuration, without starting anything."""
 
 import argparse
+import sys
 
-from dragoman.catalog.foreseen import missing_files
-from dragoman.cli.settings import settings_of
+from dragoman.catalog.foreseen import wrong_files
+from dragoman.cli.settings import loaded_of
+from dragoman.config.doubts import doubts
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -30,13 +32,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = settings_of(arguments.config)
+    loaded = loaded_of(arguments.config)
+    settings = loaded.settings
     # Imported late: a mistake in the file is told without it.
-    from dragoman.server.serve import unusable_files
+    from dragoman.server.files import unusable_files
 
-    missing = [*missing_files(settings.models), *unusable_files(settings)]
-    if missing:
-        raise ConfigError(*missing)
+    wrong = [*wrong_files(settings.models), *unusable_files(settings)]
+    if wrong:
+        raise ConfigError(*loaded.places.told(wrong))
+    for doubt in loaded.places.told(doubts(settings)):
+        print(f"dragoman: warning: {doubt}", file=sys.stderr)
     names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
     print(f"the configuration is sound; models: {names}")
     return 0

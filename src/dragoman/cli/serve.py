@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from dragoman import sources
 from dragoman.address import public
-from dragoman.catalog.foreseen import missing_files
+from dragoman.catalog.foreseen import wrong_files
 from dragoman.cli import layout
 from dragoman.cli.settings import look_here
-from dragoman.config import Flags, Settings, load_settings
+from dragoman.config import Flags, Loaded, Settings, load
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
@@ -93,19 +93,20 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     look_here()
     engines = [] if arguments.engine is None else [_own_engine(arguments.engine)]
-    settings = _settings(arguments, engines)
+    loaded = _loaded(arguments, engines)
+    settings = loaded.settings
     # Imported only here: the other commands and mistakes in flags need no server.
     from dragoman.server import serve
 
+    _check_files(loaded)
     serve.check_exposure(settings)
     serve.check_place(settings)
-    _check_files(settings)
     _fetch_models(settings)
 
     def reread() -> Settings:
-        written = _settings(arguments, engines)
+        written = _loaded(arguments, engines)
         _check_files(written)
-        return written
+        return written.settings
 
     serve.run(settings, engines, reread)
     return 0
@@ -120,7 +121,7 @@ def _own_engine(name: str) -> Engine:
     return cls()
 
 
-def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Settings:
+def _loaded(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Loaded:
     flags = Flags(
         models=arguments.model,
         aliases=arguments.alias,
@@ -145,17 +146,19 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         raise ConfigError(f"--engine {arguments.engine}: it offers no models; `models()` must name at least one")
     if not all(arguments.api_key):
         raise ConfigError("--api-key is empty")
-    settings = load_settings(arguments.config, flags, os.environ, offered=offered)
-    for model in settings.models:
+    loaded = load(arguments.config, flags, os.environ, offered=offered)
+    for model in loaded.settings.models:
         if model.name in offered:
             raise ConfigError(f"model {model.name}: the engine {arguments.engine} offers this name too; rename one")
-    return settings
+    return loaded
 
 
-def _check_files(settings: Settings) -> None:
-    missing = missing_files(settings.models)
-    if missing:
-        raise ConfigError(*missing)
+def _check_files(loaded: Loaded) -> None:
+    from dragoman.server.files import unusable_files
+
+    wrong = [*wrong_files(loaded.settings.models), *unusable_files(loaded.settings)]
+    if wrong:
+        raise ConfigError(*loaded.places.told(wrong))
 
 
 def _fetch_models(settings: Settings) -> None:

@@ -3,10 +3,12 @@
 A mistake is noted and the reading goes on: whoever wrote the file hears of all of them together.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import yaml
@@ -46,10 +48,25 @@ class File:
         try:
             return msgspec.convert(value, wanted)
         except msgspec.ValidationError as error:
-            self._note_invalid(str(error), key)
+            before = len(self._mistakes)
+            self._convert_inner(value, wanted, key)
+            if len(self._mistakes) == before:
+                self._note_invalid(str(error), key, wanted)
             return None
 
-    def _note_invalid(self, finding: str, key: str) -> None:
+    def _convert_inner(self, value: Any, wanted: Any, key: str) -> None:
+        """Note what is wrong with each part of a list or a mapping; msgspec tells the first only."""
+        inner = _struct_in(wanted)
+        entry = next((get_args(kind)[0] for kind in _kinds(wanted) if get_origin(kind) in (tuple, list)), None)
+        if isinstance(value, dict) and inner is not None:
+            self.fitting(value, inner, key)
+            if inner.__struct_config__.forbid_unknown_fields:
+                self.check_keys(value, inner.__struct_fields__, key)
+        elif isinstance(value, list) and entry is not None:
+            for at, part in enumerate(value):
+                self.convert(part, entry, f"{key}[{at}]")
+
+    def _note_invalid(self, finding: str, key: str, wanted: Any) -> None:
         """msgspec's finding, in the place and the words of the file."""
         what, _, place = finding.partition(" - at `$")
         inner = place.removesuffix("`")
@@ -61,7 +78,9 @@ class File:
         elif unknown:
             self.note(f"{where}.{unknown[1]}", "unknown key")
         else:
-            self.note(where, what[0].lower() + what[1:].replace("`", ""))
+            choices = _choices(wanted) if what.startswith("Invalid enum value") else []
+            among = f"; expected {' or '.join(map(str, choices))}" if choices else ""
+            self.note(where, what[0].lower() + what[1:].replace("`", "") + among)
 
     def fitting(self, values: Mapping[str, Any], wanted: type[msgspec.Struct], key: str = "") -> dict[str, Any]:
         """The values that fit their fields of a struct, one by one: a mistake in one hides none in another."""
@@ -124,8 +143,19 @@ class File:
 
 def _struct_in(wanted: Any) -> type[msgspec.Struct] | None:
     """The struct that a field is, or may be instead of nothing."""
-    kinds = get_args(wanted) or (wanted,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+    return next((kind for kind in _kinds(wanted) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+
+
+def _kinds(wanted: Any) -> tuple[Any, ...]:
+    """What a type may be instead of nothing, or of one another."""
+    return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+
+
+def _choices(wanted: Any) -> list[Any]:
+    """The words that one of a fixed choice may be."""
+    if get_origin(wanted) is Literal:
+        return list(get_args(wanted))
+    return [choice for inner in get_args(wanted) for choice in _choices(inner)]
 
 
 def kind(value: Any) -> str:
@@ -181,6 +211,9 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self.item(inner, f"{key}[{index}]") for index, inner in enumerate(node.value)]
         plain = self.loader.construct_object(node)
+        if isinstance(plain, float) and math.isnan(plain):
+            self.file.note(key, "expected a number")
+            return 1.0
         return self.text(plain, key) if isinstance(plain, str) else plain
 
     def text(self, plain: str, key: str) -> str:

@@ -72,7 +72,7 @@ async def _unload(app: "App", model: Model) -> bool:
     host, before = model.host, model.host.engine
     app.catalog.lifecycle.dismiss(host)
     patience = time.monotonic() + (0 if host.state == "loading" else UNLOAD_SECONDS)
-    while not (has_gone := _has_gone(host, before)) and time.monotonic() < patience:
+    while not (has_gone := _has_gone(host, before)) and time.monotonic() < patience:  # noqa: ASYNC110 (seldom)
         await asyncio.sleep(LOOK_SECONDS)
     return has_gone
 

@@ -30,6 +30,7 @@ log = logging.getLogger("dragoman.auth")
 REMEMBERED = 1024
 LONGEST_TOKEN = 8192
 LEAST_SECRET = 32
+KEY_FILE = "keys.jwt.key_file"
 
 
 class Claims(msgspec.Struct, frozen=True):
@@ -126,7 +127,7 @@ def _read_key(settings: Jwt) -> bytes:
     try:
         key = Path(settings.key_file).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"keys.jwt.key_file {settings.key_file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{KEY_FILE}: {settings.key_file} cannot be read: {error.strerror}") from error
     is_pem = b"-----BEGIN" in key
     if settings.algorithm == "HS256" and is_pem:
         raise ConfigError("keys.jwt.key_file: a PEM key is not a secret; with HS256 it is any text of 32 bytes or more")

@@ -61,7 +61,9 @@ class Caller:
 
     def check_route(self, scope: RouteScope | None) -> None:
         if scope is not None and scope not in self.routes:
-            raise PermissionDenied(f"this key is not for {scope}; it is for: {', '.join(sorted(self.routes)) or 'none'}")
+            raise PermissionDenied(
+                f"this key is not for {scope}; it is for: {', '.join(sorted(self.routes)) or 'none'}"
+            )
 
     def may_ask(self, model: str) -> bool:
         return all(patterns is None or _fits(model.lower(), patterns) for patterns in (self.models, self.within))
