@@ -15,7 +15,7 @@ import pytest
 
 from dragoman.config import Limits, ModelSpec, Settings
 from dragoman.server.app import App
-from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.server.talking import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
 from tests.serving import Running, serving
 
 SCRIPTED = {"engine": "scripted"}
@@ -70,6 +70,24 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
         ("changed", "changed " * 3),
         ("changed", "changed " * 7),
     }
+
+
+def test_the_event_log_is_opened_again(tmp_path: Path) -> None:
+    config = {"models": {"a": SCRIPTED}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        for at, reload in enumerate(
+            (
+                lambda: running.process.send_signal(signal.SIGHUP),
+                lambda: client.post("/admin/reload").raise_for_status(),
+            )
+        ):
+            running.event_log.rename(tmp_path / f"events.{at}")
+            reload()
+            assert eventually(running.event_log.exists, 5)
+            ask(client, CHAT).raise_for_status()
+            assert recorded(running, event="request", scope="chat")
+        assert running.stop() == 0
+        assert running.events()[-1]["event"] == "run_end"
 
 
 def reload_amid(tmp_path: Path, running: Running, after: dict[str, Any]) -> None:
