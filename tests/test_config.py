@@ -304,6 +304,7 @@ MISTAKES = {
     "aliases:\n  a: smollm2\n  'g$': smollm2": "3: aliases.g$: an alias has letters, digits and . _ - : / * ? only",
     "aliases: {a: 5}": "1: aliases.a: expected str, got int",
     "aliases: {smollm2: smollm2}": "1: aliases.smollm2: a model has this name already",
+    "aliases:\n  GPT-*: smollm2\n  gpt-*: smollm2": "3: aliases.gpt-*: GPT-* is the same alias but for its case",
     "default: other": "1: default: no model is called 'other'; models: smollm2",
     "models:\n  a: [": "2: expected the node content, but found '<stream end>'",
     "models:\n\ta: x": "2: found character '\\t' that cannot start any token",

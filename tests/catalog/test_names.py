@@ -39,6 +39,13 @@ def test_all_names_of_a_model_lead_to_one_engine() -> None:
         catalog.resolve("base-lega")
 
 
+def test_the_most_exact_alias_counts_wherever_it_stands() -> None:
+    aliases = {"*": "a", "gpt-*": "b", "gpt-4*": "c", "*-mini": "a", "gpt-?": "d", "gpt-4": "e"}
+    catalog = Catalog(settings(*(spec(name) for name in "abcde"), aliases=aliases))
+    wanted = {"x": "a", "gpt-55": "b", "gpt-45": "c", "gpt-4-mini": "c", "GPT-5": "d", "gpt-4": "e", "o-mini": "a"}
+    assert {name: catalog.resolve(name).name for name in wanted} == wanted
+
+
 def test_a_new_configuration_keeps_an_engine_only_with_the_same_adapters() -> None:
     catalog = Catalog(settings(spec(adapters=LEGAL), keep_alive=60.0))
     host = catalog.resolve("base").host

@@ -3,7 +3,7 @@
     name -> trimmed, lower case; that of the default model where there is none
          -> a model of the configuration
          -> NAME/MODEL, where NAME is one that stands for all models of a server
-         -> an alias (exact, then the first pattern that fits) of one of these, or of one in the models folder
+         -> an alias (exact, then the most exact pattern that fits) of one of these, or of one in the models folder
          -> a model that lies in the models folder (see `discovery`)
          -> NAME:latest, where NAME is a model of the configuration
          -> 404, with the names that are near
@@ -172,7 +172,9 @@ class Catalog:
             if host.key not in staying:
                 self.lifecycle.remove(host)
         self._settings = settings
-        self._aliases = {pattern.lower(): target for pattern, target in settings.aliases.items()}
+        self._aliases: dict[str, str] = {}
+        for pattern, target in sorted(settings.aliases.items(), key=lambda alias: _vagueness(alias[0])):
+            self._aliases.setdefault(pattern.lower(), target)
         self.discovery = Discovery(settings.folders)
         self._looked = -math.inf
 
@@ -208,8 +210,8 @@ class Catalog:
     @property
     def default(self) -> str | None:
         """The model for requests that name none."""
-        found = next((found.name for found in self.discovery.found.values()), None)
-        return self._settings.default or next((model.name for model in self.models.values()), found)
+        named = self._settings.default or next((model.name for model in self.models.values()), None)
+        return named or next((found.name for found in self._runnable()), None)
 
     def resolve(self, name: str) -> Model:
         """The model for a name, as far as the folders have been looked at."""
@@ -283,10 +285,14 @@ class Catalog:
     def listed(self) -> list[Model]:
         """All that can be asked for, those of the configuration first."""
         known = list(self.models.values())
-        for found in self.discovery.found.values():
-            if _engine_for(found) is not None and (model := self._model_of(found)) not in known:
+        for found in self._runnable():
+            if (model := self._model_of(found)) not in known:
                 known.append(model)
         return known
+
+    def _runnable(self) -> Iterator[Found]:
+        """What lies in the folders and has an engine here."""
+        return (found for found in self.discovery.found.values() if _engine_for(found) is not None)
 
     def _named(self, wanted: str) -> Model | None:
         """The one of the configuration."""
@@ -320,9 +326,10 @@ class Catalog:
     def _unknown(self, name: str) -> str:
         shown = name if len(name) <= 100 else name[:100] + "…"
         names = [model.name for model in self.models.values()]
-        names += [found.name for found in self.discovery.found.values() if found.name not in names]
+        names += [found.name for found in self._runnable() if found.name not in names]
         exact = [alias for alias in self._aliases if "*" not in alias and "?" not in alias]
-        near = _near(name, [*names, *exact])
+        alike = [found.name for found in self.discovery.called(name.strip().lower())]
+        near = alike[:MOST_LISTED] or _near(name, [*names, *exact])
         listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
         words = f"model {shown!r} is not served here; "
         words += f"did you mean {' or '.join(near)}? " if near else ""
@@ -333,6 +340,12 @@ class Catalog:
         if self._looking is not None:
             self._looking.cancel()
         await self.lifecycle.stop()
+
+
+def _vagueness(pattern: str) -> tuple[int, int, int]:
+    """The more of a name a pattern says, the earlier it is tried; of two that say as much, the first of the file."""
+    wild, single = pattern.count("*"), pattern.count("?")
+    return wild + single - len(pattern), wild, -single
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:

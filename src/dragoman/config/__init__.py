@@ -327,9 +327,12 @@ class _Reading:
         return [self._file.from_here(folder) if isinstance(folder, str) and folder else folder for folder in folders]
 
     def aliases(self) -> dict[str, str]:
-        found = {}
+        found: dict[str, str] = {}
         for pattern, name in self._file.mapping(self._file.values, "aliases").items():
-            if not ALIAS_NAME.fullmatch(pattern):
+            other = next((other for other in found if other.lower() == pattern.lower()), None)
+            if other is not None:
+                self._file.note(f"aliases.{pattern}", f"{other} is the same alias but for its case")
+            elif not ALIAS_NAME.fullmatch(pattern):
                 self._file.note(f"aliases.{pattern}", "an alias has letters, digits and . _ - : / * ? only")
             elif self._file.convert(name, str, f"aliases.{pattern}") is not None:
                 found[pattern] = name
