@@ -314,6 +314,40 @@ MISTAKES = {
 }
 
 
+def test_keys_may_be_merged() -> None:
+    settings = load(
+        "models:\n"
+        "  a: &a {engine: scripted, chunk: 2, slots: 3}\n"
+        "  b: {<<: *a, chunk: 5}\n"
+        "  c:\n    <<: [{slots: 9}, *a]\n"
+    )
+    assert [model.options for model in settings.models] == [
+        {"chunk": 2, "slots": 3},
+        {"chunk": 5, "slots": 3},
+        {"slots": 9, "chunk": 2},
+    ]
+    with pytest.raises(ConfigError, match=r"dragoman\.yaml:2: models\.a\.<<: expected a mapping or a list of them"):
+        load("models:\n  a: {<<: scripted, engine: scripted}\n")
+    with pytest.raises(ConfigError, match=r"dragoman\.yaml:2: models\.b\.chunk: expected int"):
+        load("models:\n  a: &a {engine: scripted, chunk: many}\n  b: {<<: *a}\n")
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping", "merge"])
+def test_anchors_that_refer_to_one_another_are_bounded(kind: str) -> None:
+    def line(at: int) -> str:
+        before = [f"*a{at - 1}"] * 9 if at else ["x"] * 9
+        if kind == "list":
+            return f"a{at}: &a{at} [{', '.join(before)}]\n"
+        if kind == "mapping" or not at:
+            return f"a{at}: &a{at} {{{', '.join(f'k{n}: {value}' for n, value in enumerate(before))}}}\n"
+        return f"a{at}: &a{at}\n  <<: [{', '.join(before)}]\n"
+
+    with pytest.raises(ConfigError, match=r"more than 50,000 values; do anchors refer to one another\?"):
+        load("".join(line(at) for at in range(9)))
+    with pytest.raises(ConfigError):
+        load("a: &a [*a]\n")
+
+
 @pytest.mark.parametrize("engine", ["scripted", "llama"])
 def test_a_format_that_there_is_not(engine: str) -> None:
     with pytest.raises(ConfigError, match=r"^dragoman.yaml:4: models.smollm2.format: .*'xml'"):

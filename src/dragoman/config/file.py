@@ -18,6 +18,8 @@ from dragoman.errors import ConfigError
 from dragoman.sources import is_path
 
 Parse = Callable[[object], object]
+MERGE = "tag:yaml.org,2002:merge"
+MOST_VALUES = 50_000
 
 
 class File:
@@ -204,8 +206,17 @@ class _Reader:
         self.file = file
         self.loader = loader
         self.lines = lines
+        self._read = 0
+
+    def _count(self, node: yaml.Node) -> None:
+        """A few anchors that refer to one another can stand for more than any machine holds."""
+        self._read += 1
+        if self._read > MOST_VALUES:
+            words = f"more than {MOST_VALUES:,} values; do anchors refer to one another?"
+            raise ConfigError(f"{self.file.name}:{node.start_mark.line + 1}: {words}")
 
     def value(self, node: yaml.Node, key: str) -> Any:
+        self._count(node)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, key)
         if isinstance(node, yaml.SequenceNode):
@@ -230,8 +241,12 @@ class _Reader:
 
     def mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
         for key_node, value_node in node.value:
             name = key_node.value
+            if key_node.tag == MERGE:
+                merged += self.merged(value_node, key)
+                continue
             line = key_node.start_mark.line + 1
             if key_node.tag != "tag:yaml.org,2002:str":
                 shown = name if isinstance(name, str) else "this key"
@@ -244,4 +259,23 @@ class _Reader:
                 continue
             self.lines[inner] = line
             values[name] = self.value(value_node, inner)
+        for key_node, value_node in merged:
+            inner = f"{key}.{key_node.value}" if key else key_node.value
+            if key_node.value not in values:
+                self.lines[inner] = key_node.start_mark.line + 1
+                values[key_node.value] = self.value(value_node, inner)
         return values
+
+    def merged(self, node: yaml.Node, key: str) -> list[tuple[yaml.Node, yaml.Node]]:
+        """The keys of `<<: *other` and `<<: [*one, *other]`, the first ones first; what is written beside it wins."""
+        self._count(node)
+        if isinstance(node, yaml.SequenceNode):
+            return [pair for part in node.value for pair in self.merged(part, key)]
+        if not isinstance(node, yaml.MappingNode):
+            self.file.note_at(
+                node.start_mark.line + 1, f"{key}.<<" if key else "<<", "expected a mapping or a list of them"
+            )
+            return []
+        own = [pair for pair in node.value if pair[0].tag == "tag:yaml.org,2002:str"]
+        further = [pair[1] for pair in node.value if pair[0].tag == MERGE]
+        return own + [pair for inner in further for pair in self.merged(inner, key)]
