@@ -112,7 +112,7 @@ class Discovery:
         return max(fitting, key=lambda found: found.size) if is_one else None
 
     def called(self, wanted: str) -> list[Found]:
-        """All that a name in lower case may mean; more than quantisations of one model only where its path is needed."""
+        """All that a name in lower case may mean: more than quantisations of one model where its path is needed."""
         base, _, tag = wanted.partition(":")
         tagged = [
             found

@@ -62,7 +62,10 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
         # The worker of `kept` is still the same, those of the others have gone.
         assert eventually(lambda: len(running.children()) == 2, 5)
         assert len(workers & set(running.children())) == 1
-        assert running.log.read_text().count("model kept: loading") == 1
+        log = running.log.read_text()
+        assert log.count("model kept: loading") == 1
+        assert "model changed: unloading: its configuration has changed" in log
+        assert "model gone: unloading: it is configured no longer" in log
     assert set(answers) == {
         ("first", "hello"),
         ("kept", "kept " * 4),
@@ -75,14 +78,12 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
 def test_the_event_log_is_opened_again(tmp_path: Path) -> None:
     config = {"models": {"a": SCRIPTED}}
     with serving(tmp_path, config) as running, talking(running) as client:
-        for at, reload in enumerate(
-            (
-                lambda: running.process.send_signal(signal.SIGHUP),
-                lambda: client.post("/admin/reload").raise_for_status(),
-            )
-        ):
-            running.event_log.rename(tmp_path / f"events.{at}")
-            reload()
+        for by_signal in (True, False):
+            running.event_log.rename(tmp_path / f"events.{by_signal}")
+            if by_signal:
+                running.process.send_signal(signal.SIGHUP)
+            else:
+                client.post("/admin/reload").raise_for_status()
             assert eventually(running.event_log.exists, 5)
             ask(client, CHAT).raise_for_status()
             assert recorded(running, event="request", scope="chat")

@@ -168,9 +168,11 @@ class Catalog:
         found_before = self._found
         self._found = {path: self._followed(model, settings) for path, model in found_before.items()}
         staying = {model.host.key for model in (*self.models.values(), *self._found.values())}
-        for host in {model.host.key: model.host for model in (*before.values(), *found_before.values())}.values():
-            if host.key not in staying:
-                self.lifecycle.remove(host)
+        for model in {model.host.key: model for model in (*before.values(), *found_before.values())}.values():
+            if model.host.key not in staying:
+                is_there = model.found is not None or model.name.lower() in self.models
+                why = "its configuration has changed" if is_there else "it is configured no longer"
+                self.lifecycle.remove(model.host, why)
         self._settings = settings
         self._aliases: dict[str, str] = {}
         for pattern, target in sorted(settings.aliases.items(), key=lambda alias: _vagueness(alias[0])):
@@ -280,7 +282,7 @@ class Catalog:
         """What has gone from the folder, or is in the configuration now, is no model of the folder any more."""
         here = {found.path for found in self.discovery.found.values()} - set(self._placed)
         for path in [path for path in self._found if path not in here]:
-            self.lifecycle.remove(self._found.pop(path).host)
+            self.lifecycle.remove(self._found.pop(path).host, "its file is no model of the folder any more")
 
     def listed(self) -> list[Model]:
         """All that can be asked for, those of the configuration first."""

@@ -50,8 +50,8 @@ class Lifecycle:
     def keep(self, host: Host, keep_alive: float) -> None:
         self._feed(told.Added(host.key, keep_alive))
 
-    def remove(self, host: Host) -> None:
-        self._feed(told.Removed(host.key))
+    def remove(self, host: Host, why: str = "it is configured no longer") -> None:
+        self._feed(told.Removed(host.key, why))
 
     def bound(self, budget: int | None, turn: float) -> None:
         self._feed(told.Bounds(budget, turn))

@@ -41,6 +41,7 @@ class Added(msgspec.Struct, frozen=True):
 
 class Removed(msgspec.Struct, frozen=True):
     key: str
+    why: str = "it is configured no longer"
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -170,6 +171,7 @@ class Seat:
         self.since = self.idle_since = 0.0
         self.is_weighing = self.is_wished = self.is_dismissed = self.is_removed = self.is_closed = False
         self.is_unused = False
+        self.removed_why = ""
 
     @property
     def is_wanted(self) -> bool:
@@ -244,7 +246,7 @@ class Residency:
         elif isinstance(event, GaveUp):
             seat.waiting.pop(event.ticket, None)
         elif isinstance(event, Removed):
-            seat.is_removed = True
+            seat.is_removed, seat.removed_why = True, event.why
             seat.is_wished = False
         elif isinstance(event, Dismissed):
             seat.is_dismissed = seat.state in ("in", "loading")
@@ -309,7 +311,7 @@ class Residency:
                 del self.seats[key]
                 yield Forget(key)
             elif seat.state == "in" and seat.is_removed:
-                yield self._unload(key, seat, "it is configured no longer")
+                yield self._unload(key, seat, seat.removed_why)
             elif seat.state == "in" and seat.is_dismissed:
                 yield self._unload(key, seat, "somebody asked for it")
             elif seat.state == "in" and now >= seat.rests_until:
