@@ -289,6 +289,9 @@ MISTAKES = {
     "telemetry:\n  traces: {endpoint: nowhere}": "2: telemetry.traces.endpoint: expected an address, as "
     "http://127.0.0.1:4318/v1/traces, got 'nowhere'",
     "telemetry: {metrics: maybe}": "1: telemetry.metrics: invalid enum value 'maybe'; expected keyed or open or off",
+    "telemetry: {log_level: loud, traces: {endpoint: x}}": "1: telemetry.log_level: invalid enum value 'loud'; "
+    "expected debug or info or warning or error\ndragoman.yaml:1: telemetry.traces.endpoint: expected an address, as "
+    "http://127.0.0.1:4318/v1/traces, got 'x'",
     "grace_seconds: .inf": "1: grace_seconds: expected float <= 31622400.0",
     "limits: {queue_seconds: .nan}": "1: limits.queue_seconds: expected a number",
     "models:\n  ../etc: x": "2: models.../etc: a model's name has letters, digits and . _ - : / only, and begins with "

@@ -20,7 +20,7 @@ from dragoman.operation import Jwt, KeyLimits, Keys
 from dragoman.server.auth import Access
 from dragoman.server.scopes import Caller
 from tests.server.talking import CHAT, ask, refused, talking, text_of
-from tests.serving import serving
+from tests.serving import Running, serving
 
 SECRET = "a secret of more than thirty-two bytes, and of more than sixty-four as well"
 
@@ -217,3 +217,25 @@ def test_over_the_wire(tmp_path: Path) -> None:
             refused(client.get("/stats"), 403)
         with talking(running, {"authorization": f"Bearer {unsigned('none')}"}) as client:
             refused(ask(client, CHAT), 401, code="invalid_api_key")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_lists_narrow_over_the_wire(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    signed = {"algorithm": "HS256", "key_file": "secret", "audience": "dragoman", "models": ["fa*"]}
+    names = ("fast", "far", "slow")
+    config = {
+        "models": {name: {"engine": "scripted"} for name in names},
+        "keys": {"store": "none.db", "jwt": signed},
+    }
+
+    def statuses(running: Running, **claimed: Any) -> list[int]:
+        with talking(running, {"authorization": f"Bearer {token(**claimed)}"}) as client:
+            return [ask(client, CHAT, model=name).status_code for name in names]
+
+    with serving(tmp_path, config, "--workers", workers) as running:
+        assert statuses(running) == [200, 200, 403]
+        assert statuses(running, models=["*"]) == [200, 200, 403]
+        assert statuses(running, models=["f*s*", "slow"]) == [200, 403, 403]
+        assert statuses(running, models=[]) == [403, 403, 403]
+        assert statuses(running, routes=[]) == [403, 403, 403]

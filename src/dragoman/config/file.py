@@ -106,9 +106,9 @@ class File:
         for name, inner in sections.items():
             given = self.mapping(values, name, key)
             if isinstance(values.get(name), dict):
-                before = len(self._mistakes)
                 made = self.section(given, inner, f"{key}.{name}" if key else name)
-                if len(self._mistakes) == before:
+                # What is right of it is looked at further, whatever else is wrong.
+                if all(field.name in made for field in msgspec.structs.fields(inner) if field.required):
                     fitting[name] = made
         return fitting
 
