@@ -259,7 +259,8 @@ MISTAKES = {
     "models: [a]": "1: models: expected a mapping, got list",
     "models:\n  smollm2:\n    source: smollm2\n    slots: many": "4: models.smollm2.slots: expected int, got str",
     "models:\n  a:\n    path: x\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, ...",
-    "models:\n  a:\n    path: x\n    layout: fast": "4: models.a.layout: invalid enum value 'fast'",
+    "models:\n  a:\n    path: x\n    layout: fast": "4: models.a.layout: invalid enum value 'fast'; expected "
+    "auto or as-is",
     "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source are the same thing; give one of them",
     "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, vllm, "
     "upstream, or module:Class for your own",
@@ -272,7 +273,27 @@ MISTAKES = {
     "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n      - match: y": "6: models.a.replies[1]: "
     "output is missing",
     "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n        mach: y": "6: "
-    "models.a.replies[0].mach: unknown key",
+    "models.a.replies[0].mach: unknown key; keys: output, match",
+    "models:\n  a: {engine: scripted, replies: [{match: '(', output: x}]}": "2: models.a.replies[0]: match is not a "
+    "regular expression: '(' (missing ), unterminated subpattern at position 0)",
+    "models:\n  a:\n    engine: scripted\n    replies:\n      - {output: 1, match: 2}\n      - {output: 3}": "5: "
+    "models.a.replies[0].output: expected str, got int\ndragoman.yaml:5: models.a.replies[0].match: expected str "
+    "| null, got int\ndragoman.yaml:6: models.a.replies[1].output: expected str, got int",
+    "host: not a host": "1: host: expected a name or an address to listen on, as 127.0.0.1, got 'not a host'",
+    "hosts:\n  - a.example\n  - http://x.y": "3: hosts[1]: expected a name without scheme, port and path, as "
+    "llm.example or [::1], got 'http://x.y'",
+    "cors:\n  origins: ['*', app.example]": "2: cors.origins[1]: expected an origin, as https://app.example or "
+    "http://localhost:3000, or *, got 'app.example'",
+    "cors: {origins: ['https://a.b/path']}": "1: cors.origins[0]: expected an origin, as https://app.example or "
+    "http://localhost:3000, or *, got 'https://a.b/path'",
+    "telemetry:\n  traces: {endpoint: nowhere}": "2: telemetry.traces.endpoint: expected an address, as "
+    "http://127.0.0.1:4318/v1/traces, got 'nowhere'",
+    "telemetry: {metrics: maybe}": "1: telemetry.metrics: invalid enum value 'maybe'; expected keyed or open or off",
+    "telemetry: {log_level: loud, traces: {endpoint: x}}": "1: telemetry.log_level: invalid enum value 'loud'; "
+    "expected debug or info or warning or error\ndragoman.yaml:1: telemetry.traces.endpoint: expected an address, as "
+    "http://127.0.0.1:4318/v1/traces, got 'x'",
+    "grace_seconds: .inf": "1: grace_seconds: expected float <= 31622400.0",
+    "limits: {queue_seconds: .nan}": "1: limits.queue_seconds: expected a number",
     "models:\n  ../etc: x": "2: models.../etc: a model's name has letters, digits and . _ - : / only, and begins with "
     "no /",
     "models:\n  /abs: x": "2: models./abs: a model's name has letters, digits and . _ - : / only, and begins with no /",
@@ -286,6 +307,7 @@ MISTAKES = {
     "aliases:\n  a: smollm2\n  'g$': smollm2": "3: aliases.g$: an alias has letters, digits and . _ - : / * ? only",
     "aliases: {a: 5}": "1: aliases.a: expected str, got int",
     "aliases: {smollm2: smollm2}": "1: aliases.smollm2: a model has this name already",
+    "aliases:\n  GPT-*: smollm2\n  gpt-*: smollm2": "3: aliases.gpt-*: GPT-* is the same alias but for its case",
     "default: other": "1: default: no model is called 'other'; models: smollm2",
     "models:\n  a: [": "2: expected the node content, but found '<stream end>'",
     "models:\n\ta: x": "2: found character '\\t' that cannot start any token",
@@ -293,6 +315,40 @@ MISTAKES = {
     "port: !!python/name:os.system ''": "1: could not determine a constructor for the tag "
     "'tag:yaml.org,2002:python/name:os.system'",
 }
+
+
+def test_keys_may_be_merged() -> None:
+    settings = load(
+        "models:\n"
+        "  a: &a {engine: scripted, chunk: 2, slots: 3}\n"
+        "  b: {<<: *a, chunk: 5}\n"
+        "  c:\n    <<: [{slots: 9}, *a]\n"
+    )
+    assert [model.options for model in settings.models] == [
+        {"chunk": 2, "slots": 3},
+        {"chunk": 5, "slots": 3},
+        {"slots": 9, "chunk": 2},
+    ]
+    with pytest.raises(ConfigError, match=r"dragoman\.yaml:2: models\.a\.<<: expected a mapping or a list of them"):
+        load("models:\n  a: {<<: scripted, engine: scripted}\n")
+    with pytest.raises(ConfigError, match=r"dragoman\.yaml:2: models\.b\.chunk: expected int"):
+        load("models:\n  a: &a {engine: scripted, chunk: many}\n  b: {<<: *a}\n")
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping", "merge"])
+def test_anchors_that_refer_to_one_another_are_bounded(kind: str) -> None:
+    def line(at: int) -> str:
+        before = [f"*a{at - 1}"] * 9 if at else ["x"] * 9
+        if kind == "list":
+            return f"a{at}: &a{at} [{', '.join(before)}]\n"
+        if kind == "mapping" or not at:
+            return f"a{at}: &a{at} {{{', '.join(f'k{n}: {value}' for n, value in enumerate(before))}}}\n"
+        return f"a{at}: &a{at}\n  <<: [{', '.join(before)}]\n"
+
+    with pytest.raises(ConfigError, match=r"more than 50,000 values; do anchors refer to one another\?"):
+        load("".join(line(at) for at in range(9)))
+    with pytest.raises(ConfigError):
+        load("a: &a [*a]\n")
 
 
 @pytest.mark.parametrize("engine", ["scripted", "llama"])

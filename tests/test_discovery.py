@@ -67,6 +67,32 @@ def test_what_is_found(folder: Path, discovery: Discovery) -> None:
     assert discovery.found["org/hf-model"].size == 100
 
 
+def test_a_last_part_that_several_have_is_nobody_s_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a/same", "b/same", "b/same-Q8_0", "b/other-Q4_0", "b/other-Q8_0", "UPPER"):
+        path = tmp_path / f"{name}.{'GGUF' if name.isupper() else 'gguf'}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(model(size=len(name)))
+    (tmp_path / "half-00001-of-00002.gguf").write_bytes(model())
+    discovery = Discovery([tmp_path])
+    for _ in range(3):
+        discovery.look()
+    assert caplog.text.count("is not complete") == 1
+    assert discovery.resolve("same") is None
+    assert [found.name for found in discovery.called("same")] == ["a/same", "b/same-Q8_0", "b/same"]
+    names = {wanted: found.name for wanted in WANTED if (found := discovery.resolve(wanted))}
+    assert names == WANTED
+
+
+WANTED = {
+    "a/same": "a/same",
+    "b/same": "b/same",
+    "b/same:q8_0": "b/same-Q8_0",
+    "same:q8_0": "b/same-Q8_0",
+    "other": "b/other-Q4_0",
+    "upper": "UPPER",
+}
+
+
 def test_names_without_opening_anything(folder: Path) -> None:
     assert {"tiny", "broken", "org/hf-model", "org/split/split.q6_k"} <= names_in([folder])
     assert not {"out", "away/secret", "half"} & names_in([folder])

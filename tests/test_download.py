@@ -151,7 +151,7 @@ def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch
         (
             MODEL,
             "#sha256=" + "0" * 64,
-            f"is not what it should be .sha256 {DIGEST}, {len(MODEL)} bytes.; it was thrown",
+            f"is not what it should be .expected sha256 {'0' * 64}, found {DIGEST}.; it was thrown",
         ),
         (MODEL, "#sha256=12", "expected 64 hexadecimal digits after #sha256="),
         (b"<html>no model</html>", "", "is not a GGUF file"),
@@ -187,8 +187,24 @@ def test_damage_is_noticed(site: Site, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["pull", source]) == 0
     said = capsys.readouterr()
     assert said.out == f"{path}\n"
-    assert "is damaged, and fetched again" in said.err
+    assert "is damaged, and is fetched again" in said.err
     assert path.read_bytes() == MODEL
+
+
+def test_a_wrong_hash_costs_no_file(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{site.url}/models/m.gguf"
+    path = sources.fetch(source)
+    assert main(["pull", f"{source}#sha256={'0' * 64}"]) == 2
+    said = capsys.readouterr().err
+    assert "has another sha256, and is fetched again" in said
+    assert f"expected sha256 {'0' * 64}, found {DIGEST}" in said
+    assert path.read_bytes() == MODEL
+    # What is known of the file is known as before.
+    path.write_bytes(MODEL[:-1])
+    assert sources.locate(source) is None
+    site.files.clear()
+    assert main(["pull", f"{source}#sha256={'0' * 64}"]) == 2
+    assert path.exists()
 
 
 def test_two_at_once_bring_it_once(site: Site) -> None:
@@ -216,7 +232,7 @@ def test_a_path_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["pull", f"{file}#sha256={DIGEST}"]) == 0
     assert capsys.readouterr().out == f"{file}\n"
     assert main(["pull", f"{file}#sha256={'0' * 64}"]) == 2
-    assert f"its sha256 is {DIGEST}" in capsys.readouterr().err
+    assert f"its sha256 is {DIGEST}, not {'0' * 64}" in capsys.readouterr().err
     file.write_bytes(b"text")
     assert main(["pull", str(file)]) == 2
     assert "is not a GGUF file" in capsys.readouterr().err

@@ -4,6 +4,7 @@
     wanted name, in any case
         -> the name, or its last part where only one has it
         -> base[:tag]: the name without its quantisation, and the quantisation as the tag; another tag is left aside
+        -> none, where that is the last part of several
 
 Rules
 1. A wanted name is compared with the names that were found. It is never made into a path.
@@ -17,6 +18,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -105,16 +107,24 @@ class Discovery:
         last = [found for name, found in self.found.items() if name.rpartition("/")[2] == wanted]
         if len(last) == 1:
             return last[0]
+        fitting = self.called(wanted)
+        is_one = len({found.base.lower() for found in fitting}) == 1
+        return max(fitting, key=lambda found: found.size) if is_one else None
+
+    def called(self, wanted: str) -> list[Found]:
+        """All that a name in lower case may mean: more than quantisations of one model where its path is needed."""
         base, _, tag = wanted.partition(":")
-        fitting = [found for found in self.found.values() if base in _bases(found)]
-        if _QUANTISATION.fullmatch(tag):
-            fitting = [found for found in fitting if (found.quantisation or "").lower() == tag]
-        return max(fitting, key=lambda found: found.size, default=None)
+        tagged = [
+            found
+            for found in self.found.values()
+            if not _QUANTISATION.fullmatch(tag) or (found.quantisation or "").lower() == tag
+        ]
+        whole = [found for found in tagged if base in (found.name.lower(), found.base.lower())]
+        return whole or [found for found in tagged if base in (_last(found.name), _last(found.base))]
 
 
-def _bases(found: Found) -> set[str]:
-    names = (found.name.lower(), found.base.lower())
-    return {*names, *(name.rpartition("/")[2] for name in names)}
+def _last(name: str) -> str:
+    return name.lower().rpartition("/")[2]
 
 
 def names_in(folders: Sequence[Path]) -> set[str]:
@@ -137,7 +147,7 @@ def _below(root: Path, folder: Path, depth: int) -> Iterator[_Entry]:
     weights = tuple(path for path in inside if path.suffix in (".safetensors", ".bin") and path.is_file())
     if folder != root and weights and folder / "config.json" in inside:
         yield _Entry(_name(root, folder), folder, "folder", weights)
-    yield from _ggufs(root, [path for path in inside if path.suffix == ".gguf" and path.is_file()])
+    yield from _ggufs(root, [path for path in inside if path.suffix.lower() == ".gguf" and path.is_file()])
     if depth:
         for path in inside:
             if path.is_dir():
@@ -172,9 +182,15 @@ def _ggufs(root: Path, files: Sequence[Path]) -> Iterator[_Entry]:
             wanted = parts_of(path)
             missing = [file.name for file in wanted if file not in files]
             if missing:
-                log.warning("%s is not complete: %s missing", path, ", ".join(missing[:3]))
+                _warn_once(f"{path} is not complete: {', '.join(missing[:3])} missing")
                 continue
             yield _Entry(_name(root, path.with_name(part["stem"])), path, "gguf", tuple(wanted))
+
+
+@lru_cache(maxsize=1000)
+def _warn_once(words: str) -> None:
+    """The folders are looked at again and again."""
+    log.warning("%s", words)
 
 
 def _name(root: Path, path: Path) -> str:

@@ -1,13 +1,15 @@
 """A model's file from an address: picked up where it was left, checked, and there in one step.
 
-    .NAME.part    what has come so far
-    .NAME.json    of which version of the file that is; later: what the finished file must be
+    .NAME.part         what has come so far
+    .NAME.part.json    of which version of the file that is
+    .NAME.json         what the finished file must be
 
 Rules
 1. The file has its name only when it is complete and has been checked.
 2. A download that was interrupted goes on where it ended, if the other side still has the same file; else it begins
    anew.
-3. Two at once: the second waits, and finds what the first has brought.
+3. A file that is in its place already stays until the new one has been checked.
+4. Two at once: the second waits, and finds what the first has brought.
 """
 
 import fcntl
@@ -104,6 +106,7 @@ def bring(wanted: Wanted, progress: Progress) -> Path:
         part.replace(wanted.place)
         size = wanted.place.stat().st_size
         _keep(wanted.place, Kept(wanted.url, sha256=digest, size=size))
+        _beside(part, "json").unlink(missing_ok=True)
     return wanted.place
 
 
@@ -137,7 +140,7 @@ def _fill(wanted: Wanted, part: Path, progress: Progress) -> None:
 
 def _receive(wanted: Wanted, part: Path, progress: Progress) -> bool:
     """Whether the file is whole after this."""
-    known = _kept(wanted.place)
+    known = _kept(part)
     have = part.stat().st_size if part.is_file() and known is not None and known.url == wanted.url else 0
     headers = dict(wanted.headers)
     if have and known is not None and known.version:
@@ -156,7 +159,7 @@ def _receive(wanted: Wanted, part: Path, progress: Progress) -> bool:
     with response:
         goes_on = response.status == http.HTTPStatus.PARTIAL_CONTENT
         version = response.headers.get("etag") or response.headers.get("last-modified")
-        _keep(wanted.place, Kept(wanted.url, version=version))
+        _keep(part, Kept(wanted.url, version=version))
         total = _total(response, have if goes_on else 0)
         with part.open("ab" if goes_on else "wb") as file:
             _copy(wanted, response, file, total, progress)
@@ -187,7 +190,9 @@ def _checked(wanted: Wanted, part: Path) -> str:
     size = part.stat().st_size
     if (wanted.sha256 or digest) != digest or (wanted.size or size) != size:
         part.unlink()
-        told = f"sha256 {digest}, {size} bytes"
+        told = f"expected sha256 {wanted.sha256 or 'any'}, found {digest}"
+        if (wanted.size or size) != size:
+            told = f"expected {wanted.size} bytes, found {size}"
         raise ConfigError(f"{public(wanted.url)} is not what it should be ({told}); it was thrown away")
     try:
         read_metadata(part)
@@ -198,7 +203,7 @@ def _checked(wanted: Wanted, part: Path) -> str:
 
 
 def _beside(place: Path, ending: str) -> Path:
-    return place.with_name(f".{place.name}.{ending}")
+    return place.with_name(f".{place.name.removeprefix('.')}.{ending}")
 
 
 def _kept(place: Path) -> Kept | None:

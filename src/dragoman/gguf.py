@@ -106,7 +106,7 @@ def parts_of(path: Path) -> list[Path]:
     if part is None:
         return [path]
     of = int(part["of"])
-    return [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}.gguf") for at in range(1, of + 1)]
+    return [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}{path.suffix}") for at in range(1, of + 1)]
 
 
 class _Reader:

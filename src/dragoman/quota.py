@@ -34,19 +34,29 @@ class Rate(msgspec.Struct, frozen=True):
     reset: float
 
 
+class _Second:
+    """What was taken in one second: all of it is free again when the last of it is a minute old."""
+
+    __slots__ = ("at", "ends", "taken")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.taken = 0
+        self.ends = math.inf
+
+
 class Window:
     """What was taken in the last minute, second by second: as many numbers as there are seconds, however much it is."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._seconds: deque[list[int]] = deque()
-        """When, and how much; the oldest first."""
+        self._seconds: deque[_Second] = deque()
+        """The oldest first."""
         self._taken = 0
 
     def _forget(self, now: float) -> None:
-        # What was taken late in its second must be a whole minute old.
-        while self._seconds and self._seconds[0][0] + 1 + MINUTE <= now:
-            self._taken -= self._seconds.popleft()[1]
+        while self._seconds and self._seconds[0].ends <= now:
+            self._taken -= self._seconds.popleft().taken
 
     def left(self, now: float) -> int:
         self._forget(now)
@@ -55,17 +65,17 @@ class Window:
     def take(self, amount: int, now: float) -> None:
         second = math.floor(now)
         self._taken += amount
-        if self._seconds and self._seconds[-1][0] == second:
-            self._seconds[-1][1] += amount
-        else:
-            self._seconds.append([second, amount])
+        if not self._seconds or self._seconds[-1].at != second:
+            self._seconds.append(_Second(second))
+        self._seconds[-1].taken += amount
+        self._seconds[-1].ends = now + MINUTE
 
     def give_back(self, amount: int, taken_at: float) -> None:
         """Of what was taken then; nothing where it has been forgotten."""
         second = math.floor(taken_at)
         for entry in reversed(self._seconds):
-            if entry[0] == second:
-                entry[1] -= amount
+            if entry.at == second:
+                entry.taken -= amount
                 self._taken -= amount
                 return
 
@@ -75,16 +85,24 @@ class Window:
         missing = self._taken + amount - self.limit
         if missing <= 0:
             return 0.0
-        for second, taken in self._seconds:
-            missing -= taken
+        for second in self._seconds:
+            missing -= second.taken
             if missing <= 0:
-                return second + 1 + MINUTE - now
+                return _until(second.ends, now)
         return float(MINUTE)
 
     def rate(self, what: str, now: float) -> Rate:
         left = self.left(now)
-        reset = self._seconds[-1][0] + 1 + MINUTE - now if self._seconds else 0.0
+        reset = self._seconds[-1].ends - now if self._seconds else 0.0
         return Rate(what, self.limit, left, max(0.0, reset))
+
+
+def _until(then: float, now: float) -> float:
+    """So long that it is not still a rounding error too early."""
+    wait = then - now
+    while now + wait < then:
+        wait = math.nextafter(wait, math.inf)
+    return wait
 
 
 class Quota:

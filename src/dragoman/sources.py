@@ -107,9 +107,11 @@ def locate(source: str) -> Path | None:
 
 def fetch(source: str, progress: Progress = log.info) -> Path:
     """The file, downloaded if need be. `progress` is told before and after a download."""
-    here = locate(source)
-    if here is not None:
-        return here
+    return locate(source) or _obtained(source, progress)
+
+
+def _obtained(source: str, progress: Progress) -> Path:
+    """The file, downloaded; one that is in its place stays there until the new one has been checked."""
     if is_address(source):
         return _brought(source, progress)
     package = _package(source)
@@ -138,10 +140,10 @@ def check(source: str, progress: Progress = log.info) -> Path:
         read_metadata(path)
         return path
     if is_path(plain):
-        raise ConfigError(f"{plain} is not the file it should be: its sha256 is {digest_of(path)}")
-    progress(f"{path} is damaged, and fetched again")
-    path.unlink()
-    return fetch(source, progress)
+        raise ConfigError(f"{plain} is not the file it should be: its sha256 is {digest_of(path)}, not {known}")
+    is_other = sha256 is not None and is_sound(path)
+    progress(f"{path} {'has another sha256' if is_other else 'is damaged'}, and is fetched again")
+    return _obtained(source, progress)
 
 
 def _address_place(source: str) -> Path | None:

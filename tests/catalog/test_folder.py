@@ -86,6 +86,27 @@ def test_a_new_configuration_in_the_middle_of_a_look_forgets_nobody(
     asyncio.run(scenario())
 
 
+def test_a_refusal_names_what_can_be_asked_for(folder: Path) -> None:
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        (folder / name / "same.gguf").write_bytes(HEAD)
+    (folder / "weights").mkdir()
+    (folder / "weights/config.json").write_text("{}")
+    (folder / "weights/model.safetensors").write_bytes(bytes(8))
+
+    async def scenario() -> None:
+        catalog = Catalog(settings(folder))
+        with pytest.raises(ModelNotFound, match=r"did you mean one/same or two/same\?"):
+            await catalog.find("same")
+        with pytest.raises(ModelNotFound) as refusal:
+            await catalog.find("nothing of the kind")
+        listed = [model.name for model in catalog.listed()]
+        assert f"models: {', '.join(listed)} (" in str(refusal.value)
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
 def test_an_alias_stands_before_a_file_before_and_after_a_look(folder: Path) -> None:
     async def scenario() -> None:
         aliases = {"gpt-*": "m", "mine": "big", "m2:latest": "m"}

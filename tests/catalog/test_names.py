@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from dragoman.catalog import Catalog
-from dragoman.catalog.foreseen import missing_files
+from dragoman.catalog.foreseen import wrong_files
 from dragoman.config import ModelSpec, Settings
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.errors import ConfigError, ModelNotFound
+from tests.test_gguf import WHOLE
 
 FILE = "/nowhere/m.gguf"
 
@@ -36,6 +37,13 @@ def test_all_names_of_a_model_lead_to_one_engine() -> None:
     assert catalog.resolve("other").host is not host
     with pytest.raises(ModelNotFound, match="did you mean base-legal"):
         catalog.resolve("base-lega")
+
+
+def test_the_most_exact_alias_counts_wherever_it_stands() -> None:
+    aliases = {"*": "a", "gpt-*": "b", "gpt-4*": "c", "*-mini": "a", "gpt-?": "d", "gpt-4": "e"}
+    catalog = Catalog(settings(*(spec(name) for name in "abcde"), aliases=aliases))
+    wanted = {"x": "a", "gpt-55": "b", "gpt-45": "c", "gpt-4-mini": "c", "GPT-5": "d", "gpt-4": "e", "o-mini": "a"}
+    assert {name: catalog.resolve(name).name for name in wanted} == wanted
 
 
 def test_a_new_configuration_keeps_an_engine_only_with_the_same_adapters() -> None:
@@ -70,8 +78,8 @@ def test_a_name_that_is_taken_changes_nothing() -> None:
 
 
 def test_the_files_of_adapters_are_missed(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
+    (tmp_path / "m.gguf").write_bytes(WHOLE)
     (tmp_path / "a.gguf").touch()
     adapters = {"a": str(tmp_path / "a.gguf"), "b": {"path": str(tmp_path / "b.gguf")}}
     found = ModelSpec("m", "llama", str(tmp_path / "m.gguf"), {"adapters": adapters}, adapters=("a", "b"))
-    assert missing_files([found]) == [f"model b: there is no adapter at {tmp_path / 'b.gguf'}"]
+    assert [mistake.words for mistake in wrong_files([found])] == [f"there is no adapter at {tmp_path / 'b.gguf'}"]

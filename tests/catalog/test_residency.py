@@ -348,6 +348,22 @@ def test_a_wish_and_a_dismissal() -> None:
     assert late in world.admitted
 
 
+def test_one_that_is_dismissed_while_it_comes_serves_those_who_waited_and_goes() -> None:
+    world = World({"a": 4}, 8)
+    first = world.ask("a", 3)
+    world.run(0.5)
+    world.feed(Dismissed("a"))
+    second = world.ask("a", 1)
+    world.run(2)
+    assert first in world.admitted
+    assert second in world.admitted
+    late = world.ask("a", 1)
+    assert late not in world.admitted
+    world.run(30)
+    assert (world.loads, world.unloads) == (["a", "a"], ["a"])
+    assert late in world.admitted
+
+
 def test_a_removed_model_serves_those_who_have_asked_for_it() -> None:
     world = World({"a": 4, "b": 4}, 4)
     world.ask("a", 5)

@@ -1,7 +1,11 @@
 """`dragoman check`, as a user types it."""
 
+import contextlib
 from pathlib import Path
 
+import pytest
+
+from dragoman.cli import main
 from tests.cli.test_cli import refused, run
 
 
@@ -24,7 +28,9 @@ def test_every_mistake_is_a_line(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: ./gone.gguf}\n")
-    assert refused(run(tmp_path, "check")).startswith("model a: no file gone.gguf; a source is a path")
+    assert refused(run(tmp_path, "check")).startswith(
+        "dragoman.yaml:1: models.a: no file gone.gguf; a source is a path"
+    )
 
 
 def test_files_that_the_server_itself_needs(tmp_path: Path) -> None:
@@ -37,10 +43,58 @@ def test_files_that_the_server_itself_needs(tmp_path: Path) -> None:
     )
     done = run(tmp_path, "check")
     told = done.stderr.splitlines()
-    assert (done.returncode, len(told)) == (2, 3)
-    assert told[0] == "dragoman: tls: gone.pem and gone.key cannot be used: No such file or directory"
-    assert "at least 32 bytes" in told[1]
-    assert "keys.db cannot be read" in told[2]
+    assert (done.returncode, len(told)) == (2, 4)
+    assert told[0] == "dragoman: dragoman.yaml:2: tls.certificate: there is no file gone.pem"
+    assert told[1] == "dragoman: dragoman.yaml:2: tls.key: there is no file gone.key"
+    assert told[2].startswith("dragoman: dragoman.yaml:3: keys.jwt.key_file: a secret for HS256 has at least 32 bytes")
+    assert told[3].startswith("dragoman: dragoman.yaml:3: keys.store: the keys in keys.db cannot be read")
+
+
+FILES = {
+    "models:\n  a: {engine: scripted}\n  b: ./text.gguf\n": "3: models.b: text.gguf is not a GGUF file",
+    "models:\n  b:\n    path: ./text.gguf\n": "3: models.b.path: text.gguf is not a GGUF file",
+    "models: {b: 'hf:bogus'}\n": "1: models.b: 'hf:bogus' is not a source; write hf:ORG/REPO/FILE.gguf",
+    "models: {b: 'pypi:'}\n": "1: models.b: 'pypi:' is not a source; write pypi:PACKAGE",
+    "models:\n  b: {source: 'https://a.example/b.gguf#sha256=zz'}\n": "2: models.b.source: https://a.example/b.gguf#",
+    "strict: true\nevent_log: none/e.jsonl\n": "2: event_log: there is no folder none",
+    "event_log: .\n": "1: event_log: . is a folder; expected a file",
+    "socket: none/s\n": "1: socket: there is no folder none",
+    "keys:\n  store: none/k.db\n": "2: keys.store: there is no folder none; `dragoman keys create NAME` makes it",
+    "keys: {jwt: {algorithm: HS256, key_file: gone}}\n": "1: keys.jwt.key_file: gone cannot be read: No such file",
+    "tls: {certificate: text.gguf, key: text.gguf}\n": "1: tls: text.gguf and text.gguf cannot be used",
+}
+
+
+@pytest.mark.parametrize("written", FILES)
+def test_what_a_look_at_the_files_tells(tmp_path: Path, written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.gguf").write_text("a text of more than a few bytes")
+    (tmp_path / "c.yaml").write_text(written)
+    with contextlib.chdir(tmp_path):
+        assert main(["check", "--config", "c.yaml"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"dragoman: c.yaml:{FILES[written]}")
+
+
+def test_a_flag_is_not_the_file(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nevent_log: e.jsonl\n")
+    assert refused(run(tmp_path, "serve", "--event-log", "none/e")) == "event_log: there is no folder none"
+
+
+def test_what_is_hardly_meant(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text(
+        "models:\n"
+        "  a: {engine: scripted}\n"
+        "  cloud: {engine: upstream, url: 'http://127.0.0.1:9/v1', models: all}\n"
+        "models_dir: ./none\n"
+        "aliases:\n"
+        "  cloud/x*: a\n"
+        "  clou*: a\n"
+    )
+    done = run(tmp_path, "check")
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert first == "dragoman: warning: dragoman.yaml:4: models_dir: there is no folder none yet, so it has no models"
+    assert second.startswith("dragoman: warning: dragoman.yaml:6: aliases.cloud/x*: never used: every name that begins")
 
 
 def test_no_such_configuration(tmp_path: Path) -> None:

@@ -78,3 +78,9 @@ def test_mistakes_in_flags(capsys: pytest.CaptureFixture[str], arguments: list[s
         main(["keys", *arguments])
     assert caught.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_model_without_a_name_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["keys", "create", "anna", "--model", ""])
+    assert "expected a name or a pattern" in capsys.readouterr().err

@@ -15,12 +15,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from dragoman.config import Settings
-from dragoman.errors import ConfigError, Unauthorized
+from dragoman.errors import ConfigError, PermissionDenied, Unauthorized
 from dragoman.operation import Jwt, KeyLimits, Keys
 from dragoman.server.auth import Access
 from dragoman.server.scopes import Caller
 from tests.server.talking import CHAT, ask, refused, talking, text_of
-from tests.serving import serving
+from tests.serving import Running, serving
 
 SECRET = "a secret of more than thirty-two bytes, and of more than sixty-four as well"
 
@@ -150,9 +150,39 @@ def test_a_token_only_narrows(tmp_path: Path) -> None:
     take = accessing(tmp_path, SECRET.encode(), models=("smol*", "mine"), routes=("chat", "messages"))
     assert take(token()).models == ("smol*", "mine")
     assert take(token(routes=["admin", "chat"])).routes == {"chat", "models"}
-    assert take(token(models=["smollm2", "mine", "other"])).models == ("smollm2", "mine")
-    assert take(token(models=["*"])).models == ()
-    assert not take(token(models=["*"])).may_ask("mine")
+    asked = ("smollm2", "smollm3", "mine", "other", "yours")
+    for models, may in {
+        ("smollm2", "mine", "other"): ("smollm2", "mine"),
+        ("*",): ("smollm2", "smollm3", "mine"),
+        ("s*",): ("smollm2", "smollm3"),
+        ("SMOLLM?",): ("smollm2", "smollm3"),
+        ("*m*2", "yours"): ("smollm2",),
+        (): (),
+    }.items():
+        caller = take(token(models=list(models)))
+        assert tuple(name for name in asked if caller.may_ask(name)) == may, models
+
+
+def test_an_empty_list_allows_nothing(tmp_path: Path) -> None:
+    take = accessing(tmp_path, SECRET.encode())
+    assert not take(token(models=[])).may_ask("mine")
+    assert take(token(routes=[])).routes == frozenset()
+    with pytest.raises(PermissionDenied, match="it is for: none"):
+        take(token(routes=[])).check_route("chat")
+    with pytest.raises(PermissionDenied, match="it is for: none"):
+        take(token(models=[])).check_model("mine")
+
+
+def test_the_log_says_why_a_token_was_refused(take: Take, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "dragoman.auth")
+    with pytest.raises(Unauthorized, match="not valid here"):
+        take(token(aud="others"))
+    assert "a token was refused: Audience doesn't match" in caplog.text
+    bad = token(secret="another secret that is as long as the one before")
+    with pytest.raises(Unauthorized, match="not valid here"):
+        take(bad)
+    assert "Signature verification failed" in caplog.text
+    assert bad.rpartition(".")[2] not in caplog.text
 
 
 def test_limits_are_those_of_the_subject(tmp_path: Path) -> None:
@@ -187,3 +217,25 @@ def test_over_the_wire(tmp_path: Path) -> None:
             refused(client.get("/stats"), 403)
         with talking(running, {"authorization": f"Bearer {unsigned('none')}"}) as client:
             refused(ask(client, CHAT), 401, code="invalid_api_key")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_lists_narrow_over_the_wire(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    signed = {"algorithm": "HS256", "key_file": "secret", "audience": "dragoman", "models": ["fa*"]}
+    names = ("fast", "far", "slow")
+    config = {
+        "models": {name: {"engine": "scripted"} for name in names},
+        "keys": {"store": "none.db", "jwt": signed},
+    }
+
+    def statuses(running: Running, **claimed: Any) -> list[int]:
+        with talking(running, {"authorization": f"Bearer {token(**claimed)}"}) as client:
+            return [ask(client, CHAT, model=name).status_code for name in names]
+
+    with serving(tmp_path, config, "--workers", workers) as running:
+        assert statuses(running) == [200, 200, 403]
+        assert statuses(running, models=["*"]) == [200, 200, 403]
+        assert statuses(running, models=["f*s*", "slow"]) == [200, 403, 403]
+        assert statuses(running, models=[]) == [403, 403, 403]
+        assert statuses(running, routes=[]) == [403, 403, 403]

@@ -170,6 +170,35 @@ def test_what_the_operator_wishes(tmp_path: Path) -> None:
         refused(client.post("/admin/models/first/unload", headers={"origin": "http://evil.example"}), 415)
 
 
+def test_unloading_what_is_being_loaded(tmp_path: Path) -> None:
+    config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 1}}}
+    with serving(tmp_path, config) as running, talking(running) as client, many(running, 1) as pool:
+        waiting = pool.submit(asked, running, "a")
+        assert eventually(lambda: states(client)["a"] == "loading", 5)
+        begun = time.monotonic()
+        told = client.post("/admin/models/a/unload")
+        assert (told.status_code, told.json()["state"]) == (202, "loading")
+        assert time.monotonic() - begun < 0.7
+        assert text_of(waiting.result()) == "a " * 5
+        assert eventually(lambda: states(client)["a"] == "cold", 5)
+        assert loads(running, "a") == 1
+
+
+def test_unloading_what_is_loaded_again_at_once(tmp_path: Path) -> None:
+    config = {"models": {"first": FIRST, "a": LIGHT | {"words": 20, "pace": 0.05, "load_seconds": 2}}}
+    with serving(tmp_path, config) as running, talking(running) as client, many(running, 3) as pool:
+        client.post("/admin/models/a/load")
+        answers = [pool.submit(asked, running, "a")]
+        assert eventually(lambda: client.get("/admin/models").json()["data"][1]["running"] == 1, 5)
+        unloading = pool.submit(talking_post, running, "/admin/models/a/unload")
+        time.sleep(0.2)
+        answers.append(pool.submit(asked, running, "a"))
+        told = unloading.result()
+        assert (told.status_code, told.json()["state"]) == (200, "loading")
+        assert all(answer.result().status_code == 200 for answer in answers)
+        assert loads(running, "a") == 2
+
+
 def talking_post(running: Running, path: str) -> httpx.Response:
     with talking(running) as client:
         return client.post(path)

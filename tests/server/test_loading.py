@@ -128,3 +128,38 @@ def test_a_port_in_use_is_told_before_anything_is_announced() -> None:
 def test_an_engine_without_models_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="offers no models"):
         create_app(Nameless())
+
+
+def test_a_source_that_cannot_be_reached_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert "model net is downloaded when it is first asked for" in running.log.read_text()
+        assert text_of(ask(client, CHAT, model="a")) == "hello"
+        refused(ask(client, CHAT, model="net"), 503, code="model_failed")
+        assert "model net: not loaded: http://127.0.0.1" in running.log.read_text()
+        assert text_of(ask(client, CHAT, model="a")) == "hello"
+
+
+def test_a_download_does_not_keep_the_server_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.gguf"
+        config = {
+            "models": {"a": {"engine": "scripted"}, "net": url},
+            "limits": {"load_seconds": 0.1},
+            "grace_seconds": 1,
+        }
+        with serving(tmp_path, config) as running, talking(running) as client:
+            refused(ask(client, CHAT, model="net"), 503, code="model_loading")
+            assert running.stop(10) == 0
+
+
+def test_the_default_model_must_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
+    with (
+        pytest.raises(AssertionError, match=r"the server ended:[\s\S]*model net: http"),
+        serving(tmp_path, config, "--default", "net"),
+    ):
+        pass

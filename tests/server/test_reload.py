@@ -15,7 +15,7 @@ import pytest
 
 from dragoman.config import Limits, ModelSpec, Settings
 from dragoman.server.app import App
-from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.server.talking import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
 from tests.serving import Running, serving
 
 SCRIPTED = {"engine": "scripted"}
@@ -62,7 +62,10 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
         # The worker of `kept` is still the same, those of the others have gone.
         assert eventually(lambda: len(running.children()) == 2, 5)
         assert len(workers & set(running.children())) == 1
-        assert running.log.read_text().count("model kept: loading") == 1
+        log = running.log.read_text()
+        assert log.count("model kept: loading") == 1
+        assert "model changed: unloading: its configuration has changed" in log
+        assert "model gone: unloading: it is configured no longer" in log
     assert set(answers) == {
         ("first", "hello"),
         ("kept", "kept " * 4),
@@ -70,6 +73,22 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
         ("changed", "changed " * 3),
         ("changed", "changed " * 7),
     }
+
+
+def test_the_event_log_is_opened_again(tmp_path: Path) -> None:
+    config = {"models": {"a": SCRIPTED}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        for by_signal in (True, False):
+            running.event_log.rename(tmp_path / f"events.{by_signal}")
+            if by_signal:
+                running.process.send_signal(signal.SIGHUP)
+            else:
+                client.post("/admin/reload").raise_for_status()
+            assert eventually(running.event_log.exists, 5)
+            ask(client, CHAT).raise_for_status()
+            assert recorded(running, event="request", scope="chat")
+        assert running.stop() == 0
+        assert running.events()[-1]["event"] == "run_end"
 
 
 def reload_amid(tmp_path: Path, running: Running, after: dict[str, Any]) -> None:
@@ -128,7 +147,7 @@ def test_a_mistake_leaves_everything_as_it_was(tmp_path: Path) -> None:
         stays = "the configuration stays as it was: "
         assert eventually(lambda: running.log.read_text().count(stays) == 2, 5)
         write(tmp_path, running, {"models": {"first": SCRIPTED, "b": "./gone.gguf"}})
-        assert "model b: no file" in refused(client.post("/admin/reload"), 400, code="invalid_config")
+        assert "models.b: no file" in refused(client.post("/admin/reload"), 400, code="invalid_config")
         assert text_of(ask(client, CHAT)) == "hello"
         refused(ask(client, CHAT, model="b"), 404, param="model")
 

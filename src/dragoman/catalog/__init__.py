@@ -3,7 +3,7 @@
     name -> trimmed, lower case; that of the default model where there is none
          -> a model of the configuration
          -> NAME/MODEL, where NAME is one that stands for all models of a server
-         -> an alias (exact, then the first pattern that fits) of one of these, or of one in the models folder
+         -> an alias (exact, then the most exact pattern that fits) of one of these, or of one in the models folder
          -> a model that lies in the models folder (see `discovery`)
          -> NAME:latest, where NAME is a model of the configuration
          -> 404, with the names that are near
@@ -15,6 +15,7 @@ Rules
 4. Until a model is loaded, what is known of it is what its configuration and its file say.
 5. A new configuration leaves what it does not change as it is, and what runs to its end.
 
+    aside.py      work beside the event loop that nobody has to wait for at the end
     host.py       an engine on its way from a wish to a running thing, and back
     residency.py  which models are in memory: pure decisions
     lifecycle.py  the decisions, carried out
@@ -28,12 +29,14 @@ import fnmatch
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from dragoman import sources
 from dragoman.catalog import memory
+from dragoman.catalog.aside import aside
 from dragoman.catalog.foreseen import Foreseen, foreseen
 from dragoman.catalog.host import GivenUp, Host, Make
 from dragoman.catalog.lifecycle import Lifecycle
@@ -165,11 +168,15 @@ class Catalog:
         found_before = self._found
         self._found = {path: self._followed(model, settings) for path, model in found_before.items()}
         staying = {model.host.key for model in (*self.models.values(), *self._found.values())}
-        for host in {model.host.key: model.host for model in (*before.values(), *found_before.values())}.values():
-            if host.key not in staying:
-                self.lifecycle.remove(host)
+        for model in {model.host.key: model for model in (*before.values(), *found_before.values())}.values():
+            if model.host.key not in staying:
+                is_there = model.found is not None or model.name.lower() in self.models
+                why = "its configuration has changed" if is_there else "it is configured no longer"
+                self.lifecycle.remove(model.host, why)
         self._settings = settings
-        self._aliases = {pattern.lower(): target for pattern, target in settings.aliases.items()}
+        self._aliases: dict[str, str] = {}
+        for pattern, target in sorted(settings.aliases.items(), key=lambda alias: _vagueness(alias[0])):
+            self._aliases.setdefault(pattern.lower(), target)
         self.discovery = Discovery(settings.folders)
         self._looked = -math.inf
 
@@ -205,8 +212,8 @@ class Catalog:
     @property
     def default(self) -> str | None:
         """The model for requests that name none."""
-        found = next((found.name for found in self.discovery.found.values()), None)
-        return self._settings.default or next((model.name for model in self.models.values()), found)
+        named = self._settings.default or next((model.name for model in self.models.values()), None)
+        return named or next((found.name for found in self._runnable()), None)
 
     def resolve(self, name: str) -> Model:
         """The model for a name, as far as the folders have been looked at."""
@@ -275,15 +282,19 @@ class Catalog:
         """What has gone from the folder, or is in the configuration now, is no model of the folder any more."""
         here = {found.path for found in self.discovery.found.values()} - set(self._placed)
         for path in [path for path in self._found if path not in here]:
-            self.lifecycle.remove(self._found.pop(path).host)
+            self.lifecycle.remove(self._found.pop(path).host, "its file is no model of the folder any more")
 
     def listed(self) -> list[Model]:
         """All that can be asked for, those of the configuration first."""
         known = list(self.models.values())
-        for found in self.discovery.found.values():
-            if _engine_for(found) is not None and (model := self._model_of(found)) not in known:
+        for found in self._runnable():
+            if (model := self._model_of(found)) not in known:
                 known.append(model)
         return known
+
+    def _runnable(self) -> Iterator[Found]:
+        """What lies in the folders and has an engine here."""
+        return (found for found in self.discovery.found.values() if _engine_for(found) is not None)
 
     def _named(self, wanted: str) -> Model | None:
         """The one of the configuration."""
@@ -317,9 +328,10 @@ class Catalog:
     def _unknown(self, name: str) -> str:
         shown = name if len(name) <= 100 else name[:100] + "…"
         names = [model.name for model in self.models.values()]
-        names += [found.name for found in self.discovery.found.values() if found.name not in names]
+        names += [found.name for found in self._runnable() if found.name not in names]
         exact = [alias for alias in self._aliases if "*" not in alias and "?" not in alias]
-        near = _near(name, [*names, *exact])
+        alike = [found.name for found in self.discovery.called(name.strip().lower())]
+        near = alike[:MOST_LISTED] or _near(name, [*names, *exact])
         listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
         words = f"model {shown!r} is not served here; "
         words += f"did you mean {' or '.join(near)}? " if near else ""
@@ -330,6 +342,12 @@ class Catalog:
         if self._looking is not None:
             self._looking.cancel()
         await self.lifecycle.stop()
+
+
+def _vagueness(pattern: str) -> tuple[int, int, int]:
+    """The more of a name a pattern says, the earlier it is tried; of two that say as much, the first of the file."""
+    wild, single = pattern.count("*"), pattern.count("?")
+    return wild + single - len(pattern), wild, -single
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
@@ -389,7 +407,7 @@ def _from(spec: ModelSpec, limits: Limits) -> Make:
         cls = engine_class(spec.engine)
         given = dict(spec.options)
         if spec.file is not None:
-            path = sources.locate(spec.file) or await asyncio.to_thread(sources.fetch, spec.file)
+            path = sources.locate(spec.file) or await aside(partial(sources.fetch, spec.file))
             given["path"] = str(path)
         elif spec.source is not None:
             given["path"] = spec.source

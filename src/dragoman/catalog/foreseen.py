@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman import sources
-from dragoman.config import ModelSpec
+from dragoman.config import Mistake, ModelSpec
 from dragoman.engines import engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import detect
@@ -45,19 +45,21 @@ def foreseen(spec: ModelSpec) -> Foreseen:
     )
 
 
-def missing_files(specs: Sequence[ModelSpec]) -> list[str]:
-    """What leads to no file, in words; what can still be downloaded is not missing."""
+def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
+    """What leads to no file, or to one that is no model; what can still be downloaded is not missing."""
     missing = []
     for spec in specs:
+        key = f"models.{spec.name}"
         try:
-            if spec.file is not None:
-                sources.locate(spec.file)
-            elif _folder_state(spec) == "missing":
-                missing.append(f"model {spec.name}: there is no folder {spec.source}")
+            path = None if spec.file is None else sources.locate(spec.file)
+            if path is not None and spec.engine == "llama":
+                read_metadata(path)
+            elif spec.file is None and _folder_state(spec) == "missing":
+                missing.append(Mistake(f"{key}.source", f"there is no folder {spec.source}"))
         except ConfigError as error:
-            missing.append(f"model {spec.name}: {error}")
+            missing.append(Mistake(f"{key}.source", str(error)))
         missing += [
-            f"model {name}: there is no adapter at {path}"
+            Mistake(f"{key}.adapters.{name}", f"there is no adapter at {path}")
             for name, path in adapter_files(spec).items()
             if not (path.is_dir() if spec.file is None else path.is_file())
         ]

@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from dragoman.catalog import residency as told
+from dragoman.catalog.aside import aside
 from dragoman.catalog.host import NOT_LOADED, Host
 from dragoman.catalog.residency import Residency, Seat
 from dragoman.config.quantities import shown_size
@@ -49,8 +50,8 @@ class Lifecycle:
     def keep(self, host: Host, keep_alive: float) -> None:
         self._feed(told.Added(host.key, keep_alive))
 
-    def remove(self, host: Host) -> None:
-        self._feed(told.Removed(host.key))
+    def remove(self, host: Host, why: str = "it is configured no longer") -> None:
+        self._feed(told.Removed(host.key, why))
 
     def bound(self, budget: int | None, turn: float) -> None:
         self._feed(told.Bounds(budget, turn))
@@ -142,7 +143,7 @@ class Lifecycle:
 
     async def _weigh(self, host: Host) -> None:
         try:
-            need = await asyncio.to_thread(host.expect)
+            need = await aside(host.expect)
         except Exception as error:  # noqa: BLE001 (an engine of the user's own is asked too; told to the log)
             host.fail(error)
             self._feed(told.Failed(host.key))

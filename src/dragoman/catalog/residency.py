@@ -11,7 +11,9 @@ Rules
    in any more, and what is asked of it waits, all together, for its next turn. One with nothing to do makes room after
    `LINGER` seconds already. Of several the one that was used least recently goes first.
 5. A model that nobody has used for its keep-alive time is unloaded.
-6. A model that was removed serves those who have asked for it, then it goes.
+6. A model that is dismissed takes nobody in any more. If it is just being loaded, those who waited for it by the time
+   it has come are served first.
+7. A model that was removed serves those who have asked for it, then it goes.
 
 So with n models that need each other's memory nobody waits for more than n turns, loads and longest requests.
 """
@@ -39,6 +41,7 @@ class Added(msgspec.Struct, frozen=True):
 
 class Removed(msgspec.Struct, frozen=True):
     key: str
+    why: str = "it is configured no longer"
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -168,6 +171,7 @@ class Seat:
         self.since = self.idle_since = 0.0
         self.is_weighing = self.is_wished = self.is_dismissed = self.is_removed = self.is_closed = False
         self.is_unused = False
+        self.removed_why = ""
 
     @property
     def is_wanted(self) -> bool:
@@ -242,10 +246,10 @@ class Residency:
         elif isinstance(event, GaveUp):
             seat.waiting.pop(event.ticket, None)
         elif isinstance(event, Removed):
-            seat.is_removed = True
+            seat.is_removed, seat.removed_why = True, event.why
             seat.is_wished = False
         elif isinstance(event, Dismissed):
-            seat.is_dismissed = seat.state == "in" or (seat.state == "loading" and not seat.waiting)
+            seat.is_dismissed = seat.state in ("in", "loading")
             seat.is_wished = False
         elif isinstance(event, Weighed):
             seat.need, seat.is_weighing = event.need, False
@@ -265,7 +269,14 @@ class Residency:
             seat.state = "leaving"
             return [Unload(event.key, "it needs more memory than there may be"), self._refused(event.key, seat)]
         seat.state = "in"
-        return []
+        return [self._admitted(event.key, seat)] if seat.is_dismissed and seat.waiting else []
+
+    def _admitted(self, key: str, seat: Seat) -> Admit:
+        tickets = tuple(seat.waiting)
+        seat.waiting.clear()
+        seat.running += len(tickets)
+        seat.is_unused = False
+        return Admit(key, tickets)
 
     def _fell_out(self, seat: Seat, event: Failed | Lost) -> list[Effect]:
         seat.is_weighing = seat.is_wished = seat.is_dismissed = False
@@ -289,11 +300,7 @@ class Residency:
         yield from self._load_in_line(now)
         for key, seat in self.seats.items():
             if seat.waiting and seat.takes_in:
-                tickets = tuple(seat.waiting)
-                seat.waiting.clear()
-                seat.running += len(tickets)
-                seat.is_unused = False
-                yield Admit(key, tickets)
+                yield self._admitted(key, seat)
 
     def _let_rest(self, now: float) -> Iterator[Effect]:
         """Unload what has had its time, or was told to go."""
@@ -304,7 +311,7 @@ class Residency:
                 del self.seats[key]
                 yield Forget(key)
             elif seat.state == "in" and seat.is_removed:
-                yield self._unload(key, seat, "it is configured no longer")
+                yield self._unload(key, seat, seat.removed_why)
             elif seat.state == "in" and seat.is_dismissed:
                 yield self._unload(key, seat, "somebody asked for it")
             elif seat.state == "in" and now >= seat.rests_until:

@@ -1,13 +1,16 @@
 """`dragoman check`: what is wrong with a configuration, without starting anything."""
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from dragoman.catalog.foreseen import missing_files
-from dragoman.cli.settings import settings_of
+from dragoman.catalog.foreseen import wrong_files
+from dragoman.cli.settings import loaded_of
 from dragoman.config import ModelSpec
+from dragoman.config.doubts import doubts
+from dragoman.config.places import Mistake
 from dragoman.engines.upstream.options import UpstreamOptions, key_of
 from dragoman.errors import ConfigError
 
@@ -35,19 +38,22 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = settings_of(arguments.config)
+    loaded = loaded_of(arguments.config)
+    settings = loaded.settings
     # Imported late: a mistake in the file is told without it.
-    from dragoman.server.serve import unusable_files
+    from dragoman.server.files import unusable_files
 
-    missing = [*missing_files(settings.models), *unusable_files(settings), *_missing_keys(settings.models)]
-    if missing:
-        raise ConfigError(*missing)
+    wrong = [*wrong_files(settings.models), *unusable_files(settings), *_missing_keys(settings.models)]
+    if wrong:
+        raise ConfigError(*loaded.places.told(wrong))
+    for doubt in loaded.places.told(doubts(settings)):
+        print(f"dragoman: warning: {doubt}", file=sys.stderr)
     names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
     print(f"the configuration is sound; models: {names}")
     return 0
 
 
-def _missing_keys(models: Iterable[ModelSpec]) -> Iterator[str]:
+def _missing_keys(models: Iterable[ModelSpec]) -> Iterator[Mistake]:
     """Without its key no request to a server would be answered."""
     for model in models:
         if model.engine != "upstream":
@@ -56,4 +62,4 @@ def _missing_keys(models: Iterable[ModelSpec]) -> Iterator[str]:
             try:
                 key_of(model.name, place)
             except ConfigError as error:
-                yield from error.mistakes
+                yield Mistake(f"models.{model.name}", str(error).removeprefix(f"models.{model.name}: "))

@@ -52,7 +52,9 @@ def _add_create(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = actions.add_parser("create", help="make a key and show it, once", allow_abbrev=False)
     many = "may be given several times"
     parser.add_argument("principal", metavar="WHO", help="NAME, user:NAME or agent:NAME/USER")
-    parser.add_argument("--model", metavar="PATTERN", action="append", default=[], help=f"only these models; {many}")
+    parser.add_argument(
+        "--model", metavar="PATTERN", action="append", default=[], type=_pattern, help=f"only these models; {many}"
+    )
     parser.add_argument(
         "--route",
         metavar="SCOPE",
@@ -67,6 +69,12 @@ def _add_create(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--days", metavar="N", type=_days, help="how long it is valid")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(run=create)
+
+
+def _pattern(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("expected a name or a pattern such as 'smol*'; without --model all models")
+    return text.strip()
 
 
 def _count(text: str) -> int:

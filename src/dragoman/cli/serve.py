@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from dragoman import sources
-from dragoman.catalog.foreseen import missing_files
+from dragoman.address import public
+from dragoman.catalog.foreseen import wrong_files
 from dragoman.cli import layout
 from dragoman.cli.settings import look_here
-from dragoman.config import Flags, Settings, load_settings
+from dragoman.config import Flags, Loaded, Settings, load
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
@@ -92,20 +93,20 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     look_here()
     engines = [] if arguments.engine is None else [_own_engine(arguments.engine)]
-    settings = _settings(arguments, engines)
+    loaded = _loaded(arguments, engines)
+    settings = loaded.settings
     # Imported only here: the other commands and mistakes in flags need no server.
     from dragoman.server import serve
 
+    _check_files(loaded)
     serve.check_exposure(settings)
     serve.check_place(settings)
     _fetch_models(settings)
 
     def reread() -> Settings:
-        written = _settings(arguments, engines)
-        missing = missing_files(written.models)
-        if missing:
-            raise ConfigError(*missing)
-        return written
+        written = _loaded(arguments, engines)
+        _check_files(written)
+        return written.settings
 
     serve.run(settings, engines, reread)
     return 0
@@ -120,7 +121,7 @@ def _own_engine(name: str) -> Engine:
     return cls()
 
 
-def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Settings:
+def _loaded(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Loaded:
     flags = Flags(
         models=arguments.model,
         aliases=arguments.alias,
@@ -145,19 +146,38 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
         raise ConfigError(f"--engine {arguments.engine}: it offers no models; `models()` must name at least one")
     if not all(arguments.api_key):
         raise ConfigError("--api-key is empty")
-    settings = load_settings(arguments.config, flags, os.environ, offered=offered)
-    for model in settings.models:
+    loaded = load(arguments.config, flags, os.environ, offered=offered)
+    for model in loaded.settings.models:
         if model.name in offered:
             raise ConfigError(f"model {model.name}: the engine {arguments.engine} offers this name too; rename one")
-    return settings
+    return loaded
+
+
+def _check_files(loaded: Loaded) -> None:
+    from dragoman.server.files import unusable_files
+
+    wrong = [*wrong_files(loaded.settings.models), *unusable_files(loaded.settings)]
+    if wrong:
+        raise ConfigError(*loaded.places.told(wrong))
 
 
 def _fetch_models(settings: Settings) -> None:
+    """The default model before anything else; another one that is not here is downloaded when it is first asked for."""
+    wanted = settings.default or (settings.models[0].name if settings.models else "")
     for model in settings.models:
-        if model.file is not None:
-            try:
-                path = sources.fetch(model.file, lambda words: print(words, file=sys.stderr, flush=True))
-            except ConfigError as error:
-                raise ConfigError(f"model {model.name}: {error}") from error
-            if model.engine == "llama" and model.options.get("layout", "auto") == "auto":
-                layout.prepare(path)
+        if model.file is None:
+            continue
+        try:
+            path = sources.locate(model.file)
+            if path is None and wanted.lower() in (name.lower() for name in model.names):
+                path = sources.fetch(model.file, _say)
+        except ConfigError as error:
+            raise ConfigError(f"model {model.name}: {error}") from error
+        if path is None:
+            _say(f"model {model.name} is downloaded when it is first asked for ({public(model.file)})")
+        elif model.engine == "llama" and model.options.get("layout", "auto") == "auto":
+            layout.prepare(path)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

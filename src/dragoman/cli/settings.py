@@ -3,7 +3,7 @@
 import os
 import sys
 
-from dragoman.config import Flags, Settings, load_settings
+from dragoman.config import Flags, Loaded, Settings, load
 
 
 def look_here() -> None:
@@ -12,5 +12,9 @@ def look_here() -> None:
 
 
 def settings_of(config: str | None) -> Settings:
+    return loaded_of(config).settings
+
+
+def loaded_of(config: str | None) -> Loaded:
     look_here()
-    return load_settings(config, Flags(), os.environ)
+    return load(config, Flags(), os.environ)

@@ -17,6 +17,9 @@ Rules
 4. A relative path in a file starts from the folder of that file.
 
     file.py        a file as values and lines; what is wrong in it
+    forms.py       what some texts must look like
+    doubts.py      what is no mistake, and hardly meant
+    places.py      where a setting was written
     models.py      one entry of `models:`
     paths.py       paths in a file
     quantities.py  sizes and times
@@ -30,17 +33,30 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from dragoman.bounds import Count, Seconds, Word
+from dragoman.bounds import Count, Patience, Seconds, Word
 from dragoman.config.file import File, read
+from dragoman.config.forms import wrong_forms
 from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, read_models
 from dragoman.config.paths import keys_located, located, tls_located
+from dragoman.config.places import Mistake, Places
 from dragoman.config.quantities import duration, size
 from dragoman.discovery import names_in
 from dragoman.errors import ConfigError
 from dragoman.operation import Cors, Keys, Telemetry, Tls, network
 from dragoman.sources import BUILT_IN, home
 
-__all__ = ["Flags", "Limits", "ModelSpec", "SamplingDefaults", "Settings", "load_settings"]
+__all__ = [
+    "Flags",
+    "Limits",
+    "Loaded",
+    "Mistake",
+    "ModelSpec",
+    "Places",
+    "SamplingDefaults",
+    "Settings",
+    "load",
+    "load_settings",
+]
 
 FILE_NAME = "dragoman.yaml"
 ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
@@ -95,8 +111,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts: tuple[Word, ...] | None = None
     """The names by which clients may call the server; None: decided by `host`."""
     limits: Limits = Limits()
-    grace_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    grace_seconds: Patience = 30.0
+    drain_seconds: Patience = 0.0
     """How long new requests are still taken after the signal to stop, while `/ready` says no."""
     workers: Count | None = None
     """Processes that clients talk to; None: by how many CPUs there are."""
@@ -138,10 +154,34 @@ class Flags(msgspec.Struct, frozen=True):
     layout: Literal["auto", "as-is"] | None = None
     """Of the models that llama.cpp runs."""
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """What they give, as a file would call it."""
+        given = {
+            "models_dir": self.models_dir,
+            "host": self.host,
+            "event_log": self.event_log,
+            "socket": self.socket,
+            "tls": self.tls_certificate,
+        }
+        models = (f"models.{flag.partition('=')[0]}" for flag in self.models)
+        return frozenset([*(key for key, value in given.items() if value), *models])
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Settings, and where they were written."""
+
+    settings: Settings
+    places: Places
+
 
 def load_settings(
     path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()
 ) -> Settings:
+    return load(path, flags, environ, offered=offered).settings
+
+
+def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()) -> Loaded:
     """`offered` are models of engines that the caller brings along; they need no entry anywhere."""
     file = read(path or environ.get("DRAGOMAN_CONFIG") or (FILE_NAME if Path(FILE_NAME).is_file() else None))
     reading = _Reading(file, flags)
@@ -185,7 +225,7 @@ def load_settings(
     )
     reading.check_names(result, offered, by_flag)
     reading.end()
-    return result
+    return Loaded(result, Places(file.name, file.lines, flags.keys))
 
 
 def _model_flag(flag: str) -> tuple[str, ModelSpec]:
@@ -250,6 +290,8 @@ class _Reading:
         settings = msgspec.convert(file.section(plain, Settings), Settings)
         for at, entry in enumerate(settings.proxies):
             self._check_proxy(entry, f"proxies[{at}]")
+        for mistake in wrong_forms(settings):
+            file.note(mistake.key, mistake.words)
         return self._from_here(settings)
 
     def _check_proxy(self, entry: str, key: str) -> None:
@@ -285,9 +327,12 @@ class _Reading:
         return [self._file.from_here(folder) if isinstance(folder, str) and folder else folder for folder in folders]
 
     def aliases(self) -> dict[str, str]:
-        found = {}
+        found: dict[str, str] = {}
         for pattern, name in self._file.mapping(self._file.values, "aliases").items():
-            if not ALIAS_NAME.fullmatch(pattern):
+            other = next((other for other in found if other.lower() == pattern.lower()), None)
+            if other is not None:
+                self._file.note(f"aliases.{pattern}", f"{other} is the same alias but for its case")
+            elif not ALIAS_NAME.fullmatch(pattern):
                 self._file.note(f"aliases.{pattern}", "an alias has letters, digits and . _ - : / * ? only")
             elif self._file.convert(name, str, f"aliases.{pattern}") is not None:
                 found[pattern] = name

@@ -3,10 +3,12 @@
 A mistake is noted and the reading goes on: whoever wrote the file hears of all of them together.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import yaml
@@ -16,6 +18,8 @@ from dragoman.errors import ConfigError
 from dragoman.sources import is_path
 
 Parse = Callable[[object], object]
+MERGE = "tag:yaml.org,2002:merge"
+MOST_VALUES = 50_000
 
 
 class File:
@@ -46,10 +50,25 @@ class File:
         try:
             return msgspec.convert(value, wanted)
         except msgspec.ValidationError as error:
-            self._note_invalid(str(error), key)
+            before = len(self._mistakes)
+            self._convert_inner(value, wanted, key)
+            if len(self._mistakes) == before:
+                self._note_invalid(str(error), key, wanted)
             return None
 
-    def _note_invalid(self, finding: str, key: str) -> None:
+    def _convert_inner(self, value: Any, wanted: Any, key: str) -> None:
+        """Note what is wrong with each part of a list or a mapping; msgspec tells the first only."""
+        inner = _struct_in(wanted)
+        entry = next((get_args(kind)[0] for kind in _kinds(wanted) if get_origin(kind) in (tuple, list)), None)
+        if isinstance(value, dict) and inner is not None:
+            self.fitting(value, inner, key)
+            if inner.__struct_config__.forbid_unknown_fields:
+                self.check_keys(value, inner.__struct_fields__, key)
+        elif isinstance(value, list) and entry is not None:
+            for at, part in enumerate(value):
+                self.convert(part, entry, f"{key}[{at}]")
+
+    def _note_invalid(self, finding: str, key: str, wanted: Any) -> None:
         """msgspec's finding, in the place and the words of the file."""
         what, _, place = finding.partition(" - at `$")
         inner = place.removesuffix("`")
@@ -61,7 +80,9 @@ class File:
         elif unknown:
             self.note(f"{where}.{unknown[1]}", "unknown key")
         else:
-            self.note(where, what[0].lower() + what[1:].replace("`", ""))
+            choices = _choices(wanted) if what.startswith("Invalid enum value") else []
+            among = f"; expected {' or '.join(map(str, choices))}" if choices else ""
+            self.note(where, what[0].lower() + what[1:].replace("`", "") + among)
 
     def fitting(self, values: Mapping[str, Any], wanted: type[msgspec.Struct], key: str = "") -> dict[str, Any]:
         """The values that fit their fields of a struct, one by one: a mistake in one hides none in another."""
@@ -85,9 +106,9 @@ class File:
         for name, inner in sections.items():
             given = self.mapping(values, name, key)
             if isinstance(values.get(name), dict):
-                before = len(self._mistakes)
                 made = self.section(given, inner, f"{key}.{name}" if key else name)
-                if len(self._mistakes) == before:
+                # What is right of it is looked at further, whatever else is wrong.
+                if all(field.name in made for field in msgspec.structs.fields(inner) if field.required):
                     fitting[name] = made
         return fitting
 
@@ -124,8 +145,19 @@ class File:
 
 def _struct_in(wanted: Any) -> type[msgspec.Struct] | None:
     """The struct that a field is, or may be instead of nothing."""
-    kinds = get_args(wanted) or (wanted,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+    return next((kind for kind in _kinds(wanted) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+
+
+def _kinds(wanted: Any) -> tuple[Any, ...]:
+    """What a type may be instead of nothing, or of one another."""
+    return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+
+
+def _choices(wanted: Any) -> list[Any]:
+    """The words that one of a fixed choice may be."""
+    if get_origin(wanted) is Literal:
+        return list(get_args(wanted))
+    return [choice for inner in get_args(wanted) for choice in _choices(inner)]
 
 
 def kind(value: Any) -> str:
@@ -174,13 +206,25 @@ class _Reader:
         self.file = file
         self.loader = loader
         self.lines = lines
+        self._read = 0
+
+    def _count(self, node: yaml.Node) -> None:
+        """A few anchors that refer to one another can stand for more than any machine holds."""
+        self._read += 1
+        if self._read > MOST_VALUES:
+            words = f"more than {MOST_VALUES:,} values; do anchors refer to one another?"
+            raise ConfigError(f"{self.file.name}:{node.start_mark.line + 1}: {words}")
 
     def value(self, node: yaml.Node, key: str) -> Any:
+        self._count(node)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, key)
         if isinstance(node, yaml.SequenceNode):
             return [self.item(inner, f"{key}[{index}]") for index, inner in enumerate(node.value)]
         plain = self.loader.construct_object(node)
+        if isinstance(plain, float) and math.isnan(plain):
+            self.file.note(key, "expected a number")
+            return 1.0
         return self.text(plain, key) if isinstance(plain, str) else plain
 
     def text(self, plain: str, key: str) -> str:
@@ -197,8 +241,12 @@ class _Reader:
 
     def mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
         for key_node, value_node in node.value:
             name = key_node.value
+            if key_node.tag == MERGE:
+                merged += self.merged(value_node, key)
+                continue
             line = key_node.start_mark.line + 1
             if key_node.tag != "tag:yaml.org,2002:str":
                 shown = name if isinstance(name, str) else "this key"
@@ -211,4 +259,23 @@ class _Reader:
                 continue
             self.lines[inner] = line
             values[name] = self.value(value_node, inner)
+        for key_node, value_node in merged:
+            inner = f"{key}.{key_node.value}" if key else key_node.value
+            if key_node.value not in values:
+                self.lines[inner] = key_node.start_mark.line + 1
+                values[key_node.value] = self.value(value_node, inner)
         return values
+
+    def merged(self, node: yaml.Node, key: str) -> list[tuple[yaml.Node, yaml.Node]]:
+        """The keys of `<<: *other` and `<<: [*one, *other]`, the first ones first; what is written beside it wins."""
+        self._count(node)
+        if isinstance(node, yaml.SequenceNode):
+            return [pair for part in node.value for pair in self.merged(part, key)]
+        if not isinstance(node, yaml.MappingNode):
+            self.file.note_at(
+                node.start_mark.line + 1, f"{key}.<<" if key else "<<", "expected a mapping or a list of them"
+            )
+            return []
+        own = [pair for pair in node.value if pair[0].tag == "tag:yaml.org,2002:str"]
+        further = [pair[1] for pair in node.value if pair[0].tag == MERGE]
+        return own + [pair for inner in further for pair in self.merged(inner, key)]

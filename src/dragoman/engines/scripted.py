@@ -30,7 +30,7 @@ from dragoman.bounds import Count
 from dragoman.conversation import GenerationRequest, Thinking
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo
-from dragoman.errors import ConfigError, ContextTooLong, EngineFailed
+from dragoman.errors import ContextTooLong, EngineFailed
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, Usage
 from dragoman.formats import named
 from dragoman.stages.split import begins_in_thought
@@ -49,6 +49,12 @@ Number = Annotated[int, msgspec.Meta(ge=0)]
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: str
     match: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match or "")
+        except re.error as error:
+            raise ValueError(f"match is not a regular expression: {self.match!r} ({error})") from error
 
 
 class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,10 +87,7 @@ class ScriptedEngine(Engine):
         self._models = (ModelInfo(name, context=options.context, format=self.syntax.name),)
         faults = (options.fail_after, options.hang_after, options.crash_after)
         self.first_fault = min((at for at in faults if at is not None), default=None)
-        try:
-            self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
-        except re.error as error:
-            raise ConfigError(f"scripted: not a regular expression: {error.pattern!r} ({error})") from error
+        self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:

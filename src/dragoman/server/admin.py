@@ -8,7 +8,8 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from dragoman.catalog import Model
+from dragoman.catalog import Host, Model
+from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized
 from dragoman.protocols import admin as wire
 from dragoman.server.exchange import Exchange
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 ROOT = "/admin/models"
 LOOK_SECONDS = 0.05
+UNLOAD_SECONDS = 5.0
+"""How long the answer waits for a model to go."""
 
 
 async def models(app: "App", exchange: Exchange) -> None:
@@ -65,13 +68,20 @@ async def _load(model: Model) -> bool:
 
 
 async def _unload(app: "App", model: Model) -> bool:
-    """Whether it has gone; what it is still working on comes to its end."""
-    lifecycle = app.catalog.lifecycle
-    lifecycle.dismiss(model.host)
-    patience = time.monotonic() + app.settings.limits.load_seconds
-    while model.host.state in ("ready", "unloading", "loading") and time.monotonic() < patience:  # noqa: ASYNC110 (seldom)
+    """Whether it has gone; what it is still working on comes to its end, after which it goes all the same."""
+    host, before = model.host, model.host.engine
+    app.catalog.lifecycle.dismiss(host)
+    patience = time.monotonic() + (0 if host.state == "loading" else UNLOAD_SECONDS)
+    while not (has_gone := _has_gone(host, before)) and time.monotonic() < patience:  # noqa: ASYNC110 (seldom)
         await asyncio.sleep(LOOK_SECONDS)
-    return model.host.state in ("cold", "waiting", "failed")
+    return has_gone
+
+
+def _has_gone(host: Host, before: Engine | None) -> bool:
+    """Whether it was out once since; for those who wait it may be on its way back."""
+    if host.state == "loading":
+        return before is not None
+    return host.state != "unloading" and (host.engine is None or host.engine is not before)
 
 
 async def _served(app: "App", model: Model) -> wire.ServedModel:

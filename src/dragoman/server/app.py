@@ -91,6 +91,8 @@ class App(Door):
         if self._reread is None:
             raise NotSupported("this server was started without a configuration that could be read again")
         async with self._reloading:
+            # Whoever moved the event log away sends the same signal, whatever has become of the configuration.
+            self.telemetry.events.reopen()
             read = await asyncio.to_thread(self._reread)
             settings = with_fixed(read, self._begun_with)
             before = {name: spec for spec in self.settings.models for name in spec.names}

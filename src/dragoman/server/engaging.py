@@ -149,5 +149,5 @@ async def named(catalog: Catalog, caller: Caller, name: str) -> Model:
         if caller.models is None:
             raise
         # Its words would name what is none of this caller's business.
-        words = f"model {name[:100]!r} is not served here; this key is for: {', '.join(caller.models) or 'none'}"
+        words = f"model {name[:100]!r} is not served here; this key is for: {caller.allowed}"
         raise ModelNotFound(words, param="model") from None

@@ -152,7 +152,7 @@ class Exchange:
         name = _host_name(self.headers.get(b"host", b""))
         if name is None or (allowed is not None and name not in allowed):
             self.extra_headers.append((b"connection", b"close"))
-            raise BadRequest("the Host header does not name this server")
+            raise BadRequest("the Host header does not name this server; `hosts` in its configuration allows names")
 
     @property
     def peer(self) -> str | None:

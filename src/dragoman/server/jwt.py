@@ -5,11 +5,12 @@
 Rules
 1. The algorithm and the key are the configuration's, whatever the head of a token says; so is what kind of key it is.
 2. A token without an end, or without a subject, is none. An audience and an issuer that are configured must be there.
-3. What a token says of models and routes only narrows what the configuration allows.
+3. What a token says of models and routes only narrows what the configuration allows: a model fits one pattern of
+   each. An empty list allows nothing; whoever says nothing narrows nothing.
 4. The limits are those of the subject, whichever token it comes with.
 """
 
-import re
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,17 +25,19 @@ from dragoman.quota import Quota
 from dragoman.server.scopes import Caller, routes_of
 from dragoman.store.keys import checked_principal, digest
 
+log = logging.getLogger("dragoman.auth")
+
 REMEMBERED = 1024
 LONGEST_TOKEN = 8192
 LEAST_SECRET = 32
-PATTERN = re.compile(r"[*?\[]")
+KEY_FILE = "keys.jwt.key_file"
 
 
 class Claims(msgspec.Struct, frozen=True):
     sub: str
     exp: float
-    models: tuple[str, ...] = ()
-    routes: tuple[RouteScope, ...] = ()
+    models: tuple[str, ...] | None = None
+    routes: tuple[RouteScope, ...] | None = None
 
 
 class Signed:
@@ -90,6 +93,8 @@ class Signed:
         except self._jwt.ExpiredSignatureError as error:
             raise Unauthorized("the token has expired") from error
         except (self._jwt.PyJWTError, msgspec.ValidationError, ValueError, TypeError) as error:
+            # Whoever made the token up learns nothing; the operator may want to know.
+            log.info("a token was refused: %s", error or type(error).__name__)
             raise Unauthorized("the token is not valid here") from error
 
     def _caller(self, claims: Claims) -> Caller:
@@ -98,9 +103,12 @@ class Signed:
         except ConfigError as error:
             raise Unauthorized("the token's subject is not a name that is known here") from error
         allowed = routes_of(self._settings.routes)
-        routes = allowed & routes_of(claims.routes) if claims.routes else allowed
-        models = _narrowed(self._settings.models, claims.models)
-        return Caller(principal, routes, models, self._quota(principal))
+        if claims.routes is not None:
+            allowed &= routes_of(claims.routes) if claims.routes else frozenset()
+        models: Sequence[str] | None = self._settings.models or None
+        if claims.models is None:
+            return Caller(principal, allowed, models, self._quota(principal))
+        return Caller(principal, allowed, claims.models, self._quota(principal), within=models)
 
     def _quota(self, principal: str) -> Quota | None:
         if self._limits == KeyLimits():
@@ -115,19 +123,11 @@ class Signed:
         return quota
 
 
-def _narrowed(allowed: Sequence[str], asked: Sequence[str]) -> Sequence[str] | None:
-    """Of what a token asks for, what is allowed by name; a pattern of its own only where everything is allowed."""
-    if not allowed or not asked:
-        return asked or allowed or None
-    permitted = Caller("", models=allowed)
-    return [name for name in asked if name in allowed or (not PATTERN.search(name) and permitted.may_ask(name))]
-
-
 def _read_key(settings: Jwt) -> bytes:
     try:
         key = Path(settings.key_file).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"keys.jwt.key_file {settings.key_file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{KEY_FILE}: {settings.key_file} cannot be read: {error.strerror}") from error
     is_pem = b"-----BEGIN" in key
     if settings.algorithm == "HS256" and is_pem:
         raise ConfigError("keys.jwt.key_file: a PEM key is not a secret; with HS256 it is any text of 32 bytes or more")

@@ -41,9 +41,9 @@ def routes_of(named: Iterable[RouteScope]) -> frozenset[RouteScope]:
 
 
 class Caller:
-    """Who is asking. `models` None: every model may be asked."""
+    """Who is asking. `models` None: every model may be asked. `within`: which must fit one of these too."""
 
-    __slots__ = ("models", "principal", "quota", "routes")
+    __slots__ = ("models", "principal", "quota", "routes", "within")
 
     def __init__(
         self,
@@ -51,24 +51,36 @@ class Caller:
         routes: frozenset[RouteScope] = ALL,
         models: Sequence[str] | None = None,
         quota: Quota | None = None,
+        within: Sequence[str] | None = None,
     ) -> None:
         self.principal = principal
         self.routes = routes
         self.models = None if models is None else tuple(pattern.lower() for pattern in models)
+        self.within = None if within is None else tuple(pattern.lower() for pattern in within)
         self.quota = quota
 
     def check_route(self, scope: RouteScope | None) -> None:
         if scope is not None and scope not in self.routes:
-            raise PermissionDenied(f"this key is not for {scope}; it is for: {', '.join(sorted(self.routes))}")
+            raise PermissionDenied(
+                f"this key is not for {scope}; it is for: {', '.join(sorted(self.routes)) or 'none'}"
+            )
 
     def may_ask(self, model: str) -> bool:
-        name = model.lower()
-        return self.models is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.models)
+        return all(patterns is None or _fits(model.lower(), patterns) for patterns in (self.models, self.within))
+
+    @property
+    def allowed(self) -> str:
+        """The models that may be asked, in words."""
+        models = ", ".join(self.models or ()) or "none"
+        return f"{models} (of {', '.join(self.within)})" if self.models and self.within is not None else models
 
     def check_model(self, model: str) -> None:
         if not self.may_ask(model):
-            models = ", ".join(self.models or ()) or "none"
-            raise PermissionDenied(f"this key is not for model '{model}'; it is for: {models}", param="model")
+            raise PermissionDenied(f"this key is not for model '{model}'; it is for: {self.allowed}", param="model")
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 ANYBODY = Caller("anonymous")

@@ -24,7 +24,6 @@ from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFo
 from dragoman.server.app import ONLY_ENGINES, App, Reread
 from dragoman.server.fronts.crew import Crew
 from dragoman.server.fronts.places import places
-from dragoman.server.jwt import Signed
 from dragoman.server.listening import bind_words, settle, tls_context, unix_socket, uvicorn_config
 from dragoman.store.keys import KeyStore, store_path
 from dragoman.telemetry.logs import configure
@@ -103,21 +102,6 @@ def check_place(settings: Settings) -> None:
         check_socket(Path(settings.socket))
     else:
         check_port(settings.host, settings.port)
-
-
-def unusable_files(settings: Settings) -> list[str]:
-    """What is wrong with the files that the server itself needs, in words."""
-    keys, wrong = settings.keys, []
-    for check in (
-        lambda: settings.tls and tls_context(settings.tls),
-        lambda: keys.jwt and Signed(keys.jwt, keys.limits),
-        lambda: KeyStore(store_path(keys)).all(),
-    ):
-        try:
-            check()
-        except ConfigError as error:
-            wrong.append(str(error))
-    return wrong
 
 
 def check_socket(path: Path) -> None:

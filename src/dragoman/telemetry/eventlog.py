@@ -32,7 +32,21 @@ class EventLog:
     """Nothing at all where no file is asked for."""
 
     def __init__(self, path: str | None) -> None:
+        self._path = path
         self._file = _open(path) if path else None
+
+    def reopen(self) -> None:
+        """Go on in the file that has the name now: somebody may have moved the one before away."""
+        if self._path is None:
+            return
+        try:
+            fresh = _open(self._path)
+        except ConfigError as error:
+            log.error("%s; it goes on in the old file", error)
+            return
+        if self._file is not None:
+            self._file.close()
+        self._file = fresh
 
     def start(self, run: Mapping[str, Any]) -> None:
         self._write("run_start", {"schema": SCHEMA, "version": __version__, "host": _host(), **run})
@@ -44,6 +58,7 @@ class EventLog:
     def close(self, totals: Mapping[str, int]) -> None:
         """Written once, however often the end is told."""
         self._write("run_end", totals)
+        self._path = None
         if self._file is not None:
             self._file.close()
             self._file = None

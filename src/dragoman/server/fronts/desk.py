@@ -176,7 +176,7 @@ class Desk:
 
     def _engage(self, message: Engage) -> None:
         guest = self._guest(message.id)
-        caller = Caller(message.principal, models=message.models)
+        caller = Caller(message.principal, models=message.models, within=message.within)
         guest.via = message.via
         guest.engagement = engagement = self._app.engagement_of(caller, guest.lease)
         self._spawn(self._engaged(message, guest, engagement), guest.tasks)

@@ -231,7 +231,7 @@ class RemoteEngagement:
         self._parent.hear(self._id, self._hear)
         self._is_open = True
         via = self._exchange.headers.get(hops.HEADER_BYTES)
-        self._parent.send(Engage(self._id, caller.principal, caller.models, wish, via))
+        self._parent.send(Engage(self._id, caller.principal, caller.models, wish, caller.within, via))
         answer = await self._found
         if isinstance(answer, Refused):
             self.label, self.fallbacks = answer.label, answer.fallbacks
