@@ -90,8 +90,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Beginnings are shared only between requests of one principal: nobody can tell from the time that an answer takes
     what others have asked."""
     flash_attention: bool = True
-    """Where it helps; without it long texts are written faster, short ones slower, and the log probabilities of a text
-    are the same whoever else is being answered, nearly to the bit."""
+    """Where it helps; without it long texts are written faster, short ones slower. Weights that are half floats give
+    then the same log probabilities, nearly to the bit, whoever else is being answered; those of fewer bits do not."""
     kv: Kv = "f16"
     """How exactly the state of texts is kept: with q8_0 it takes little more than half of the memory."""
     adapters: Mapping[str, str | AdapterOptions] = {}
