@@ -156,8 +156,6 @@ def _fetch_models(settings: Settings) -> None:
     for model in settings.models:
         if model.file is not None:
             try:
-                path = sources.fetch(model.file, lambda words: print(words, file=sys.stderr, flush=True))
+                sources.fetch(model.file, lambda words: print(words, file=sys.stderr, flush=True))
             except ConfigError as error:
                 raise ConfigError(f"model {model.name}: {error}") from error
-            if model.engine == "llama" and model.options.get("layout", "auto") == "auto":
-                layout.prepare(path)

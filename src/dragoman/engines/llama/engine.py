@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 MOST_DEFAULT_WHOLE = 2048
 """Tokens of a text that goes in whole: the memory for it grows with their square."""
+TRIAL_SHARE = 0.9
+"""Of the time that loading takes where another layout is tried."""
 EMBEDDED_AT_ONCE = 16
 """Texts."""
 
@@ -189,6 +191,7 @@ class LlamaEngine(Engine):
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
+        self.progress = None
         self.model, self.loaded, embedder = await self._aside(
             _load, self.options, loop, self.turns, self._note_progress
         )
@@ -199,7 +202,7 @@ class LlamaEngine(Engine):
                 runner.start()
 
     def _note_progress(self, share: float) -> None:
-        self.progress = round(share, 2)
+        self.progress = max(self.progress or 0.0, round(share, 2))
 
     async def stop(self) -> None:
         loaded, self.loaded = self.loaded, None
@@ -286,7 +289,7 @@ def _load(
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     if options.layout == "auto":
-        path = prepared(path)
+        path = prepared(path, bar=lambda _, done: progress(TRIAL_SHARE * done))
     with contextlib.ExitStack() as undo:
         model = Model(path, progress)
         undo.callback(model.close)
