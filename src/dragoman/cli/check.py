@@ -2,7 +2,7 @@
 
 import argparse
 
-from dragoman.catalog.foreseen import missing_files
+from dragoman.catalog.foreseen import missing_files, unfit
 from dragoman.cli.settings import settings_of
 from dragoman.errors import ConfigError
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported late: a mistake in the file is told without it.
     from dragoman.server.serve import unusable_files
 
-    missing = [*missing_files(settings.models), *unusable_files(settings)]
+    missing = [*missing_files(settings.models), *unfit(settings.models), *unusable_files(settings)]
     if missing:
         raise ConfigError(*missing)
     names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
