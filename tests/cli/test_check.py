@@ -80,5 +80,16 @@ def test_numbers_that_llama_cannot_have(tmp_path: Path) -> None:
     ]
 
 
+def test_what_does_nothing_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text("models: {smollm2: {isolate: true}}\nkeys: {store: keys.db}\n")
+    done = run(tmp_path, "check")
+    assert (done.returncode, done.stdout) == (0, "the configuration is sound; models: smollm2\n")
+    words = "note: model smollm2: isolate does nothing where no API key is asked for: all callers are one\n"
+    assert done.stderr == words
+    with (tmp_path / "dragoman.yaml").open("a") as file:
+        file.write("api_keys: [secret]\n")
+    assert run(tmp_path, "check").stderr == ""
+
+
 def test_no_such_configuration(tmp_path: Path) -> None:
     assert "cannot read the configuration none.yaml" in refused(run(tmp_path, "check", "--config", "none.yaml"))

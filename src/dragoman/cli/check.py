@@ -1,6 +1,7 @@
 """`dragoman check`: what is wrong with a configuration, without starting anything."""
 
 import argparse
+import sys
 
 from dragoman.catalog.foreseen import missing_files, unfit
 from dragoman.cli.settings import settings_of
@@ -32,11 +33,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments.config)
     # Imported late: a mistake in the file is told without it.
-    from dragoman.server.serve import unusable_files
+    from dragoman.server.serve import remarks, unusable_files
 
     missing = [*missing_files(settings.models), *unfit(settings.models), *unusable_files(settings)]
     if missing:
         raise ConfigError(*missing)
+    for words in remarks(settings):
+        print(f"note: {words}", file=sys.stderr)
     names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
     print(f"the configuration is sound; models: {names}")
     return 0
