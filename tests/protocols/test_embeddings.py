@@ -84,10 +84,10 @@ def test_the_rest_of_a_request() -> None:
 
 
 RECORDINGS = {
-    "aisdk__compat-embed": EmbeddingRequest(("hi",), "e"),
-    "lc__embeddings-tokenids": EmbeddingRequest(((104, 101, 108, 108, 111), (121, 111)), "e", base64=True),
+    "aisdk__compat-embed": EmbeddingRequest(("hi",), "e", listed=True),
+    "lc__embeddings-tokenids": EmbeddingRequest(((104, 101, 108, 108, 111), (121, 111)), "e", base64=True, listed=True),
     "py-openai__embeddings": EmbeddingRequest(("hi",), "e", base64=True),
-    "py-openai__embeddings-batch-dims": EmbeddingRequest(("hi", "yo"), "e", dimensions=8),
+    "py-openai__embeddings-batch-dims": EmbeddingRequest(("hi", "yo"), "e", dimensions=8, listed=True),
 }
 
 

@@ -236,9 +236,7 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
         ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, 300),
         ({"cache_control": HOUR}, 3600),
         ({"cache_control": None}, 0),
-        ({"cache_control": {"type": "eternal"}}, 0),
-        ({"cache_control": {"type": "ephemeral", "ttl": ["1h"]}}, 300),
-        ({"cache_control": "ephemeral"}, 0),
+        ({"cache_control": {"type": "ephemeral", "ttl": None}}, 300),
         ({"system": [{"type": "text", "text": "x", "cache_control": EPHEMERAL}]}, 300),
         ({"tools": [{"name": "t", "input_schema": {"type": "object"}, "cache_control": HOUR}]}, 3600),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": HOUR}]}]}, 3600),
@@ -258,6 +256,31 @@ def test_how_long_a_prompt_is_to_be_kept(fields: dict[str, Any], seconds: float)
     request = decode(**fields)
     assert request.keep_seconds == seconds
     assert not [entry for entry in request.asked if "cache" in entry.param]
+
+
+@pytest.mark.parametrize(
+    ("control", "where"),
+    [
+        ({"type": "ephemeral", "ttl": "2h"}, ".ttl"),
+        ({"type": "ephemeral", "ttl": ["1h"]}, ".ttl"),
+        ({"type": "persistent"}, ".type"),
+        ({}, ".type"),
+        ("ephemeral", ""),
+        ([], ""),
+    ],
+)
+def test_a_wish_to_keep_that_is_written_wrongly(control: Any, where: str) -> None:
+    block = {"type": "text", "text": "x", "cache_control": control}
+    fine = {"type": "text", "text": "x", "cache_control": EPHEMERAL}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [fine, block]}
+    assert refused(cache_control=control) == f"cache_control{where}"
+    assert refused(system=[fine, block]) == f"system[1].cache_control{where}"
+    tool = {"name": "t", "input_schema": {"type": "object"}, "cache_control": control}
+    assert refused(tools=[tool]) == f"tools[0].cache_control{where}"
+    said = {"role": "user", "content": [fine, block]}
+    assert refused(messages=[said]) == f"messages[0].content[1].cache_control{where}"
+    answered = {"role": "user", "content": [result]}
+    assert refused(messages=[answered]) == f"messages[0].content[0].content[1].cache_control{where}"
 
 
 def test_what_asks_for_nothing() -> None:

@@ -121,8 +121,16 @@ def test_empty_input(client: httpx.Client, given: object, param: str) -> None:
 
 def test_too_long(client: httpx.Client) -> None:
     assert ask(client, "x" * 80, model="short").status_code == 200
-    for given in ("x" * 81, ["a", "x" * 81], list(range(21))):
-        words = refused(ask(client, given, model="short"), 400, param="input", code="context_length_exceeded")
+    many = ["a"] * (PART_INPUTS + 5)
+    for given, param in (
+        ("x" * 81, "input"),
+        (["x" * 81], "input[0]"),
+        (["a", "x" * 81], "input[1]"),
+        ([*many, "x" * 81, *many], f"input[{len(many)}]"),
+        (list(range(21)), "input"),
+        ([[1], list(range(21))], "input[1]"),
+    ):
+        words = refused(ask(client, given, model="short"), 400, param=param, code="context_length_exceeded")
         assert "maximum context length is 20 tokens" in words
 
 
@@ -158,8 +166,9 @@ def test_rerank(client: httpx.Client) -> None:
 
 
 def test_rerank_too_long(client: httpx.Client) -> None:
-    body = {"query": "q", "documents": ["x" * 81], "model": "short"}
-    refused(client.post(RERANK, json=body), 400, param="input", code="context_length_exceeded")
+    for query, documents, param in (("q", ["x" * 81], "documents[0]"), ("x" * 81, ["a"], "query")):
+        body = {"query": query, "documents": documents, "model": "short"}
+        refused(client.post(RERANK, json=body), 400, param=param, code="context_length_exceeded")
 
 
 class Writing(Engine):

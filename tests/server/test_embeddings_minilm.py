@@ -88,7 +88,7 @@ def test_token_ids(client: OpenAI, http: httpx.Client) -> None:
 
 def test_too_long(http: httpx.Client) -> None:
     body = {"model": "minilm", "input": ["fine", "word " * 600]}
-    words = refused(http.post("/v1/embeddings", json=body), 400, param="input", code="context_length_exceeded")
+    words = refused(http.post("/v1/embeddings", json=body), 400, param="input[1]", code="context_length_exceeded")
     assert "maximum context length is 512 tokens, but the input has 602" in words
 
 

@@ -66,6 +66,23 @@ def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
     return missing
 
 
+def unfit(specs: Sequence[ModelSpec]) -> list[Mistake]:
+    """What their engines find wrong with files that are there."""
+    return [Mistake(f"models.{spec.name}", words) for spec in specs for words in _mistakes(spec)]
+
+
+def _mistakes(spec: ModelSpec) -> Sequence[str]:
+    try:
+        here = None if spec.file is None else sources.locate(spec.file)
+    except ConfigError:
+        # That it is missing is told already.
+        return ()
+    engine = engine_class(spec.engine)
+    # What is not downloaded yet cannot be looked at; what goes with it can.
+    given = dict(spec.options) if spec.source is None else {**spec.options, "path": str(here or spec.source)}
+    return engine.mistakes(msgspec.convert(given, engine.Options))
+
+
 def adapter_files(spec: ModelSpec) -> dict[str, Path]:
     """By the name of the model that each makes."""
     entries = {name: spec.options["adapters"][name] for name in spec.adapters}

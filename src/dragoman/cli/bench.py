@@ -56,7 +56,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=300.0, help="the longest silence of the server (300)"
     )
-    parser.add_argument("--plot", metavar="FILE", help="write a picture of the figures (SVG)")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of the figures, as FILE.svg")
     parser.add_argument("--json", metavar="FILE", help="write all figures, with those of each request")
     parser.set_defaults(run=run)
 
@@ -123,9 +123,13 @@ def _check_url(url: str) -> None:
         raise ConfigError(f"--url {error}") from error
 
 
-def _check_files(*names: str | None) -> None:
+def _check_files(plot: str | None, figures: str | None) -> None:
     """Before the minutes that it takes to have something to write."""
-    for name in names:
+    if plot is not None and Path(plot).suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {plot}: the picture is an SVG; give a name that ends in .svg")
+    if plot is not None and figures is not None and Path(plot).resolve() == Path(figures).resolve():
+        raise ConfigError(f"--plot and --json are the same file, {plot}; give two names")
+    for name in (plot, figures):
         if name is not None and not Path(name).absolute().parent.is_dir():
             raise ConfigError(f"{name}: there is no folder {Path(name).parent}")
 

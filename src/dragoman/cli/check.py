@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from dragoman.catalog.foreseen import wrong_files
+from dragoman.catalog.foreseen import unfit, wrong_files
 from dragoman.cli.settings import loaded_of
 from dragoman.config import ModelSpec
 from dragoman.config.doubts import doubts
@@ -42,11 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loaded.settings
     # Imported late: a mistake in the file is told without it.
     from dragoman.server.files import unusable_files
+    from dragoman.server.serve import remarks
 
-    wrong = [*wrong_files(settings.models), *unusable_files(settings), *_missing_keys(settings.models)]
+    models = settings.models
+    wrong = [*wrong_files(models), *unfit(models), *unusable_files(settings), *_missing_keys(models)]
     if wrong:
         raise ConfigError(*loaded.places.told(wrong))
-    for doubt in loaded.places.told(doubts(settings)):
+    for doubt in (*loaded.places.told(doubts(settings)), *remarks(settings)):
         print(f"dragoman: warning: {doubt}", file=sys.stderr)
     names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
     print(f"the configuration is sound; models: {names}")

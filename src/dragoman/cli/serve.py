@@ -168,15 +168,14 @@ def _fetch_models(settings: Settings) -> None:
         if model.file is None:
             continue
         try:
-            path = sources.locate(model.file)
-            if path is None and wanted.lower() in (name.lower() for name in model.names):
-                path = sources.fetch(model.file, _say)
+            is_here = sources.locate(model.file) is not None
+            if not is_here and wanted.lower() in (name.lower() for name in model.names):
+                sources.fetch(model.file, _say)
+                is_here = True
         except ConfigError as error:
             raise ConfigError(f"model {model.name}: {error}") from error
-        if path is None:
+        if not is_here:
             _say(f"model {model.name} is downloaded when it is first asked for ({public(model.file)})")
-        elif model.engine == "llama" and model.options.get("layout", "auto") == "auto":
-            layout.prepare(path)
 
 
 def _say(words: str) -> None:

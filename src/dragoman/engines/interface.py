@@ -108,6 +108,11 @@ class Engine:
         return 0
 
     @classmethod
+    def mistakes(cls, options: msgspec.Struct) -> Sequence[str]:
+        """What would keep it from starting, and can be seen in its files without loading them; for `dragoman check`."""
+        return ()
+
+    @classmethod
     def is_installed(cls) -> bool:
         """Whether the packages are there that it needs beside ours."""
         return True

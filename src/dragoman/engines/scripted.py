@@ -28,7 +28,7 @@ import msgspec
 
 from dragoman.bounds import Count
 from dragoman.conversation import GenerationRequest, Thinking
-from dragoman.embedding import Embedding, Input
+from dragoman.embedding import Embedding, Input, each
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ContextTooLong, EngineFailed
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, Usage
@@ -133,7 +133,7 @@ class ScriptedEngine(Engine):
         return self._prompt_tokens(request)
 
     def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        return [self._embedding(entry) for entry in inputs]
+        return each(inputs, self._embedding)
 
     def _embedding(self, entry: Input) -> Embedding:
         if isinstance(entry, str):

@@ -32,8 +32,14 @@ def decode(body: bytes) -> EmbeddingRequest:
         model=fields.model or "",
         dimensions=fields.dimensions,
         base64=fields.encoding_format == "base64",
+        listed=isinstance(fields.input, list) and not isinstance(fields.input[0], int),
         asked=unknown(parsed, EmbeddingFields),
     )
+
+
+def place(request: EmbeddingRequest, at: int) -> str:
+    """Where one of the inputs stands."""
+    return f"input[{at}]" if request.listed else "input"
 
 
 def unknown(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> tuple[Asked, ...]:

@@ -44,6 +44,11 @@ def decode(body: bytes) -> RerankRequest:
     )
 
 
+def place(at: int) -> str:
+    """Where one of the inputs stands: the query, then the documents."""
+    return f"documents[{at - 1}]" if at else "query"
+
+
 def encode_reply(request: RerankRequest, request_id: str, made: Sequence[Embedding]) -> dict[str, Any]:
     """`made` is the query, then the documents. Those that are equally alike stay in their order."""
     query, *documents = made

@@ -5,7 +5,10 @@ a client that leaves stops the work.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,13 +33,15 @@ if TYPE_CHECKING:
 PART_INPUTS = 64
 PART_SIZE = 8 * 1024
 """Characters or token ids."""
+INPUT = re.compile(r"input\[(?P<at>\d+)\]")
+"""As an engine names one."""
 
 
 async def embeddings(app: "App", exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
-    made = await _embed(app, exchange, model, request)
+    made = await _embed(app, exchange, model, request, partial(wire_embeddings.place, request))
     await exchange.reply_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, made))
 
 
@@ -44,15 +49,20 @@ async def rerank(app: "App", exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
-    made = await _embed(app, exchange, model, request)
+    made = await _embed(app, exchange, model, request, wire_rerank.place)
     request_id = exchange.record.id
     await exchange.reply_json(await asyncio.to_thread(wire_rerank.encode_reply, request, request_id, made))
 
 
 async def _embed(
-    app: "App", exchange: Exchange, model: Model, request: EmbeddingRequest | RerankRequest
+    app: "App",
+    exchange: Exchange,
+    model: Model,
+    request: EmbeddingRequest | RerankRequest,
+    place: Callable[[int], str],
 ) -> list[Embedding]:
-    """The vectors of all inputs; the request holds a slot of its model meanwhile, as a generation does."""
+    """The vectors of all inputs; the request holds a slot of its model meanwhile, as a generation does. `place` tells
+    where an input stands in the request."""
     lease = app.lease_of(exchange)
     if lease is not None:
         lease.reserve(estimated_text(exchange.weight))
@@ -70,7 +80,8 @@ async def _embed(
         engine = engine or await host.enter()
         exchange.expect(app.settings.limits.stall_seconds, silent_engine)
         for part in parts(request.inputs):
-            made += await _made(engine.vectors_of(model.name), part)
+            with _placed(place, len(made)):
+                made += await _made(engine.vectors_of(model.name), part)
             if isinstance(request, EmbeddingRequest):
                 _check_dimensions(request, made[0])
             exchange.note_progress()
@@ -80,6 +91,18 @@ async def _embed(
             host.leave()
     exchange.record.count(Usage(prompt=sum(entry.tokens for entry in made)))
     return made
+
+
+@contextmanager
+def _placed(place: Callable[[int], str], begin: int) -> Generator[None, None, None]:
+    """An engine counts what it was given; the caller knows all that was sent."""
+    try:
+        yield
+    except BadRequest as error:
+        told = INPUT.fullmatch(error.param or "")
+        if told:
+            error.param = place(begin + int(told["at"]))
+        raise
 
 
 async def _made(make: MakeVectors, inputs: Sequence[Input]) -> Sequence[Embedding]:

@@ -55,6 +55,8 @@ def run(settings: Settings, engines: Sequence[Engine] = (), reread: Reread | Non
     check_exposure(settings)
     check_place(settings)
     configure(settings.telemetry)
+    for words in remarks(settings):
+        log.warning("%s", words)
     app = App(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
     try:
         with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
@@ -85,13 +87,26 @@ def _again(reread: Reread, begun: Settings) -> Reread:
 def check_exposure(settings: Settings) -> None:
     if settings.socket is not None or is_loopback(settings.host):
         return
-    keys = settings.keys
-    if not (settings.api_keys or keys.anonymous or keys.jwt or KeyStore(store_path(keys)).all()):
+    if not (settings.keys.anonymous or _wants_keys(settings)):
         raise ConfigError(
             f"{settings.host} can be reached from other machines, and no API key is set; "
             "give --api-key KEY, set DRAGOMAN_API_KEY, make one with `dragoman keys create`, "
             "or let everybody in with --anonymous"
         )
+
+
+def remarks(settings: Settings) -> list[str]:
+    """What is no mistake, and yet does not do what whoever wrote it may expect."""
+    isolated = [model.name for model in settings.models if model.options.get("isolate") is True]
+    if not isolated or _wants_keys(settings):
+        return []
+    return [
+        f"model {name}: isolate does nothing where no API key is asked for: all callers are one" for name in isolated
+    ]
+
+
+def _wants_keys(settings: Settings) -> bool:
+    return bool(settings.api_keys or settings.keys.jwt or KeyStore(store_path(settings.keys)).all())
 
 
 def check_place(settings: Settings) -> None:

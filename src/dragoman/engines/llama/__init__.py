@@ -15,6 +15,7 @@ radix       who holds which beginning of a text: pure
 room        how many texts there is room for
 state       how much memory a token of a text takes
 sampling    from logits to a token, and log probabilities
+adapters    LoRA adapters and their files
 threads     how many threads compute
 binding     a model, its decoder, its samplers
 library     the C functions

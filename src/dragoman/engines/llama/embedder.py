@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.embedding import Embedding, Input
+from dragoman.embedding import Embedding, Input, each
 from dragoman.engines.llama.binding import Context, Model, Vectors
 from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.scheduler import share
@@ -135,7 +135,7 @@ class Embedder:
 
     def read(self, inputs: Sequence[Input]) -> list[Sequence[int]]:
         """The inputs as tokens, checked."""
-        return [self._tokens(entry) for entry in inputs]
+        return each(inputs, self._tokens)
 
     def _tokens(self, entry: Input) -> Sequence[int]:
         if isinstance(entry, str):

@@ -27,8 +27,9 @@ from dragoman.constrain.check import warnings
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
-from dragoman.engines.llama import machine, threads
-from dragoman.engines.llama.binding import MAX_SEQUENCES, Adapter, Context, Model
+from dragoman.engines.llama import adapters, machine, threads
+from dragoman.engines.llama.adapters import Entry
+from dragoman.engines.llama.binding import MAX_SEQUENCES, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake
@@ -49,6 +50,12 @@ T = TypeVar("T")
 
 MOST_DEFAULT_WHOLE = 2048
 """Tokens of a text that goes in whole: the memory for it grows with their square."""
+MOST_THREADS = 512
+"""That llama.cpp computes with; more end the process."""
+MOST_CONTEXT = 100_000_000
+"""No model was made for a tenth of it."""
+TRIAL_SHARE = 0.9
+"""Of the time that loading takes where another layout is tried."""
 EMBEDDED_AT_ONCE = 16
 """Texts."""
 
@@ -64,22 +71,16 @@ FEATURES = VECTOR_FEATURES | frozenset(
 )
 
 
-class AdapterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: str
-    scale: float = 1.0
-    """How strong its changes are."""
-
-
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     format: str | None = None
     """The syntax in which the model writes thoughts and calls; None: what its chat template shows."""
     template_options: tuple[str, ...] = ()
     """Variables of the chat template that callers may set."""
-    context: Count | None = None
+    context: Annotated[int, msgspec.Meta(ge=1, le=MOST_CONTEXT)] | None = None
     """Tokens of prompt and reply together; None: as many as the model was trained for, if the memory is large."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 4
-    threads: Count | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1, le=MOST_THREADS)] | None = None
     """Those that compute; None: as many as are fastest, which is tried out."""
     batch: Count = 512
     """The most prompt tokens that are taken in at once."""
@@ -90,11 +91,11 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Beginnings are shared only between requests of one principal: nobody can tell from the time that an answer takes
     what others have asked."""
     flash_attention: bool = True
-    """Where it helps; without it long texts are written faster, short ones slower, and the log probabilities of a text
-    are the same whoever else is being answered, nearly to the bit."""
+    """Where it helps; without it long texts are written faster, short ones slower. Weights that are half floats give
+    then the same log probabilities, nearly to the bit, whoever else is being answered; those of fewer bits do not."""
     kv: Kv = "f16"
     """How exactly the state of texts is kept: with q8_0 it takes little more than half of the memory."""
-    adapters: Mapping[str, str | AdapterOptions] = {}
+    adapters: Mapping[str, Entry] = {}
     """By the name of the model that each makes of this one: a path, or a path and a scale."""
     speculation: bool = True
     """Tokens that are likely to come as they came before in the text are decoded together, where that pays."""
@@ -162,15 +163,20 @@ class LlamaEngine(Engine):
     @classmethod
     def memory_beside_file(cls, options: msgspec.Struct) -> int:
         assert isinstance(options, LlamaOptions)
-        files = [_adapter_file(entry) for entry in options.adapters.values()]
-        adapters = sum(file.stat().st_size for file in files if file.is_file())
+        files = [adapters.file_of(entry) for entry in options.adapters.values()]
+        beside = sum(file.stat().st_size for file in files if file.is_file())
         try:
             metadata = read_metadata(Path(options.path))
         except ConfigError:
             # Loading it will say what is wrong with it.
-            return adapters
+            return beside
         room = options.slots, options.context, options.cache_sequences, options.kv
-        return adapters + expected_bytes(metadata, *room, times=1 + len(options.adapters))
+        return beside + expected_bytes(metadata, *room, times=1 + len(options.adapters))
+
+    @classmethod
+    def mistakes(cls, options: msgspec.Struct) -> Sequence[str]:
+        assert isinstance(options, LlamaOptions)
+        return adapters.mistakes(Path(options.path).expanduser(), options.adapters)
 
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:
@@ -189,6 +195,7 @@ class LlamaEngine(Engine):
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
+        self.progress = None
         self.model, self.loaded, embedder = await self._aside(
             _load, self.options, loop, self.turns, self._note_progress
         )
@@ -199,7 +206,7 @@ class LlamaEngine(Engine):
                 runner.start()
 
     def _note_progress(self, share: float) -> None:
-        self.progress = round(share, 2)
+        self.progress = max(self.progress or 0.0, round(share, 2))
 
     async def stop(self) -> None:
         loaded, self.loaded = self.loaded, None
@@ -286,7 +293,7 @@ def _load(
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     if options.layout == "auto":
-        path = prepared(path)
+        path = prepared(path, bar=lambda _, done: progress(TRIAL_SHARE * done))
     with contextlib.ExitStack() as undo:
         model = Model(path, progress)
         undo.callback(model.close)
@@ -325,7 +332,7 @@ def _runners(
     undo: contextlib.ExitStack,
 ) -> list[Runner]:
     """One for the model as it is, then one for each adapter."""
-    changes = [None, *(_adapter(model, name, entry) for name, entry in options.adapters.items())]
+    changes = [None, *(adapters.loaded(model, name, entry) for name, entry in options.adapters.items())]
     schedule = partial(
         Scheduler,
         space.slots,
@@ -367,17 +374,6 @@ def _choose_threads(contexts: Sequence[Context], path: Path) -> int:
     for context in contexts:
         context.use_threads(found.single, found.many)
     return found.many
-
-
-def _adapter(model: Model, name: str, entry: str | AdapterOptions) -> tuple[Adapter, float]:
-    path = _adapter_file(entry)
-    if not path.is_file():
-        raise ConfigError(f"llama: there is no file of the adapter {name} at {path}")
-    return Adapter(model, path), 1.0 if isinstance(entry, str) else entry.scale
-
-
-def _adapter_file(entry: str | AdapterOptions) -> Path:
-    return Path(entry if isinstance(entry, str) else entry.path).expanduser()
 
 
 def _context(model: Model, options: LlamaOptions, space: Room) -> Context:

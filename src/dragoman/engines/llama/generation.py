@@ -11,7 +11,8 @@ Rules
 4. A reply that is kept to a shape ends where the shape does, and nowhere before: neither a stop token nor the end of
    generation cuts it. Only the limit does, and then the reason says so.
 5. Drafts change nothing: each token is picked from the logits of its own row, with the mask, the penalties and the
-   chance that are due there, in the order of the text, until one is not the one that was drafted.
+   chance that are due there, in the order of the text, until one is not the one that was drafted. They do change how
+   the logits are rounded, so there are none for a request with a seed.
 6. Calls that must be made end when one repeats the one before it word for word: a weak model would go on repeating it.
 """
 

@@ -28,6 +28,11 @@ class Intake(Reading):
         self.defaults = sampling.defaults(model.metadata)
         self.grammars = Grammars(vocabulary(model.pieces, model.hidden, model.ends, self.inner_tokens))
 
+    def drafts(self, request: GenerationRequest) -> bool:
+        """How many rows are decoded together decides how they are rounded, and the clock decides how many are drafted.
+        Whoever gives a seed wants the same text again, and chance turns what is rounded away into other words."""
+        return self.speculation and request.sampling.seed is None
+
     def generation(self, request: GenerationRequest, read: Read) -> Generation:
         recipe = sampling.recipe(request.sampling, self.defaults, self.weights.suppressed)
         kept = self.shape(request, opened=read.opener is not None) if self.is_shaped(request) else None
@@ -41,5 +46,5 @@ class Intake(Reading):
             ignored=(*read.ignored, *(() if kept is None else kept.relaxed)),
         )
         # Here, because indexing a long prompt takes its time, and others decode meanwhile.
-        lookup = Lookup(read.tokens) if self.speculation else None
+        lookup = Lookup(read.tokens) if self.drafts(request) else None
         return Generation(request, self.weights, recipe, read.tokens, bearings, lookup)

@@ -1,12 +1,13 @@
 """The layout of a model's weights that is fast on this machine, found out once and kept.
 
-    home()/layouts/NAME-HASH/  := choice.json  [Q8_0.gguf]  lock
+    home()/layouts/NAME-HASH/  := choice.json  [Q8_0.gguf]  [busy]  lock
 
 Rules
 1. Tried is what llama.cpp has no fast kernels for (`SLOW`), where it is a good part of the model and the new file would
    be at most `MOST_GROWTH` times as large, fit on the disk and into half of the memory. The original stays.
 2. It is taken where it is faster by a clear margin, in nothing much slower, and says nearly the same (`why_not`).
-3. What was found is kept and believed for the same file, processor and llama.cpp. What a busy machine finds is not.
+3. What was found is kept and believed for the same file, processor and llama.cpp. What a busy machine finds is not;
+   that it was busy is kept for a while, so that not every load pays for finding nothing.
 4. Only one process tries at a time, others wait for what it finds. The new file appears under its name when it is
    whole, and is used only if every byte is what it was.
 5. Whatever goes wrong, there is the original.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Literal
@@ -53,6 +55,8 @@ LEAST_GAIN, LEAST_SPEED = 1.15, 0.9
 MOST_DIVERGENCE, LEAST_AGREEMENT = 0.02, 0.9
 LEAST_CORES = 0.5
 """Of their time: on a busier machine nothing can be found out."""
+BUSY_SECONDS = 1800.0
+"""For which nothing is tried after that."""
 SILENCE_SECONDS = 300.0
 """After which a trial is given up."""
 VERSION = 1
@@ -136,6 +140,7 @@ class _Shelf:
         self.folder = home() / "layouts" / f"{self.place.stem}-{name}"
         self.record = self.folder / "choice.json"
         self.made = self.folder / MADE
+        self.busy = self.folder / "busy"
 
     def choice(self) -> Choice | None:
         """What was chosen, if that was under the same circumstances and the file is there in its length."""
@@ -162,6 +167,10 @@ class _Shelf:
         with _locked(self.folder / "lock", say):
             if (found := self.known()) is not None:
                 return found
+            if self._was_busy():
+                words = f"the machine was too busy to try it; remove {self.busy} to try again at once"
+                say(f"{self.original.name} stays {_kinds(outline)}: {words}")
+                return self.original
             self._clear()
             if reason := self._no_room(outline):
                 say(f"{self.original.name} stays {_kinds(outline)}: {reason}")
@@ -172,7 +181,9 @@ class _Shelf:
 
     def _keep(self, outcome: Tried | Failed, new: Path, outline: Outline, say: Say) -> Path:
         if isinstance(outcome, Tried) and outcome.share < LEAST_CORES:
-            outcome = Failed("the machine is too busy to measure anything; the next load tries again", lasting=False)
+            self.busy.touch()
+            later = f"a load in {BUSY_SECONDS / 60:.0f} minutes or later tries again"
+            outcome = Failed(f"the machine is too busy to measure anything; {later}", lasting=False)
         if isinstance(outcome, Failed) and not outcome.lasting:
             say(f"{self.original.name} stays {_kinds(outline)}: {outcome.reason}")
             return self.original
@@ -188,10 +199,17 @@ class _Shelf:
         say(report(choice, self.original.name, self.folder))
         return self.original if reason else self.made
 
+    def _was_busy(self) -> bool:
+        try:
+            return 0 <= time.time() - self.busy.stat().st_mtime < BUSY_SECONDS
+        except FileNotFoundError:
+            return False
+
     def _clear(self) -> None:
         """What is not believed any more, and what a trial that was killed has left."""
         self.record.unlink(missing_ok=True)
         self.made.unlink(missing_ok=True)
+        self.busy.unlink(missing_ok=True)
         for left in self.folder.glob(".trying-*"):
             shutil.rmtree(left, ignore_errors=True)
 

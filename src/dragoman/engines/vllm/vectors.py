@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from dragoman.embedding import Embedding, Input
+from dragoman.embedding import Embedding, Input, each
 from dragoman.engines.reading import check_tokens
 from dragoman.engines.vllm.parts import ABORT, ERROR, Output, Parts
 from dragoman.engines.vllm.tokens import Tokens
@@ -41,7 +41,7 @@ class Texts:
         self.ids = itertools.count()
 
     def read(self, inputs: Sequence[Input]) -> list[Any]:
-        return [self._request(self._tokens(entry)) for entry in inputs]
+        return each(inputs, lambda entry: self._request(self._tokens(entry)))
 
     def _tokens(self, entry: Input) -> Sequence[int]:
         if isinstance(entry, str):
