@@ -27,7 +27,7 @@ import difflib
 import fnmatch
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -44,7 +44,7 @@ from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, DragomanError, ModelNotFound, NotSupported
 from dragoman.worker.parent import WorkerEngine, options_of
 
-__all__ = ["Catalog", "Foreseen", "Host", "Model", "foreseen"]
+__all__ = ["Catalog", "Foreseen", "Host", "MakeOf", "Model", "chosen", "foreseen", "made_here"]
 
 LONGEST_NAME = 200
 LOOK_SECONDS = 2.0
@@ -109,8 +109,13 @@ def _foreseen_or_nothing(spec: ModelSpec | None) -> Foreseen:
         return Foreseen()
 
 
+MakeOf = Callable[[ModelSpec, Limits], Make]
+"""How the engine of a model is made."""
+
+
 class Catalog:
-    def __init__(self, settings: Settings, engines: Sequence[Engine] = ()) -> None:
+    def __init__(self, settings: Settings, engines: Sequence[Engine] = (), make_of: MakeOf | None = None) -> None:
+        self._make_of = make_of or made_here
         self.lifecycle = Lifecycle(settings.memory, settings.turn_seconds)
         self.models: dict[str, Model] = {}
         """Those of the configuration, by name in lower case."""
@@ -191,7 +196,7 @@ class Catalog:
         slots = spec.options.get("slots")
         host = Host(
             self.lifecycle.new_key(spec.name),
-            _from(spec, limits),
+            self._make_of(spec, limits),
             self.lifecycle,
             limits,
             slots if isinstance(slots, int) else None,
@@ -374,17 +379,24 @@ def _as_is(engine: Engine) -> Make:
     return make
 
 
-def _from(spec: ModelSpec, limits: Limits) -> Make:
+async def chosen(spec: ModelSpec) -> tuple[type[Engine], msgspec.Struct]:
+    """The class of a model's engine and what it is told; the file is fetched where it is not here."""
+    cls = engine_class(spec.engine)
+    given = dict(spec.options)
+    if spec.source is not None:
+        path = sources.locate(spec.source) or await asyncio.to_thread(sources.fetch, spec.source)
+        given["path"] = str(path)
+    try:
+        return cls, msgspec.convert(given, cls.Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"models.{spec.name}: {error}") from error
+
+
+def made_here(spec: ModelSpec, limits: Limits) -> Make:
+    """In this process, or in a worker of its own where it needs one."""
+
     async def make(given_up: GivenUp) -> Engine:
-        cls = engine_class(spec.engine)
-        given = dict(spec.options)
-        if spec.source is not None:
-            path = sources.locate(spec.source) or await asyncio.to_thread(sources.fetch, spec.source)
-            given["path"] = str(path)
-        try:
-            options = msgspec.convert(given, cls.Options)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"models.{spec.name}: {error}") from error
+        cls, options = await chosen(spec)
         if cls.needs_worker(options):
             return WorkerEngine(spec.engine, spec.name, options_of(options), limits.stall_seconds, given_up)
         return cls.configured(spec.name, options)
