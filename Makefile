@@ -3,16 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .clients
+RAY := .ray
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CHECKOUT := --no-deps --no-build-isolation --editable .
 LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench soak clients lock clean
+.PHONY: help serve test test-ray lint bench soak clients lock clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
 serve: $(VENV)/.installed ## serve the built-in model; ARGS="--port 9000" hands flags on
 	@exec $(BIN)/dragoman serve $(ARGS)
@@ -21,6 +22,10 @@ test: lint ## lint, types and all tests
 	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/dragoman pull minilm
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-ray: $(RAY)/.installed ## dragoman.ray on a Ray cluster of two nodes on this machine; in a virtual environment of its own
+	@$(RAY)/bin/dragoman pull --layout as-is smollm2
+	@$(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
 lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 	@$(BIN)/ruff format --check --quiet .
@@ -48,7 +53,7 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
 
 clean: ## remove .venv and everything else that was made here
-	@rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(CLIENTS) $(RAY) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find src tests bench clients -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -68,6 +73,14 @@ $(VENV)/.installed-dev: requirements-dev.lock pyproject.toml $(VENV)/.made
 	@$(PIP) install --require-hashes --requirement requirements-dev.lock
 	@$(PIP) install $(CHECKOUT)
 	@touch $@ $(VENV)/.installed
+
+# Ray is 320 MB: whoever does not work on it is spared that.
+$(RAY)/.installed: requirements-dev.lock pyproject.toml
+	@echo "installing into $(RAY) what development needs, and Ray ..."
+	@$(PYTHON) -m venv $(RAY)
+	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes --requirement requirements-dev.lock
+	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --no-build-isolation --editable '.[ray]'
+	@touch $@
 
 $(CLIENTS)/.installed: clients/package.json clients/package-lock.json
 	@command -v node >/dev/null && command -v npm >/dev/null || \
