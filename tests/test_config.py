@@ -36,6 +36,17 @@ def test_an_empty_file_is_nothing_configured(text: str) -> None:
     assert load(text) == Settings(models=(SMOLLM2,))
 
 
+@pytest.mark.parametrize(
+    ("source", "placed"),
+    [("./here", "sub/here"), ("here", "sub/here"), ("org/model", "hf:org/model"), ("hf:here", "hf:here"), ("/a", "/a")],
+)
+def test_the_source_of_an_engine_of_folders_is_a_folder_or_a_name_of_the_hub(source: str, placed: str) -> None:
+    Path("sub/here").mkdir(parents=True)
+    Path("sub/x.yaml").write_text(f"models: {{m: {{engine: vllm, source: '{source}', args: {{dtype: half}}}}}}")
+    (spec,) = load_settings("sub/x.yaml", Flags(), {}).models
+    assert (spec.source, spec.file, spec.options) == (placed, None, {"args": {"dtype": "half"}})
+
+
 def test_adapters_are_models_too() -> None:
     settings = load(
         "models:\n"
@@ -254,8 +265,8 @@ MISTAKES = {
     "models:\n  a:\n    path: x\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, ...",
     "models:\n  a:\n    path: x\n    layout: fast": "4: models.a.layout: invalid enum value 'fast'",
     "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source are the same thing; give one of them",
-    "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, upstream, or "
-    "module:Class for your own",
+    "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, vllm, "
+    "upstream, or module:Class for your own",
     "models:\n  a: 5": "2: models.a: expected a source or a mapping, got int",
     "models:\n  b: x\n  a:": "3: models.a: source is missing: a path, hf:ORG/REPO/FILE, https://..., "
     "pypi:PACKAGE or a built-in name (smollm2, minilm)",

@@ -63,6 +63,19 @@ def test_adapters_are_listed_beside_their_model(folder: Path) -> None:
     assert rows["mine-legal"] == rows["mine"] | {"name": "mine-legal"}
 
 
+def test_what_a_folder_of_a_model_says(folder: Path) -> None:
+    (folder / "qwen").mkdir()
+    (folder / "qwen/config.json").write_text('{"max_position_embeddings": 40960}')
+    (folder / "qwen/chat_template.jinja").write_text("{{ messages }}<tool_call>{{ tools }}")
+    (folder / "dragoman.yaml").write_text(
+        "models: {q: {engine: vllm, source: ./qwen}, none: {engine: vllm, source: ./no},"
+        " hub: {engine: vllm, source: a/b}}"
+    )
+    rows = listed(folder)
+    assert (rows["q"]["engine"], rows["q"]["format"], rows["q"]["context"]) == ("vllm", "hermes", 40960)
+    assert {name: row["state"] for name, row in rows.items()} == {"q": "here", "none": "missing", "hub": "here"}
+
+
 def test_what_a_configuration_would_serve(folder: Path) -> None:
     (folder / "team.yaml").write_text(
         "models:\n"

@@ -21,6 +21,7 @@ from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFai
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.reply import Choice
 from dragoman.worker.parent import WorkerEngine, options_of
+from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
 from tests.serving import serving
 from tests.test_generate import whole
 
@@ -123,11 +124,17 @@ def upstream(protocol: ProtocolName) -> Iterator[Engine]:
         yield UpstreamEngine("scripted", UpstreamOptions(url=below.url, protocol=protocol))
 
 
+def vllm_in_a_worker(path: Path) -> Engine:
+    folder = smollm2_folder(path)
+    return WorkerEngine("vllm", "smollm2", {"path": str(folder), "context": CONTEXT, "slots": SLOTS, "args": CPU_ARGS})
+
+
 Make = Callable[[Path], AbstractContextManager[Engine]]
 SUBJECTS: dict[str, tuple[Make, type[DragomanError]]] = {
     "scripted": (lambda path: nullcontext(scripted(path)), ContextTooLong),
     "scripted in a worker": (lambda path: nullcontext(scripted_in_a_worker(path)), ContextTooLong),
     "llama in a worker": (lambda path: nullcontext(llama_in_a_worker(path)), ContextTooLong),
+    **({"vllm in a worker": (lambda path: nullcontext(vllm_in_a_worker(path)), ContextTooLong)} if WITH_VLLM else {}),
     "upstream, chat": (lambda path: upstream("chat"), ContextTooLong),
     "upstream, messages": (lambda path: upstream("messages"), ContextTooLong),
     "upstream, responses": (lambda path: upstream("responses"), ContextTooLong),

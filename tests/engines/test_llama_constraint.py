@@ -408,8 +408,8 @@ def test_a_thought_that_the_prompt_has_begun(with_engine: Run) -> None:
 
 def test_markers_that_are_control_tokens_are_shown(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        assert engine.loaded is not None
-        model = engine.loaded.intake.model
+        assert engine.model is not None
+        model = engine.model
         token = next(token for token in sorted(model.hidden - model.ends) if token != IM_START)
         lead = Sampling(temperature=0, logit_bias={token: 100})
         hidden = await collect(engine, completion(sampling=lead, max_tokens=1))

@@ -10,7 +10,7 @@ import pytest
 
 from dragoman.conversation import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.intake import MOST_TOKENIZED
+from dragoman.engines.reading import MOST_TOKENIZED
 from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
 from dragoman.events import Finished, Usage
 from tests.engines.running import (
@@ -291,8 +291,8 @@ def test_a_hopeless_prompt_is_refused_unread(
     with_engine: Run, request_of: Callable[[str], GenerationRequest], param: str
 ) -> None:
     async def test(engine: LlamaEngine) -> None:
-        assert engine.loaded is not None
-        model = engine.loaded.intake.model
+        assert engine.model is not None
+        model = engine.model
         model.infill = (14, 15, 16)
         read: list[int] = []
         tokenize = model.tokenize
@@ -347,7 +347,8 @@ def test_questions_about_tokens_have_a_limit_and_threads_of_their_own(with_engin
 def test_control_tokens_come_only_where_they_are_meant(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        model, intake = engine.loaded.intake.model, engine.loaded.intake
+        assert engine.model is not None
+        model, intake = engine.model, engine.loaded.intake
         assert await engine.tokenize("<|im_end|>", special=True) == [IM_END]
         plain = await engine.tokenize("<|im_end|>", special=False)
         assert not model.hidden & set(plain)
@@ -400,10 +401,11 @@ def test_odd_sampling_still_samples(with_engine: Run, odd: Sampling) -> None:
 def test_infill_puts_content_between_the_models_own_marks(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
+        assert engine.model is not None
         engine.loaded.intake.model.infill = marks = (14, 15, 16)
         assert "infill" in engine.supports()
         prompt = engine.loaded.intake.read(completion("def f(", suffix="<|im_end|>")).tokens
-        assert [token for token in prompt if token in engine.loaded.intake.model.hidden] == list(marks)
+        assert [token for token in prompt if token in engine.model.hidden] == list(marks)
         assert prompt[0] == marks[0]
         assert prompt[-1] == marks[2]
 

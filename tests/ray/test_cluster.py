@@ -36,6 +36,8 @@ models:
     ray: {max_replicas: 3, target_ongoing_requests: 1, upscale_delay_s: 1, downscale_delay_s: 3,
       look_back_period_s: 3, metrics_interval_s: 1}}
   pair: {source: smollm2, layout: as-is, slots: 4, context: 2048, threads: 1, ray: {replicas: 2}}
+  seldom: {engine: scripted, ray: {min_replicas: 0, num_cpus: 0.1, upscale_delay_s: 0, downscale_delay_s: 2,
+      look_back_period_s: 2, metrics_interval_s: 1}}
   telling: {engine: "tests.ray.telling:TellingEngine", folder: FOLDER, ray: {replicas: 2, num_cpus: 0.5}}
 """
 SEA = "You know all about the sea: tides, waves, currents, and the people who sail on it. " * 8
@@ -83,12 +85,18 @@ def client(url: str) -> openai.OpenAI:
 def replicas(model: str) -> list[dict[str, Any]]:
     """Those of a model that run, as Serve tells them."""
     deployments = _get_global_client().get_serve_details()["applications"]["default"]["deployments"]
-    (found,) = [entry for name, entry in deployments.items() if name.endswith(f"-{model}")]
+    (found,) = [entry for name, entry in deployments.items() if name.endswith(model)]
     return [replica for replica in found["replicas"] if replica["state"] == "RUNNING"]
 
 
 def pids(model: str) -> set[int]:
     return {replica["pid"] for replica in replicas(model)}
+
+
+def worker_of(pid: int) -> int:
+    """The process in which a replica's engine is."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "dragoman.worker.child"], capture_output=True, check=True)
+    return int(found.stdout)
 
 
 def wait_for(seen: Callable[[], object], seconds: float = 180) -> None:
@@ -128,7 +136,7 @@ def test_the_official_sdks_stream_from_replicas(client: openai.OpenAI, url: str)
         assert "".join(stream.text_stream)
     assert claude.messages.count_tokens(model="smollm2", messages=[{"role": "user", "content": "Hello!"}]).input_tokens
     listed = [model.id for model in client.models.list()]
-    assert listed == ["smollm2", "pair", "telling"]
+    assert listed == ["smollm2", "pair", "seldom", "telling"]
 
 
 def test_what_is_wrong_is_told_as_everywhere(client: openai.OpenAI) -> None:
@@ -248,6 +256,33 @@ def test_a_replica_killed_under_load(client: openai.OpenAI) -> None:
     assert ask(client, "pair", "And now?")[0]
 
 
+def test_an_engine_that_dies_is_back_in_its_replica(client: openai.OpenAI) -> None:
+    before = pids("pair")
+    load = Load(client, "pair", threads=4)
+    wait_for(lambda: load.answered >= 4)
+    os.kill(worker_of(min(before)), signal.SIGKILL)
+    after = load.answered
+    wait_for(lambda: load.answered >= after + 12)
+    load.end()
+    assert all("died" in error.message for error in load.told)
+    assert len(load.told) <= 4
+    assert pids("pair") == before
+
+
+def test_the_entrance_killed(client: openai.OpenAI) -> None:
+    (entrance,) = pids("entrance")
+    os.kill(entrance, signal.SIGKILL)
+    wait_for(lambda: pids("entrance") - {entrance})
+
+    def is_back() -> bool:
+        try:
+            return bool(ask(client, "smollm2", "And now?")[0])
+        except openai.APIError:
+            return False
+
+    wait_for(is_back)
+
+
 def test_replicas_come_with_the_load_and_go_with_it(client: openai.OpenAI) -> None:
     wait_for(lambda: len(pids("smollm2")) == 1)
     load = Load(client, "smollm2", threads=6)
@@ -255,9 +290,16 @@ def test_replicas_come_with_the_load_and_go_with_it(client: openai.OpenAI) -> No
     so_far = load.answered
     wait_for(lambda: load.answered >= so_far + 6)
     load.end()
-    assert not load.told
+    little = Load(client, "smollm2", threads=1)
     wait_for(lambda: len(pids("smollm2")) == 1)
-    assert ask(client, "smollm2", "And now?")[0]
+    little.end()
+    assert not load.told + little.told, "those who are answered by a replica that goes are answered to the end"
+    assert little.answered
+
+
+def test_a_model_that_nobody_asks_has_no_replica(client: openai.OpenAI) -> None:
+    wait_for(lambda: not pids("seldom"))
+    assert ask(client, "seldom", "Hello!")[0]
 
 
 def test_serve_run_takes_the_configuration_from_the_environment(cluster: str, url: str, tmp_path: Path) -> None:

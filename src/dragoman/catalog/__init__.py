@@ -28,6 +28,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -44,7 +45,7 @@ from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, DragomanError, ModelNotFound, NotSupported
 from dragoman.worker.parent import WorkerEngine, options_of
 
-__all__ = ["Catalog", "Foreseen", "Host", "MakeOf", "Model", "chosen", "foreseen", "made_here"]
+__all__ = ["Catalog", "Foreseen", "Host", "MakeOf", "Model", "foreseen", "made_here"]
 
 LONGEST_NAME = 200
 LOOK_SECONDS = 2.0
@@ -345,7 +346,8 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
 def _engine_for(found: Found) -> str | None:
     if found.kind == "gguf":
         return "llama"
-    return next((engine for engine in FOLDER_ENGINES if engine in ENGINES), None)
+    known = (engine for engine in FOLDER_ENGINES if engine in ENGINES)
+    return next((engine for engine in known if engine_class(engine).is_installed()), None)
 
 
 def _spec_of(found: Found, settings: Settings) -> ModelSpec:
@@ -353,7 +355,8 @@ def _spec_of(found: Found, settings: Settings) -> ModelSpec:
     engine = _engine_for(found)
     if engine is None:
         words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
-        raise NotSupported(f"{words}, and no engine here runs those; a GGUF file of it can be served")
+        way_out = "pip install 'dragoman[vllm]' brings one, or serve a GGUF file of it"
+        raise NotSupported(f"{words}, and no engine here runs those: {way_out}")
     return ModelSpec(found.name, engine, found.path, {"layout": settings.layout} if engine == "llama" else {})
 
 
@@ -363,13 +366,20 @@ def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, st
     placed = {}
     for spec in specs:
         try:
-            path = None if spec.source is None else sources.locate(spec.source)
+            path = _place(spec)
             if path is not None:
                 placed[str(path.resolve())] = spec.name.lower()
         except (ConfigError, OSError):
             # Whoever asks for it hears of it.
             continue
     return placed
+
+
+def _place(spec: ModelSpec) -> Path | None:
+    """The file or the folder of a model, if it is here."""
+    if spec.file is not None:
+        return sources.locate(spec.file)
+    return Path(spec.source) if spec.source is not None and Path(spec.source).is_dir() else None
 
 
 def _as_is(engine: Engine) -> Make:
@@ -379,24 +389,21 @@ def _as_is(engine: Engine) -> Make:
     return make
 
 
-async def chosen(spec: ModelSpec) -> tuple[type[Engine], msgspec.Struct]:
-    """The class of a model's engine and what it is told; the file is fetched where it is not here."""
-    cls = engine_class(spec.engine)
-    given = dict(spec.options)
-    if spec.source is not None:
-        path = sources.locate(spec.source) or await asyncio.to_thread(sources.fetch, spec.source)
-        given["path"] = str(path)
-    try:
-        return cls, msgspec.convert(given, cls.Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"models.{spec.name}: {error}") from error
-
-
 def made_here(spec: ModelSpec, limits: Limits) -> Make:
     """In this process, or in a worker of its own where it needs one."""
 
     async def make(given_up: GivenUp) -> Engine:
-        cls, options = await chosen(spec)
+        cls = engine_class(spec.engine)
+        given = dict(spec.options)
+        if spec.file is not None:
+            path = sources.locate(spec.file) or await asyncio.to_thread(sources.fetch, spec.file)
+            given["path"] = str(path)
+        elif spec.source is not None:
+            given["path"] = spec.source
+        try:
+            options = msgspec.convert(given, cls.Options)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"models.{spec.name}: {error}") from error
         if cls.needs_worker(options):
             return WorkerEngine(spec.engine, spec.name, options_of(options), limits.stall_seconds, given_up)
         return cls.configured(spec.name, options)

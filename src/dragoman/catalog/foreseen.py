@@ -1,8 +1,9 @@
 """What is known of a model before it is loaded: what its configuration and its file say."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +13,7 @@ from dragoman.engines import engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import detect
 from dragoman.gguf import Value, read_metadata
+from dragoman.hub import PREFIX
 
 FileState = Literal["here", "missing", "not downloaded", "unreadable"]
 
@@ -32,14 +34,14 @@ def foreseen(spec: ModelSpec) -> Foreseen:
         options = msgspec.convert(given, engine_class(spec.engine).Options)
     except msgspec.ValidationError as error:
         raise ConfigError(f"models.{spec.name}: {error}") from error
-    file, metadata = _looked_at(spec.source)
+    known = _of_folder(spec) if spec.file is None else _of_file(spec.file)
     # Engines of others may call something else by these names.
     form, context = getattr(options, "format", None), getattr(options, "context", None)
     return Foreseen(
-        format=form if isinstance(form, str) else _detected(metadata),
-        context=context if isinstance(context, int) else _trained_context(metadata),
-        file=file,
-        writes=_writes(metadata),
+        format=form if isinstance(form, str) else known.format,
+        context=context if isinstance(context, int) else known.context,
+        file=known.file,
+        writes=known.writes,
     )
 
 
@@ -48,14 +50,16 @@ def missing_files(specs: Sequence[ModelSpec]) -> list[str]:
     missing = []
     for spec in specs:
         try:
-            if spec.source is not None:
-                sources.locate(spec.source)
+            if spec.file is not None:
+                sources.locate(spec.file)
+            elif _folder_state(spec) == "missing":
+                missing.append(f"model {spec.name}: there is no folder {spec.source}")
         except ConfigError as error:
             missing.append(f"model {spec.name}: {error}")
         missing += [
             f"model {name}: there is no adapter at {path}"
             for name, path in adapter_files(spec).items()
-            if not path.is_file()
+            if not (path.is_dir() if spec.file is None else path.is_file())
         ]
     return missing
 
@@ -67,9 +71,46 @@ def adapter_files(spec: ModelSpec) -> dict[str, Path]:
     return {name: Path(path).expanduser() for name, path in paths.items()}
 
 
-def _looked_at(source: str | None) -> tuple[FileState, dict[str, Value]]:
-    if source is None:
-        return "here", {}
+def _folder_state(spec: ModelSpec) -> FileState:
+    """Of a model whose engine finds the files by itself."""
+    if spec.source is None or Path(spec.source).is_dir():
+        return "here"
+    # What the hub has is fetched by the engine, which knows where it is kept.
+    return "here" if spec.source.startswith(PREFIX) else "missing"
+
+
+def _of_folder(spec: ModelSpec) -> Foreseen:
+    state = _folder_state(spec)
+    if spec.source is None or not Path(spec.source).is_dir():
+        return Foreseen(file=state)
+    folder = Path(spec.source)
+    length = _json(folder / "config.json").get("max_position_embeddings")
+    return Foreseen(detect(_template(folder), folder.name), length if isinstance(length, int) else None, state)
+
+
+def _template(folder: Path) -> str | None:
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        found = _json(folder / "tokenizer_config.json").get("chat_template")
+        return found if isinstance(found, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Nothing where it is not there, or is something else: the engine will say what is wrong with it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _of_file(source: str) -> Foreseen:
+    state, metadata = _looked_at(source)
+    return Foreseen(_detected(metadata), _trained_context(metadata), state, _writes(metadata))
+
+
+def _looked_at(source: str) -> tuple[FileState, dict[str, Value]]:
     try:
         path = sources.locate(source)
     except ConfigError:

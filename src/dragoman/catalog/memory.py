@@ -36,7 +36,8 @@ def expected(spec: ModelSpec) -> int:
         return known
     if not in_worker(spec):
         return 0
-    path = None if spec.source is None else sources.fetch(spec.source)
+    # Where an engine of folders has its weights, it alone knows: mostly in the memory of a GPU.
+    path = None if spec.file is None else sources.fetch(spec.file)
     size = 0 if path is None else sum(part.stat().st_size for part in parts_of(path))
     cls, options = _configured(spec, path)
     return PROCESS_BYTES + size + cls.memory_beside_file(options)
@@ -95,7 +96,7 @@ def _configured(spec: ModelSpec, path: Path | None) -> tuple[type[Engine], msgsp
 def _fingerprint(spec: ModelSpec) -> str:
     file: list[object] = [spec.source]
     try:
-        path = None if spec.source is None else sources.locate(spec.source)
+        path = None if spec.file is None else sources.locate(spec.file)
         if path is not None:
             stat = path.stat()
             file = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]

@@ -154,9 +154,9 @@ def _settings(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Setti
 
 def _fetch_models(settings: Settings) -> None:
     for model in settings.models:
-        if model.source is not None:
+        if model.file is not None:
             try:
-                path = sources.fetch(model.source, lambda words: print(words, file=sys.stderr, flush=True))
+                path = sources.fetch(model.file, lambda words: print(words, file=sys.stderr, flush=True))
             except ConfigError as error:
                 raise ConfigError(f"model {model.name}: {error}") from error
             if model.engine == "llama" and model.options.get("layout", "auto") == "auto":

@@ -3,13 +3,16 @@
 model := SOURCE
        | {engine, source or path, sampling, keep_alive, fallback, ray, ...the engine's own options}
 
-Among the options of llama are `adapters`, each of which is a model too:
+For engines of folders (vllm) the source is a folder, or ORG/REPO of the hub, which `hf:` may precede.
+
+Among the options of llama and vllm are `adapters`, each of which is a model too:
 
 adapters := {name: PATH | {path: PATH, scale: NUMBER}}
 """
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -23,6 +26,7 @@ from dragoman.conversation import Sampling
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
+from dragoman.hub import PREFIX as HUB
 from dragoman.sources import BUILT_IN, KINDS
 
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
@@ -83,6 +87,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.adapters)
+
+    @property
+    def file(self) -> str | None:
+        """Its source, where that is one file, which we can bring; engines of folders find theirs by themselves."""
+        return None if self.source is None or engine_class(self.engine).takes_folder else self.source
 
     @property
     def is_open(self) -> bool:
@@ -153,7 +162,7 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
     return ModelSpec(
         name,
         engine or "llama",
-        None if source is None else file.from_here(source),
+        None if source is None else _placed(file, source, engine),
         options,
         _sampling(file, entry, key),
         file.parsed(entry, "keep_alive", duration, key),
@@ -161,6 +170,16 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
         file.convert(entry.get("fallback"), Word | None, f"{key}.fallback"),
         _replicas(file, entry, key),
     )
+
+
+def _placed(file: File, source: str, engine: str | None) -> str:
+    """A source from the file's folder. For an engine of folders it may be a name of the hub, which is no path."""
+    if engine not in ENGINES or not engine_class(engine).takes_folder:
+        return file.from_here(source)
+    if source.startswith(HUB):
+        return source
+    path = located(source, file.folder)
+    return path if source.startswith((".", "/", "~")) or Path(path).exists() else f"{HUB}{source}"
 
 
 def _located(file: File, adapter: Any) -> Any:

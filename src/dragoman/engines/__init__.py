@@ -8,6 +8,7 @@ from dragoman.errors import ConfigError
 ENGINES = {
     "scripted": "dragoman.engines.scripted:ScriptedEngine",
     "llama": "dragoman.engines.llama.engine:LlamaEngine",
+    "vllm": "dragoman.engines.vllm.engine:VllmEngine",
     "upstream": "dragoman.engines.upstream.engine:UpstreamEngine",
 }
 

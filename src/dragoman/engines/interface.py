@@ -79,6 +79,9 @@ class Engine:
     tells_calls: bool = False
     """Its events tell thoughts and tool calls: nothing is looked for in its text."""
 
+    takes_folder: ClassVar[bool] = False
+    """Its source is a folder of a model, or a name of the hub, and it finds the files by itself."""
+
     device: str = "cpu"
     """What it computes on, as the model list shows it."""
     kv_used: float | None = None
@@ -103,6 +106,11 @@ class Engine:
         """Bytes that it will take in a process of its own, its file not counted, as far as they can be foreseen; from
         the second time on what was measured counts. It is called in a thread, and may read files."""
         return 0
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Whether the packages are there that it needs beside ours."""
+        return True
 
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]

@@ -67,7 +67,7 @@ class Marking:
 
     def _only_own(self, part: str) -> bool:
         """Whether each control text in it, overlapping ones too, lies inside one literal of the template (rule 2)."""
-        found = self._control.findall(part.translate(self.own_marks.texts))
+        found = self._control.findall(self._own_text(part))
         return bool(found == [text for mark in _MARK.findall(part) for text in self._inside(ord(mark))])
 
     def _inside(self, code: int) -> list[str]:
@@ -78,7 +78,12 @@ class Marking:
         for index, part in enumerate(cut):
             if part:
                 special = index % 2 == 0
-                yield Segment(part.translate((self.own_marks if special else content.marks).texts), special)
+                yield Segment(self._own_text(part) if special else part.translate(content.marks.texts), special)
+
+    def _own_text(self, part: str) -> str:
+        # A prompt is long and has few of them: they are found faster than every character is asked for.
+        texts = self.own_marks.texts
+        return _MARK.sub(lambda mark: texts.get(ord(mark[0]), mark[0]), part)
 
 
 class Content:

@@ -49,7 +49,7 @@ def application(settings: Settings) -> serve.Application:
     entrance = serve.deployment(serve.ingress(build)()).options(
         name="entrance", num_replicas=1, max_ongoing_requests=MOST_AT_THE_DOOR
     )
-    return entrance.bind(*(_deployment(spec, names[spec.name]).bind(spec) for spec in spread))
+    return entrance.bind(*(_deployment(spec, names[spec.name]).bind(spec, settings.limits) for spec in spread))
 
 
 def _deployment(spec: ModelSpec, name: str) -> Any:

@@ -1,14 +1,15 @@
 """What runs in a replica: the engine of one model.
 
-A replica is a process of its own already, whose death is noticed and which is started again: an engine that needs a
-worker elsewhere has none here.
+An engine that needs a worker has one here too, although a replica is a process of its own. What such engines rely on
+holds then: they may end their process with all that it has started, and are back sooner than a replica would be. When
+the worker is given up, the replica says that it is not well, and Serve takes another in its place.
 """
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dragoman.catalog import chosen
-from dragoman.config import ModelSpec
+from dragoman.catalog import made_here
+from dragoman.config import Limits, ModelSpec
 from dragoman.engines.run import run
 from dragoman.formats import named
 from dragoman.ray.asked import Asked
@@ -18,12 +19,20 @@ from dragoman.worker.messages import Answer
 
 
 class Replica:
-    async def __init__(self, spec: ModelSpec) -> None:  # type: ignore[misc]
-        cls, options = await chosen(spec)
-        self._engine = cls.configured(spec.name, options)
+    async def __init__(self, spec: ModelSpec, limits: Limits) -> None:  # type: ignore[misc]
+        self._given_up: str | None = None
+        self._engine = await made_here(spec, limits)(self._give_up)
         await self._engine.start()
         for info in self._engine.models():
             named(info.format)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = reason
+
+    async def check_health(self) -> None:
+        """By this name Ray Serve asks now and then; what is raised means that it is not well."""
+        if self._given_up is not None:
+            raise RuntimeError(self._given_up)
 
     async def facts(self, asked: Asked) -> bytes:
         return encode(Facts.of(self._engine))

@@ -3,7 +3,8 @@
 Rules
 1. The end of standard input is the end of the process, at once and whatever it is doing: a parent that died, even by
    kill -9, leaves no child behind. Signals for the parent's process group are the parent's to handle.
-2. Events that become ready in one turn of the event loop leave in one message.
+2. Events that become ready in one turn of the event loop leave in one message. What an engine that works in steps makes
+   in one of them is such a message as it is, without a task for each request.
 3. What cannot be encoded fails the request that it belongs to, and no other.
 """
 
@@ -13,9 +14,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Never
 
 import msgspec
 
@@ -23,6 +24,7 @@ from dragoman.conversation import GenerationRequest
 from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import call, failed, run
+from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.errors import ConfigError, DragomanError
 from dragoman.telemetry.logs import configure_as_parent
 from dragoman.worker.messages import (
@@ -44,6 +46,7 @@ from dragoman.worker.messages import (
     ToChild,
     Tokenize,
     ToParent,
+    WholeStep,
     decode_to_child,
     encode,
     pack,
@@ -61,14 +64,29 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outbox: list[msgspec.Raw] = []
+        self._stepping = engine if isinstance(engine, SteppingEngine) else None
+        self._begun: set[int] = set()
+        """What the engine that works in steps has, and has not ended."""
+        if self._stepping is not None:
+            self._stepping.receiver = self
 
     def handle(self, message: ToChild) -> None:
-        if isinstance(message, Generate):
+        if isinstance(message, Generate) and self._stepping is not None:
+            self._keep(message.id, self._begin(self._stepping, message.id, message.request), self._forget)
+        elif isinstance(message, Generate):
             self._keep(message.id, self._generate(message.id, message.request), self._end)
         elif isinstance(message, Question):
             self._keep(message.id, self._answer(message), self._forget)
-        elif isinstance(message, Cancel) and message.id in self._tasks:
-            self._tasks[message.id].cancel()
+        elif isinstance(message, Cancel):
+            self._cancel(message.id)
+
+    def _cancel(self, key: int) -> None:
+        if key in self._tasks:
+            self._tasks[key].cancel()
+        if key in self._begun and self._stepping is not None:
+            self._begun.discard(key)
+            self._stepping.drop(key)
+            self._post(Progress(key, ended=True))
 
     def _keep(self, key: int, work: Coroutine[Any, Any, None], done: Callable[[int, asyncio.Task[None]], None]) -> None:
         task = self._loop.create_task(work)
@@ -92,6 +110,27 @@ class Child:
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
             failure = failure_of(error)
         self._post(Progress(key, ended=True, failure=failure))
+
+    async def _begin(self, engine: SteppingEngine, key: int, request: GenerationRequest) -> None:
+        self._begun.add(key)
+        try:
+            await engine.begin(key, request)
+        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
+            self._begun.discard(key)
+            self._post(Progress(key, ended=True, failure=failure_of(error)))
+
+    def take(self, portions: Sequence[Portion]) -> None:
+        told: list[Portion | Progress] = []
+        for portion in portions:
+            if portion.ended:
+                self._begun.discard(portion.key)
+            # Failures have to be put into words; everything else leaves as it is.
+            told.append(portion if portion.error is None else _failed(portion, portion.error))
+        self._write(encode(WholeStep(told, self._engine.kv_used)))
+
+    def lose(self, reason: str) -> None:
+        log.error("the engine is gone: %s", reason)
+        _end(1)
 
     def _post(self, progress: Progress) -> None:
         packed = pack(progress)
@@ -134,6 +173,17 @@ async def answered(engine: Engine, message: Question) -> Answer:
     return Answer(message.id, text=await call(engine.detokenize, message.tokens))
 
 
+def _failed(portion: Portion, error: DragomanError) -> Progress:
+    return Progress(portion.key, portion.events, portion.ended, Failure.of(error))
+
+
+def _end(code: int) -> Never:
+    """With all processes that the engine has started, which are of the same group."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)
+
+
 def failure_of(error: Exception) -> Failure:
     """What is told of an error; what nobody foresaw is for the log."""
     if not isinstance(error, DragomanError):
@@ -146,11 +196,11 @@ def _read(source: BinaryIO) -> ToChild:
     """The next message; at the end of the pipe the process ends."""
     header = source.read(HEADER.size)
     if len(header) < HEADER.size:
-        os._exit(0)
+        _end(0)
     (length,) = HEADER.unpack(header)
     body = source.read(length)
     if len(body) < length:
-        os._exit(0)
+        _end(0)
     return decode_to_child(body)
 
 
@@ -214,8 +264,8 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     asyncio.run(_main(sys.stdin.buffer, output))
-    # Threads of a library may never end by themselves.
-    os._exit(0)
+    # Threads and processes of a library may never end by themselves.
+    _end(0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A `Step` carries everything that became ready since the last one, of all request
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import ModelInfo, Rendered
+from dragoman.engines.steps import Portion
 from dragoman.errors import ContextTooLong, DragomanError, by_name
 from dragoman.events import Event
 
@@ -141,6 +142,13 @@ class PackedStep(msgspec.Struct, frozen=True, tag="Step"):
     kv_used: float | None = None
 
 
+class WholeStep(msgspec.Struct, frozen=True, tag="Step"):
+    """A `Step` as an engine made it, for all requests at once."""
+
+    progress: Sequence[Portion | Progress]
+    kv_used: float | None = None
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     id: int
     tokens: tuple[int, ...] | None = None
@@ -164,7 +172,7 @@ _to_passer = msgspec.msgpack.Decoder(ToPasser)
 _progress = msgspec.msgpack.Decoder(Progress)
 
 
-def encode(message: ToChild | ToParent | PackedStep | PassedGenerate) -> bytes:
+def encode(message: ToChild | ToParent | PackedStep | WholeStep | PassedGenerate) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 

@@ -12,6 +12,8 @@ Rules
 import asyncio
 import itertools
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -219,14 +221,19 @@ class _Child:
                 stream.fail(progress.failure.error())
 
     async def kill(self) -> None:
-        """End the process, and wait for its end."""
-        if self.process.returncode is None:
-            try:
-                self.process.kill()
-            except ProcessLookupError:
-                # It ended by itself, and the event loop has not said so yet.
-                pass
+        """End the process and all that it has started, and wait for its end."""
+        if hasattr(os, "killpg"):
+            self._kill_group()
+        elif self.process.returncode is None:
+            self.process.kill()
         await self.process.wait()
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            # They ended by themselves; a Mac forbids to kill what has ended and not been waited for.
+            pass
 
     def bury(self) -> None:
         """Tell everybody who still waits."""
@@ -384,6 +391,8 @@ class WorkerEngine(Engine):
             "dragoman.worker.child",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # A session of its own: what an engine starts ends with it, however it ends.
+            start_new_session=True,
         )
         child = _Child(process)
         try:

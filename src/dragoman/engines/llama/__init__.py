@@ -1,9 +1,8 @@
 """Models in GGUF files, run by llama.cpp.
 
 engine      what the server sees: options, checks, one async generator per request
-intake      from a request to a checked prompt in tokens
+intake      from a request to a generation; reading its prompt is the same for every engine of tokens (`reading`)
 generation  one request's way from logits to events
-budget      how much of a reply may be thought
 embedder    texts made into vectors, in a thread and a decoder of their own
 turns       who computes next, and the thread in which all do
 pace        how many rows a step has

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.llama.binding import Context, Model, Vectors
-from dragoman.engines.llama.intake import check_tokens
 from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.scheduler import share
 from dragoman.engines.llama.turns import STOPPED, Turns
+from dragoman.engines.reading import check_tokens
 from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed
 
 log = logging.getLogger("dragoman.engine")

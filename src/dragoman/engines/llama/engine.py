@@ -31,13 +31,14 @@ from dragoman.engines.llama import machine, threads
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Adapter, Context, Model
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
-from dragoman.engines.llama.intake import Intake, detokenize, tokenize
+from dragoman.engines.llama.intake import Intake
 from dragoman.engines.llama.layout import Layout, prepared
 from dragoman.engines.llama.room import Room, expected_bytes, room
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
 from dragoman.engines.llama.state import Kv
 from dragoman.engines.llama.turns import Turns
+from dragoman.engines.reading import detokenize, tokenize
 from dragoman.errors import ConfigError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished
 from dragoman.formats import detect, named

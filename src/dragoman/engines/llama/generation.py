@@ -26,11 +26,12 @@ from dragoman.constrain.check import Check
 from dragoman.constrain.compiled import Guide
 from dragoman.conversation import GenerationRequest
 from dragoman.detokenize import Detokenizer
+from dragoman.engines.budget import Budget
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.budget import Budget
 from dragoman.engines.llama.drafts import Lookup
 from dragoman.engines.llama.sampling import Allowed, Picker, Recipe, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
+from dragoman.engines.sections import Sections
 from dragoman.errors import EngineFailed
 from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
 from dragoman.mailbox import Mailbox
@@ -194,24 +195,6 @@ class Generation:
         usage = Usage(prompt=len(self.job.prompt), completion=self.count, cached=self.cached, kept=self.kept)
         finished = Finished(reason, usage=usage)
         return [TextDelta(rest, count=0), finished] if rest else [finished]
-
-
-class Sections:
-    """The calls of a reply, as they were written."""
-
-    def __init__(self) -> None:
-        self.last = ""
-        self.parts: list[str] = []
-
-    def repeats(self, text: str, ends: bool) -> bool:
-        """Whether a call is the same as the one before; `ends`: the reply might end behind this text."""
-        self.parts.append(text)
-        if not ends:
-            return False
-        section, self.parts = "".join(self.parts).strip(), []
-        repeated = section != "" and section == self.last
-        self.last = section or self.last
-        return repeated
 
 
 def _prompt_text(request: GenerationRequest, model: Model) -> str | None:

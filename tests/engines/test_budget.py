@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dragoman.constrain.thoughts import thoughts
 from dragoman.conversation import Thinking
-from dragoman.engines.llama.budget import Budget
+from dragoman.engines.budget import Budget
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.formats import FORMATS
 from dragoman.prompt import ChatTemplate

@@ -1,0 +1,12 @@
+"""Models in folders as Hugging Face lays them out, run by vLLM: its engine, not its server.
+
+engine   what the server sees: options, the start of vLLM, requests on their way in, steps on their way out
+parts    everything that is used of vLLM, in one place
+tokens   the tokenizer as a table of bytes, and the ways around where it is none
+intake   from a request to what vLLM's engine takes: its prompt in tokens, its sampling, its grammar
+work     one request's way from the tokens of a step to events
+vectors  texts on their way to vectors
+
+vLLM's scheduler and model run in processes of their own, which vLLM starts. From there one message comes per step, with
+the new tokens of all requests; it becomes one call of the receiver (`steps`), and no task is woken for a token.
+"""

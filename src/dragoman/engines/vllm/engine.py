@@ -1,0 +1,427 @@
+"""vLLM's asynchronous engine behind ours: prompts go in as tokens, and every step comes out as one list of events.
+
+Rules
+1. vLLM's own output path is not used: what its engine process sends after a step is read here as it is.
+2. Where the engine process dies, so does everything that it worked on; whoever receives the steps is told at once.
+3. What vLLM refuses fails the request that it belongs to, and no other.
+"""
+
+import asyncio
+import gc
+import json
+import logging
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+import msgspec
+
+from dragoman.constrain.check import warnings
+from dragoman.conversation import GenerationRequest
+from dragoman.embedding import Embedding, Input
+from dragoman.engines import reading
+from dragoman.engines.interface import ModelInfo, Rendered
+from dragoman.engines.run import failed
+from dragoman.engines.steps import Portion, SteppingEngine
+from dragoman.engines.vllm import parts as vllm
+from dragoman.engines.vllm.intake import Intake
+from dragoman.engines.vllm.tokens import Tokens
+from dragoman.engines.vllm.vectors import Pooled, Texts
+from dragoman.engines.vllm.work import Work
+from dragoman.errors import ConfigError, DragomanError, EngineFailed, NotSupported
+from dragoman.events import Event, Finished
+from dragoman.formats import detect, named
+
+log = logging.getLogger("dragoman.engine")
+T = TypeVar("T")
+
+HUB = "hf:"
+"""Before the name of a model of the Hugging Face hub."""
+WATCH_SECONDS = 0.2
+MOST_READERS = 4
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM has room of for adapters."""
+
+VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
+FEATURES = frozenset(
+    {
+        *("chat", "completion", "token_prompt", "token_ids", "logprobs", "prompt_logprobs", "tokenize"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("stop_token_ids", "ignore_eos", "max_tokens", "usage"),
+        *("tools", "thinking", "documents", "render", "template_options"),
+    }
+)
+SHAPE_FEATURES = frozenset({"strict_tools", "constraint"})
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    """A folder, or a name of the Hugging Face hub."""
+    format: str | None = None
+    """The syntax in which the model writes thoughts and calls; None: what its chat template shows."""
+    template_options: tuple[str, ...] = ()
+    """Variables of the chat template that callers may set."""
+    context: Count | None = None
+    """Tokens of prompt and reply together (vLLM's max_model_len); None: the model's own."""
+    slots: Count | None = None
+    """Generations at once (vLLM's max_num_seqs); None: as many as vLLM takes, and the others queue there."""
+    isolate: bool = False
+    """Beginnings are shared only between requests of one principal."""
+    strict_tools: bool = False
+    """Calls are kept to the schemas of their tools in every reply, not only where a request asks for that."""
+    adapters: Mapping[str, str] = {}
+    """Folders of LoRA adapters, by the name of the model that each makes of this one."""
+    args: Mapping[str, Any] = {}
+    """vLLM's own engine arguments, as they are."""
+
+
+class VllmEngine(SteppingEngine):
+    Options = VllmOptions
+    takes_folder = True
+
+    def __init__(self, name: str, options: VllmOptions) -> None:
+        super().__init__()
+        self.name = name
+        self.options = options
+        self.slots = options.slots
+        self.parts: vllm.Parts | None = None
+        self.llm: vllm.Llm | None = None
+        self.model: Tokens | None = None
+        self.intake: Intake | None = None
+        self.texts: Texts | None = None
+        self.context: int | None = options.context
+        self.live: dict[str, Work | Pooled] = {}
+        """By the id under which vLLM answers."""
+        self.works: dict[int, Work] = {}
+        """By our key."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.readers = ThreadPoolExecutor(_readers(), thread_name_prefix="dragoman-prompt")
+        # Nobody's generation waits for answers to questions about prompts and tokens.
+        self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
+        # Nobody's prompt waits for somebody else's grammar.
+        self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        if not isinstance(options, VllmOptions):
+            raise TypeError(f"the vllm engine takes VllmOptions, not {type(options).__name__}")
+        return cls(name, options)
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return True
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        return vllm.is_installed()
+
+    def models(self) -> Sequence[ModelInfo]:
+        form = self.options.format or "plain" if self.intake is None else self.intake.format.name
+        return [ModelInfo(name, context=self.context, format=form) for name in (self.name, *self.options.adapters)]
+
+    def supports(self) -> frozenset[str]:
+        if self.texts is not None:
+            return VECTOR_FEATURES
+        if self.model is None:
+            return FEATURES | SHAPE_FEATURES
+        shapes = frozenset() if self.model.kind is None else SHAPE_FEATURES
+        return FEATURES | shapes | (frozenset() if self.model.infill is None else {"infill"})
+
+    # Its beginning and its end.
+
+    async def start(self) -> None:
+        parts, llm, model = await asyncio.to_thread(_load, self.options)
+        core, config = llm.engine_core, llm.model_config
+        self.parts, self.llm, self.model = parts, llm, model
+        self.device, self.context = parts.device, config.max_model_len
+        # Where there is one, vLLM starts no reader of its own.
+        llm.output_handler = self._keep(self._follow(core))
+        self._keep(self._watch(core))
+        tasks = await core.get_supported_tasks_async()
+        if config.runner_type == "pooling":
+            if "embed" not in tasks:
+                raise ConfigError(f"vllm: {self.options.path} makes no vectors; it can do: {', '.join(tasks)}")
+            self.texts = Texts(parts, llm.input_processor, tasks, model, config.max_model_len)
+        else:
+            loras = await self._loras(parts, core)
+            self.intake = await asyncio.to_thread(_intake, self.options, parts, llm, model, tasks, loras)
+        # What is there by now stays: looking through it for garbage, again and again, would stop every stream.
+        gc.collect()
+        gc.freeze()
+        log.info("model %s: vllm %s on %s, context %s", self.name, parts.version, self.device, self.context)
+
+    async def _loras(self, parts: vllm.Parts, core: vllm.Core) -> dict[str, Any]:
+        loras = {}
+        for number, (name, path) in enumerate(self.options.adapters.items(), 1):
+            lora = parts.lora(lora_name=name, lora_int_id=number, lora_path=path)
+            try:
+                await core.add_lora_async(lora)
+            except Exception as error:
+                raise ConfigError(f"vllm: the adapter {name} cannot be used: {_last_line(error)}") from error
+            loras[name] = lora
+        return loras
+
+    async def stop(self) -> None:
+        llm, self.llm = self.llm, None
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        for pool in (self.readers, self.tellers, self.shapers):
+            pool.shutdown(wait=False)
+
+    # Requests.
+
+    async def begin(self, key: int, request: GenerationRequest) -> None:
+        intake = self._writing()
+        if intake.is_shaped(request):
+            read = await self._aside(intake.read, request)
+            work = await self._aside(intake.work, key, request, read, pool=self.shapers)
+        else:
+            work = await self._aside(intake.read_work, key, request)
+        self.works[key] = work
+        await self._submit(work)
+
+    def drop(self, key: int) -> None:
+        work = self.works.pop(key, None)
+        if work is not None:
+            self._abort(work)
+
+    async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        if self.texts is None:
+            self._writing()
+            raise NotSupported("this model writes text; vectors need a model with `args: {runner: pooling}`")
+        requests = await self._aside(self.texts.read, inputs)
+        loop = asyncio.get_running_loop()
+        pooled = [Pooled(request, loop.create_future()) for request in requests]
+        try:
+            for entry in pooled:
+                await self._submit(entry)
+            return await asyncio.gather(*(entry.future for entry in pooled))
+        finally:
+            for entry in pooled:
+                self._abort(entry)
+
+    async def render(self, request: GenerationRequest) -> Rendered:
+        return await self._aside(self._writing().render, request, pool=self.tellers)
+
+    async def tokenize(self, text: str, special: bool) -> Sequence[int]:
+        return await self._aside(reading.tokenize, self._running(), text, special, pool=self.tellers)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return await self._aside(reading.detokenize, self._running(), tokens, pool=self.tellers)
+
+    def _running(self) -> Tokens:
+        if self.model is None or self.llm is None:
+            raise EngineFailed("the engine is not running")
+        return self.model
+
+    def _writing(self) -> Intake:
+        self._running()
+        if self.intake is None:
+            raise NotSupported("this model makes vectors, not text")
+        return self.intake
+
+    async def _aside(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool or self.readers, function, *arguments)
+
+    async def _submit(self, entry: Work | Pooled) -> None:
+        if self.llm is None:
+            raise EngineFailed("the engine is not running")
+        if isinstance(entry, Work) and entry.key not in self.works:
+            # Dropped in the meantime.
+            return
+        self.live[entry.request.request_id] = entry
+        await self.llm.engine_core.add_request_async(entry.request)
+
+    def _abort(self, entry: Work | Pooled) -> None:
+        """vLLM need not go on with it. One that has ended may be aborted too."""
+        if self.live.pop(entry.request.request_id, None) is not None and self.llm is not None:
+            self._keep(self.llm.engine_core.abort_requests_async([entry.request.request_id]))
+
+    # Steps.
+
+    async def _follow(self, core: vllm.Core) -> None:
+        while True:
+            try:
+                step = await core.get_output_async()
+            except Exception as error:
+                log.exception("vLLM's engine process has died")
+                self._lose(str(error))
+                return
+            if step.scheduler_stats is not None:
+                self.kv_used = step.scheduler_stats.kv_cache_usage
+            self._take(step.outputs)
+
+    def _take(self, outputs: Sequence[vllm.Output]) -> None:
+        """A whole step, in one call."""
+        live, portions = self.live, []
+        for output in outputs:
+            entry = live.get(output.request_id)
+            if entry is None:
+                continue
+            if isinstance(entry, Work):
+                portion = self._portion(entry, output)
+                if portion is not None:
+                    portions.append(portion)
+            elif output.finish_reason is not None:
+                del live[output.request_id]
+                entry.take(output)
+        if portions:
+            self.receiver.take(portions)
+
+    def _portion(self, work: Work, output: vllm.Output) -> Portion | None:
+        try:
+            events = work.take(output)
+        except Exception as error:
+            # Whatever it is, the others of the step go on.
+            if not isinstance(error, DragomanError):
+                log.exception("a request's output could not be read")
+            self._abort(work)
+            self._forget(work)
+            return Portion(work.key, ended=True, error=error if isinstance(error, DragomanError) else failed(error))
+        if work.closing:
+            events = (*events, *self._close_thought(work))
+        if not work.ended:
+            return Portion(work.key, events)
+        if work.given_up:
+            self._abort(work)
+        if work.bearings.checks and work.guide is not None:
+            self.live.pop(work.request.request_id, None)
+            self._keep(self._checked(work, events))
+            return None
+        self._forget(work)
+        return Portion(work.key, events, ended=True)
+
+    def _forget(self, work: Work) -> None:
+        self.live.pop(work.request.request_id, None)
+        self.works.pop(work.key, None)
+
+    def _close_thought(self, work: Work) -> list[Event]:
+        """Give up what vLLM works on, and go on behind the tokens that close the thought."""
+        self._abort(work)
+        events = work.close_thought()
+        if not work.ended:
+            work.request = self._writing().resumed(work)
+            self._keep(self._submit(work))
+        return events
+
+    async def _checked(self, work: Work, events: tuple[Event, ...]) -> None:
+        """The end of a reply, with a warning where it does not fit what could not be enforced."""
+        *before, finished = events
+        if isinstance(finished, Finished) and finished.reason != "length" and work.guide is not None:
+            found = await self._aside(warnings, work.bearings.checks, work.guide.captures(), pool=self.shapers)
+            finished = msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
+        if self.works.pop(work.key, None) is not None:
+            self.receiver.take([Portion(work.key, (*before, finished), ended=True)])
+
+    async def _watch(self, core: vllm.Core) -> None:
+        """vLLM notices at once when its process dies, and tells those who wait only after it has cleaned up."""
+        while not core.resources.engine_dead:  # noqa: ASYNC110 (a thread of vLLM's sets it)
+            await asyncio.sleep(WATCH_SECONDS)
+        self._lose("vLLM's engine process has died")
+
+    def _lose(self, reason: str) -> None:
+        if self.llm is None:
+            return
+        self.llm = None
+        for entry in self.live.values():
+            if isinstance(entry, Pooled) and not entry.future.done():
+                entry.future.set_exception(EngineFailed(reason))
+        self.live.clear()
+        self.works.clear()
+        self.receiver.lose(reason)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+
+def _readers() -> int:
+    """Making tokens needs no lock of Python's, rendering does: more threads than these would only wait for it."""
+    return max(2, min(MOST_READERS, os.cpu_count() or 1))
+
+
+def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
+    parts = vllm.parts()
+    try:
+        args = parts.engine_args(**_arguments(options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vllm: args: {_first_line(error)}") from error
+    try:
+        llm = parts.load(args)
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"vllm: {options.path}: {_first_line(error)}") from error
+    config = llm.model_config
+    try:
+        return parts, llm, Tokens(llm.tokenizer, config.get_vocab_size(), vllm.end_tokens(config))
+    except (AttributeError, msgspec.MsgspecError) as error:
+        llm.shutdown()
+        words = "its tokenizer is not one of Hugging Face's fast ones"
+        raise ConfigError(f"vllm: {options.path} cannot be used: {words} ({_first_line(error)})") from error
+
+
+def _arguments(options: VllmOptions) -> dict[str, Any]:
+    """For vLLM: what we have words for, and the operator's own."""
+    ours = {"model": options.path.removeprefix(HUB), "max_model_len": options.context, "max_num_seqs": options.slots}
+    given = {name: value for name, value in ours.items() if value is not None}
+    twice = sorted(given.keys() & options.args.keys())
+    if twice:
+        raise ConfigError(f"vllm: args: {', '.join(twice)} is set by source, context or slots; give it once")
+    adapting = _room_for(options.adapters) if options.adapters else {}
+    return {"disable_log_stats": True, **adapting, **given, **options.args}
+
+
+def _room_for(adapters: Mapping[str, str]) -> dict[str, Any]:
+    ranks = []
+    for name, path in adapters.items():
+        file = Path(path) / "adapter_config.json"
+        try:
+            ranks.append(int(json.loads(file.read_text())["r"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"vllm: the adapter {name} is no folder of a LoRA adapter: {file}: {error}") from error
+    most = next((rank for rank in RANKS if rank >= max(ranks)), RANKS[-1])
+    return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": most}
+
+
+def _intake(
+    options: VllmOptions,
+    parts: vllm.Parts,
+    llm: vllm.Llm,
+    model: Tokens,
+    tasks: Sequence[str],
+    loras: Mapping[str, Any],
+) -> Intake:
+    syntax = named(options.format or detect(model.chat_template, Path(options.path).name))
+    return Intake(
+        parts,
+        llm.input_processor,
+        tasks,
+        model,
+        llm.model_config.max_model_len,
+        syntax,
+        options.template_options,
+        defaults=vllm.generation_defaults(llm.model_config),
+        loras=loras,
+        isolate=options.isolate,
+        strict_tools=options.strict_tools,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """pydantic's errors have one line that counts, and others about where to read more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(error).__name__
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,157 @@
+"""The engine's client, and the class that holds everything together."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from .core import HEADER
+from .tokenizer import Tokenizer
+from .values import (
+    VOCABULARY,
+    Abort,
+    Add,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDeadError,
+    LoRARequest,
+    PoolingParams,
+    SamplingParams,
+    UsageContext,
+    VLLMValidationError,
+)
+
+
+@dataclass
+class AsyncEngineArgs:
+    model: str
+    max_model_len: int = 4096
+    max_num_seqs: int = 1024
+    runner: str = "generate"
+    disable_log_stats: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    steps_per_second: float = 100
+    """The stand-in's own."""
+
+
+class ModelConfig:
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self.max_model_len = args.max_model_len
+        self.runner_type = args.runner
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+    def get_diff_sampling_param(self) -> dict[str, Any]:
+        return {"temperature": 0.5}
+
+    def try_get_generation_config(self) -> dict[str, Any]:
+        return {"eos_token_id": [257]}
+
+
+class InputProcessor:
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        supported_tasks: tuple[str, ...],
+        lora_request: LoRARequest | None = None,
+    ) -> EngineCoreRequest:
+        tokens = prompt["prompt_token_ids"]
+        if max(tokens) >= VOCABULARY:
+            raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
+        if isinstance(params, PoolingParams):
+            return EngineCoreRequest(request_id, tokens, pooling_params=params)
+        params.verify()
+        return EngineCoreRequest(request_id, tokens, params, lora_request=lora_request, cache_salt=prompt["cache_salt"])
+
+
+class AsyncMPClient:
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "vllm.core", str(theirs.fileno())]
+        command += [str(args.steps_per_second), str(args.max_num_seqs), str(args.max_model_len)]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.pipe = ours
+        self.args = args
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.queue: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        if self.loop is None:
+            self.loop = asyncio.get_running_loop()
+            threading.Thread(target=self._read, args=(self.loop,), daemon=True).start()
+        outputs = await self.queue.get()
+        if isinstance(outputs, Exception):
+            raise outputs
+        return outputs
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        file = self.pipe.makefile("rb")
+        try:
+            while header := file.read(HEADER.size):
+                (length,) = HEADER.unpack(header)
+                loop.call_soon_threadsafe(self.queue.put_nowait, decoder.decode(file.read(length)))
+        except (OSError, ValueError, msgspec.DecodeError):
+            pass
+        self.resources.engine_dead = True
+        try:
+            loop.call_soon_threadsafe(self.queue.put_nowait, EngineDeadError("EngineCore encountered an issue."))
+        except RuntimeError:
+            # The loop has been closed.
+            pass
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self._send(Add(request))
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self._send(Abort(request_ids))
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        return True
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("embed",) if self.args.runner == "pooling" else ("generate",)
+
+    def _send(self, message: Add | Abort) -> None:
+        body = msgspec.msgpack.encode(message)
+        self.pipe.sendall(HEADER.pack(len(body)) + body)
+
+    def shutdown(self) -> None:
+        self.pipe.shutdown(socket.SHUT_RDWR)
+        self.process.kill()
+        self.process.wait()
+
+
+class AsyncLLM:
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self.model_config = ModelConfig(args)
+        self.tokenizer = Tokenizer()
+        self.input_processor = InputProcessor()
+        self.engine_core = AsyncMPClient(args)
+        self.output_handler: Any = None
+
+    @classmethod
+    def from_engine_args(
+        cls, args: AsyncEngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
+    ) -> "AsyncLLM":
+        if usage_context is not UsageContext.OPENAI_API_SERVER:
+            raise ValueError("max_num_batched_tokens would be that of no server")
+        if args.model == "broken":
+            raise ValueError("no such model")
+        return cls(args)
+
+    def shutdown(self) -> None:
+        self.engine_core.shutdown()

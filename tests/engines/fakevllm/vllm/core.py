@@ -1,0 +1,154 @@
+"""The engine process: `python -m vllm.core FD STEPS_PER_SECOND MOST_AT_ONCE CONTEXT`.
+
+The model says what the last user message says; one that begins with "count N" gets the numbers up to N, and "what
+grammar" the one that the reply is to be kept to.
+"""
+
+import re
+import select
+import socket
+import struct
+import sys
+import time
+
+import msgspec
+
+from .tokenizer import IM_END
+from .values import (
+    Abort,
+    Add,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PrefillStats,
+    SchedulerStats,
+)
+
+HEADER = struct.Struct("<I")
+BLOCK = 16
+WIDTH = 16
+
+
+def reply(request: EngineCoreRequest) -> list[int]:
+    prompt, params = request.prompt_token_ids, request.sampling_params
+    text = b"".join(bytes([token]) if token < 256 else b"\x00" for token in prompt)
+    users = re.findall(rb"\x00user\n(.*?)\x00", text, re.DOTALL)
+    said = users[-1] if users else text
+    counting = re.match(rb"count (\d+)", said)
+    if counting:
+        said = b" ".join(str(number).encode() for number in range(int(counting[1])))
+    elif said == b"what grammar":
+        shape = None if params is None else params.structured_outputs
+        said = str(None if shape is None else shape.grammar).encode()
+    return [*said, IM_END]
+
+
+class Running:
+    def __init__(self, request: EngineCoreRequest, cached: int) -> None:
+        self.request = request
+        self.left = iter(reply(request))
+        self.made = 0
+        self.cached = cached
+
+    def step(self, context: int) -> EngineCoreOutput:
+        params = self.request.sampling_params
+        if params is None:
+            return self._vector()
+        token = next(self.left, IM_END)
+        if params.ignore_eos and token == IM_END:
+            token = ord("x")
+        self.made += 1
+        reason = None
+        if token == IM_END or token in params.stop_token_ids:
+            reason = FinishReason.STOP
+        elif self.made >= params.max_tokens or len(self.request.prompt_token_ids) + self.made >= context:
+            reason = FinishReason.LENGTH
+        first = self.made == 1
+        return EngineCoreOutput(
+            self.request.request_id,
+            [token],
+            new_logprobs=None if params.logprobs is None else self._logprobs(token, params.logprobs),
+            new_prompt_logprobs_tensors=self._prompt_logprobs(params.prompt_logprobs) if first else None,
+            finish_reason=reason,
+            prefill_stats=PrefillStats(self.cached) if first else None,
+        )
+
+    def _vector(self) -> EngineCoreOutput:
+        counts = [float(self.request.prompt_token_ids.count(ord("a") + at)) + 0.5 for at in range(WIDTH)]
+        return EngineCoreOutput(self.request.request_id, [], pooling_output=counts, finish_reason=FinishReason.STOP)
+
+    def _logprobs(self, token: int, top: int) -> tuple[list[list[int]], list[list[float]]]:
+        tokens = [token, *range(65, 65 + top)]
+        return [tokens], [[-0.25 * at for at in range(len(tokens))]]
+
+    def _prompt_logprobs(self, top: int | None) -> tuple[list[list[int]], list[list[float]]] | None:
+        if top is None:
+            return None
+        tokens = self.request.prompt_token_ids[1:]
+        return [[token, *range(65, 65 + top)] for token in tokens], [[-0.5] * (top + 1) for _ in tokens]
+
+
+class Core:
+    def __init__(self, pipe: socket.socket, pace: float, most: int, context: int) -> None:
+        self.pipe, self.pace, self.most, self.context = pipe, pace, most, context
+        self.waiting: dict[str, EngineCoreRequest] = {}
+        self.running: dict[str, Running] = {}
+        self.seen: list[int] = []
+        self.decoder = msgspec.msgpack.Decoder(Add | Abort)
+        self.buffer = b""
+
+    def run(self) -> None:
+        due = time.monotonic()
+        while self.hear(max(0.0, due - time.monotonic()) if self.running or self.waiting else None):
+            now = time.monotonic()
+            if now < due:
+                continue
+            due = max(due + self.pace, now - self.pace)
+            self.admit()
+            outputs = [running.step(self.context) for running in self.running.values()]
+            for output in outputs:
+                if output.finish_reason is not None:
+                    del self.running[output.request_id]
+            self.send(EngineCoreOutputs(outputs, SchedulerStats(len(self.running) / self.most)))
+
+    def admit(self) -> None:
+        for key, request in list(self.waiting.items())[: self.most - len(self.running)]:
+            del self.waiting[key]
+            prompt = request.prompt_token_ids
+            same = next(
+                (at for at, (a, b) in enumerate(zip(prompt, self.seen, strict=False)) if a != b), len(self.seen)
+            )
+            self.running[key] = Running(request, min(same, len(prompt) - 1) // BLOCK * BLOCK)
+            self.seen = prompt
+
+    def hear(self, seconds: float | None) -> bool:
+        """Whether there is still somebody to work for."""
+        if not select.select([self.pipe], [], [], seconds)[0]:
+            return True
+        data = self.pipe.recv(1 << 20)
+        self.buffer += data
+        while len(self.buffer) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self.buffer)
+            if len(self.buffer) < HEADER.size + length:
+                break
+            self.obey(self.decoder.decode(self.buffer[HEADER.size : HEADER.size + length]))
+            self.buffer = self.buffer[HEADER.size + length :]
+        return bool(data)
+
+    def obey(self, message: Add | Abort) -> None:
+        if isinstance(message, Add):
+            self.waiting[message.request.request_id] = message.request
+            return
+        for key in message.request_ids:
+            self.waiting.pop(key, None)
+            self.running.pop(key, None)
+
+    def send(self, outputs: EngineCoreOutputs) -> None:
+        body = msgspec.msgpack.encode(outputs)
+        self.pipe.sendall(HEADER.pack(len(body)) + body)
+
+
+if __name__ == "__main__":
+    fd, rate, most, context = sys.argv[1:]
+    Core(socket.socket(fileno=int(fd)), 1 / float(rate), int(most), int(context)).run()

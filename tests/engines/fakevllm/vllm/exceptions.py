@@ -1,0 +1,2 @@
+from .values import VLLMClientError as VLLMClientError
+from .values import VLLMValidationError as VLLMValidationError

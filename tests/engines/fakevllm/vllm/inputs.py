@@ -1,0 +1,1 @@
+from .values import tokens_input as tokens_input

@@ -1,0 +1,1 @@
+from ..values import LoRARequest as LoRARequest

@@ -1,0 +1,2 @@
+from .values import SamplingParams as SamplingParams
+from .values import StructuredOutputsParams as StructuredOutputsParams

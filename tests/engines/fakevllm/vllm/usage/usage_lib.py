@@ -1,0 +1,1 @@
+from ..values import UsageContext as UsageContext

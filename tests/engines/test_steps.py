@@ -1,0 +1,142 @@
+"""An engine that works in steps, read in the same process and through a worker: the same events either way."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine
+from dragoman.engines.run import run
+from dragoman.engines.steps import Portion, SteppingEngine
+from dragoman.errors import BadRequest, EngineDied, EngineFailed
+from dragoman.events import Event, Finished, Started, TextDelta
+from dragoman.worker.parent import WorkerEngine
+
+STEP_SECONDS = 0.005
+
+
+class Spelling(SteppingEngine):
+    """Spells the prompts of all requests, a letter of each per step; an exclamation mark fails, a question mark is the
+    end of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[int, list[str]] = {}
+
+    async def start(self) -> None:
+        self.steps = asyncio.create_task(self._work())
+
+    async def stop(self) -> None:
+        self.steps.cancel()
+
+    async def begin(self, key: int, request: GenerationRequest) -> None:
+        if not request.prompts[0]:
+            raise BadRequest("there is nothing to spell", param="prompt")
+        self.left[key] = ["", *map(str, request.prompts[0])]
+
+    def drop(self, key: int) -> None:
+        self.left.pop(key, None)
+
+    async def _work(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_SECONDS)
+            if portions := [self._portion(key, letters) for key, letters in list(self.left.items())]:
+                self.receiver.take(portions)
+
+    def _portion(self, key: int, letters: list[str]) -> Portion:
+        if not letters:
+            self.drop(key)
+            return Portion(key, (Finished(),), ended=True)
+        letter = letters.pop(0)
+        if letter == "!":
+            self.drop(key)
+            return Portion(key, ended=True, error=EngineFailed("no shouting"))
+        if letter == "?":
+            self.receiver.lose("it had doubts")
+        return Portion(key, (TextDelta(letter),) if letter else (Started(),))
+
+
+def in_process() -> Engine:
+    return Spelling()
+
+
+def in_a_worker() -> Engine:
+    return WorkerEngine("tests.engines.test_steps:Spelling", "m", {})
+
+
+@pytest.fixture(params=[in_process, in_a_worker])
+def with_engine(request: pytest.FixtureRequest) -> Callable[[Callable[[Engine], Awaitable[None]]], None]:
+    def with_engine(test: Callable[[Engine], Awaitable[None]]) -> None:
+        async def main() -> None:
+            engine = request.param()
+            await engine.start()
+            try:
+                async with asyncio.timeout(30):
+                    await test(engine)
+            finally:
+                await engine.stop()
+
+        asyncio.run(main())
+
+    return with_engine
+
+
+WithEngine = Callable[[Callable[[Engine], Awaitable[None]]], None]
+
+
+async def spelt(engine: Engine, prompt: str) -> list[Event]:
+    return [event async for batch in run(engine, GenerationRequest(prompts=(prompt,))) for event in batch]
+
+
+def letters(word: str) -> list[Event]:
+    return [Started(), *map(TextDelta, word), Finished()]
+
+
+def test_everybody_gets_what_is_theirs(with_engine: WithEngine) -> None:
+    async def test(engine: Engine) -> None:
+        words = ["one", "seventeen", "two", "x"] * 20
+        assert await asyncio.gather(*(spelt(engine, word) for word in words)) == [letters(word) for word in words]
+
+    with_engine(test)
+
+
+def test_what_is_wrong_with_one_is_told_to_nobody_else(with_engine: WithEngine) -> None:
+    async def test(engine: Engine) -> None:
+        beside = asyncio.create_task(spelt(engine, "undisturbed"))
+        with pytest.raises(BadRequest, match="nothing to spell"):
+            await spelt(engine, "")
+        with pytest.raises(EngineFailed, match="no shouting"):
+            await spelt(engine, "he!lo")
+        assert await beside == letters("undisturbed")
+
+    with_engine(test)
+
+
+def test_one_that_is_left_is_dropped(with_engine: WithEngine) -> None:
+    async def test(engine: Engine) -> None:
+        async with aclosing(run(engine, GenerationRequest(prompts=("a" * 10**6,)))) as stream:
+            await anext(stream)
+        reader = asyncio.create_task(spelt(engine, "b" * 10**6))
+        await asyncio.sleep(0.05)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        assert await spelt(engine, "next") == letters("next")
+        if isinstance(engine, Spelling):
+            assert not engine.left
+        elif isinstance(engine, WorkerEngine):
+            assert engine._child is not None
+            assert not engine._child.streams
+
+    with_engine(test)
+
+
+def test_the_end_of_the_engine_is_told_to_all(with_engine: WithEngine) -> None:
+    async def test(engine: Engine) -> None:
+        ends = await asyncio.gather(
+            *(spelt(engine, word) for word in ("ab?", "abcdef", "x" * 99)), return_exceptions=True
+        )
+        assert {type(end) for end in ends} == {EngineDied}
+
+    with_engine(test)
