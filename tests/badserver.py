@@ -231,7 +231,12 @@ def zipped(data: bytes) -> bytes:
 
 
 GZIP_HEAD = head(content_type="text/event-stream", transfer_encoding="chunked", content_encoding="gzip")
+ZIPPED_HEAD = head(content_type="application/json", transfer_encoding="chunked", content_encoding="gzip")
+BLANKS = [chunk(zipped(b" " * 100_000_000))]
+BARE = zlib.compress(json.dumps(REPLY).encode())[2:-4]
+TWICE = zipped(zipped(b" " * 100_000_000))
 FACE = delta(content="né 😀").decode().encode()
+HALF, OTHER = delta(content="\ud83d"), delta(content="\ude00")
 RAW_FACE = 'data: {"choices": [{"index": 0, "delta": {"content": "né 😀"}}]}\n\n'.encode()
 MIDDLE = RAW_FACE.index("😀".encode()) + 2
 LOST = (Text("Hel"),)
@@ -244,6 +249,12 @@ ROWS = [
     row("byte by byte", stream(*(bytes([byte]) for byte in GREETING))),
     row("a character in two pieces", stream(RAW_FACE[:MIDDLE], 0.05, RAW_FACE[MIDDLE:], END), (Text("né 😀"),)),
     row("escaped surrogates", stream(FACE, END), (Text("né 😀"),)),
+    row("a character in two frames", stream(HALF, OTHER, LO, END), (Text("😀lo"),)),
+    row("half a character, and the other missing", stream(HALF, LO, HALF, END), (Text("\ufffdlo\ufffd"),)),
+    row("the other half alone", stream(delta(content="\ude00a😀"), LO, END), (Text("\ufffda😀lo"),)),
+    row(
+        "half a character in a thought", stream(delta(reasoning="a\ud83d"), LO, END), (Reasoning("a\ufffd"), Text("lo"))
+    ),
     row("CRLF", stream(GREETING.replace(b"\n", b"\r\n"))),
     row("CRLF, cut between", stream(*GREETING.replace(b"\n", b"\r\n").replace(b"\n", b"\n|").split(b"|")[:-1])),
     row("CR", stream(GREETING.replace(b"\n", b"\r"))),
@@ -263,6 +274,9 @@ ROWS = [
     row("JSON that says it is a stream", [whole(json.dumps(REPLY).encode(), content_type="text/event-stream")]),
     row("JSON on many lines", [whole(b"\n\n" + json.dumps(REPLY, indent=2).encode())]),
     row("gzip", [GZIP_HEAD, chunk(zipped(GREETING)), LAST]),
+    row("deflate without a head", [whole(BARE, content_encoding="deflate")]),
+    row("gzip, it says, and is not", [whole(json.dumps(REPLY).encode(), content_encoding="none")]),
+    row("blanks first", [whole(b" \n" * 100_000 + json.dumps(REPLY).encode())]),
     row("gzip in two pieces", [GZIP_HEAD, *map(chunk, (zipped(GREETING)[:20], zipped(GREETING)[20:])), LAST]),
     row("JSON in deflate", [whole(zlib.compress(json.dumps(REPLY).encode()), content_encoding="deflate")]),
     row("hints before the answer", [head("103 Early Hints"), 0.05, *HELLO]),
@@ -319,10 +333,17 @@ ROWS = [
         arrived=(ToolCall("a", "f", '{"x"'),),
     ),
     row("gzip that is none", [GZIP_HEAD, chunk(b"not gzip at all"), LAST], BadAnswer),
+    row("blanks without end", [ZIPPED_HEAD, *BLANKS, LAST], BadAnswer, within=5),
+    row("blanks in a stream", [GZIP_HEAD, chunk(zipped(HEL + b"\n" * 4_000_000)), LAST], BadAnswer, arrived=LOST),
+    row("comments without end", [GZIP_HEAD, chunk(zipped(HEL + b": x\n" * 900_000)), LAST], BadAnswer, arrived=LOST),
+    row("packed twice", [head(content_encoding="gzip, gzip", content_length=str(len(TWICE))) + TWICE], BadAnswer),
+    row("an error of blanks", [whole(zipped(b" " * 90_000_000), "500 Oops", content_encoding="gzip")], ServerFailed),
     row("a frame without end", [GZIP_HEAD, chunk(zipped(b"data: " + b"x" * 40_000_000)), LAST], BadAnswer),
     # answers that are none
     row("a page", [whole(b"<html>welcome</html>", content_type="text/html")], BadAnswer),
     row("nothing", [whole(b"")], BadAnswer),
+    row("JSON that is none", [whole(b"xxxx")], BadAnswer),
+    row("comments and no more", stream(b": xxxx\n\n"), StreamCutOff),
     row("no content", [head("204 No Content")], BadAnswer),
     row("half a JSON body", [whole(json.dumps(REPLY).encode()[:40])], BadAnswer),
     row("no choices", answer({"choices": []}), BadAnswer),

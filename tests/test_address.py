@@ -34,6 +34,13 @@ def test_what_is_no_address(url: str) -> None:
         site(url)
 
 
+@pytest.mark.parametrize("url", ["http://h/v1?x=1", "http://h?key=secret", "http://h/v1#x"])
+def test_a_query_is_not_left_out_in_silence(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be sent") as caught:
+        site(url)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_user_and_a_password_go_into_a_header_and_nowhere_else() -> None:
     found = site("http://me%40here:p%3Aw@h/v1")
     assert "p%3Aw" not in found.api + found.root

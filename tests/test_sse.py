@@ -61,3 +61,11 @@ def test_a_frame_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FrameTooLong):
         decoded([b"x" * 20] * 100)
     assert len(decoded([b"data: " + b"x" * 20 + b"\n\n: comment\n"] * 100)) == 100
+
+
+@pytest.mark.parametrize("nothing", [b"\n", b": ping\n\n", b": ping\n", b"id: 7\n\n"])
+def test_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, nothing: bytes) -> None:
+    monkeypatch.setattr(sse, "MOST_NOTHING", 1000)
+    with pytest.raises(FrameTooLong):
+        decoded([nothing] * 1001)
+    assert len(decoded([nothing * 50 + b"data: a\n\n"] * 100)) == 100

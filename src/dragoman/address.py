@@ -5,7 +5,8 @@
 Rules
 1. The API lies below `/v1`, unless the path names a version of its own (`/v1`, `/api/v4`, `/v1beta/openai`): then the
    path is that of the API.
-2. A user and a password in an address are told to that server in a header, and are shown to nobody.
+2. There is no query and no fragment: every route of the API would have to have it, and it may be a secret.
+3. A user and a password in an address are told to that server in a header, and are shown to nobody.
 """
 
 import base64
@@ -52,6 +53,9 @@ def site(url: str) -> Site:
         host = None
     if host is None or parts.scheme not in ("http", "https"):
         raise ConfigError(f"{public(url)!r:.200}: expected an address such as {DEFAULT}")
+    if parts.query or parts.fragment:
+        shown = re.split("[?#]", public(url))[0]
+        raise ConfigError(f"{shown!r:.200}: what follows a ? or # in an address cannot be sent; leave it out")
     given = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
     api = given if _VERSION.search(parts.path) else f"{given}/v1"
     return Site(api, given.removesuffix("/v1"), host.lower(), parts.scheme == "https", _login(parts))

@@ -166,7 +166,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """How the caller wants the reply handed over; no engine looks at it."""
+    """How the caller wants the reply handed over. An engine may begin anew what is not handed over as a `stream`."""
 
     stream: bool = False
     usage: bool = False
@@ -199,6 +199,11 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling()
     keep_seconds: float = 0
     """How long what was computed of the prompt is to be kept for others that begin alike, even if room is short."""
+    keep_at: tuple[Literal["tools", "system", "messages"], ...] = ()
+    """After which parts of the prompt the caller has marked that; nothing: it has not said."""
+    labels: Mapping[str, Any] = {}
+    """What asks nothing of the reply, and is of use to another server at most: `user`, `metadata`, `prompt_cache_key`,
+    `safety_identifier`, `service_tier`."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

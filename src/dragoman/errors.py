@@ -16,7 +16,7 @@
     ├── NotSupported 501
     ├── EngineDied 502
     ├── Unreachable 502
-    ├── ServerFailed 502
+    ├── ServerFailed 502 ── LoopDetected
     ├── BadAnswer 502 ── StreamCutOff, MalformedToolCall, OutputMismatch
     ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed, StorageUnavailable
     ├── EngineTimeout 504 ── DeadlineExceeded
@@ -218,6 +218,12 @@ class ServerFailed(DragomanError):
     status = 502
     type = "server_error"
     code = "server_failed"
+
+
+class LoopDetected(ServerFailed):
+    """The server behind a model asks, in the end, for that very model."""
+
+    code = "loop_detected"
 
 
 class BadAnswer(DragomanError):

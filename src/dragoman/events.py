@@ -7,6 +7,8 @@ Rules
 1. `Started` comes first and `Finished` last, each exactly once per choice; nothing follows `Finished`.
 2. `count` is the number of the engine's tokens behind a delta. A delta may have tokens and no text yet (a character
    spread over several tokens) and text without tokens of its own (what a stage held back).
+3. Where the caller gets the reply as a whole (`Delivery.stream` is false), an engine may begin again: a second
+   `Started` makes void what was told before it.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -19,7 +19,7 @@ from dragoman.conversation import Asked, GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import tell
 from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
-from dragoman.events import Event, Finished, Usage
+from dragoman.events import Event, Finished, Started, Usage
 from dragoman.formats import FORMATS
 from dragoman.formats.json import JSON
 from dragoman.formats.plain import PLAIN
@@ -131,9 +131,13 @@ def _single(request: GenerationRequest) -> list[GenerationRequest]:
 
 
 async def _choice(engine: Engine, request: GenerationRequest, index: int, take: Take) -> None:
-    stages = _stages(engine, request)
+    stages: list[Stage] = []
 
     def listener(ready: Sequence[Event]) -> Awaitable[None] | None:
+        nonlocal stages
+        if type(ready[0]) is Started:
+            # Of a reply that begins again, no stage remembers what it saw before.
+            stages = _stages(engine, request)
         events = ready
         for stage in stages:
             events = stage(events)

@@ -33,6 +33,8 @@ class Choice(msgspec.Struct, frozen=True):
     started: Started
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    is_counted: bool = True
+    """Whether somebody has told its usage; otherwise that is 0, and means nothing."""
 
     @property
     def text(self) -> str:
@@ -77,6 +79,11 @@ class Reply(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> FinishReason:
         return self.choices[0].reason
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the usage is known; a server that tells none leaves it at 0."""
+        return all(choice.is_counted for choice in self.choices)
 
     @property
     def message(self) -> Message:
@@ -164,6 +171,7 @@ class _Draft:
             started=self.started,
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
+            is_counted=self.finished.usage is not None,
         )
 
 
@@ -174,6 +182,8 @@ class Collection:
         self._drafts: defaultdict[int, _Draft] = defaultdict(_Draft)
 
     def add(self, index: int, events: Sequence[Event]) -> None:
+        if events and type(events[0]) is Started:
+            self._drafts[index] = _Draft()
         self._drafts[index].add(events)
 
     def arrived(self, index: int = 0) -> tuple[Part, ...]:

@@ -15,6 +15,8 @@ import msgspec
 
 MOST_BYTES = 32 * 1024 * 1024
 """Of one frame. Whoever sends more does not mean to end it."""
+MOST_NOTHING = 1024 * 1024
+"""Of comments, empty lines and whatever else says nothing, before a frame does."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -38,6 +40,7 @@ class Decoder:
         self._data: list[str] = []
         self._event = ""
         self._size = 0
+        self._nothing = 0
 
     def feed(self, data: bytes) -> list[Frame]:
         if self._is_at_start:
@@ -45,6 +48,7 @@ class Decoder:
         if not data:
             return []
         if self._is_whole_frame(data):
+            self._nothing = 0
             return [Frame(data[6:-2].decode("utf-8", "replace"))]
         if self._after_cr and data[0] == 10:
             data = data[1:]
@@ -103,14 +107,17 @@ class Decoder:
         self._line(line.rstrip(b"\r\n"), frames)
 
     def _line(self, line: bytes, frames: list[Frame]) -> None:
-        if not line:
-            self._dispatch(frames)
-            return
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":
             self._grow(len(value))
             self._data.append(value.decode("utf-8", "replace"))
+            return
+        self._nothing += len(line) + 1
+        if self._nothing > MOST_NOTHING:
+            raise FrameTooLong(f"more than {MOST_NOTHING} bytes came that say nothing")
+        if not line:
+            self._dispatch(frames)
         elif name == b"event":
             self._event = value.decode("utf-8", "replace")
         elif name == b"error":
@@ -121,6 +128,7 @@ class Decoder:
         if self._data:
             frames.append(Frame("\n".join(self._data), self._event))
             self._data.clear()
+            self._nothing = 0
         self._event = ""
         self._size = 0
 

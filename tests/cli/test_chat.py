@@ -189,3 +189,35 @@ def test_an_answer_can_be_stopped(tmp_path: Path, server: Running) -> None:
         assert not re.search(r"\x1b\[[012]m", shown)
         screen.type("\x04")
         assert screen.process.wait(10) == 0
+
+
+def test_a_reader_who_has_enough(server: Running, tmp_path: Path) -> None:
+    asked = f"echo slow | {' '.join(command('--url', server.url))} | head -c 5"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {asked}"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (141, "tick ", "")
+
+
+def test_a_question_that_is_no_text(server: Running, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("--url", server.url),
+        input=b"\xff\xfe",
+        env=environment(tmp_path) | {"LC_ALL": "C"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"dragoman: the standard input is no text in UTF-8")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_what_a_tool_prints_is_no_part_of_the_answer(server: Running, tmp_path: Path) -> None:
+    tools = tmp_path / "tools.py"
+    tools.write_text('def weather(city: str) -> str:\n    print("looking")\n    return f"sunny in {city}"\n')
+    done = piped(tmp_path, "weather?", "--url", server.url, "--tools", str(tools))
+    assert (done.stdout, done.stderr) == ("Sunny.\n", "looking\n")

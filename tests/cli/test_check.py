@@ -45,3 +45,10 @@ def test_files_that_the_server_itself_needs(tmp_path: Path) -> None:
 
 def test_no_such_configuration(tmp_path: Path) -> None:
     assert "cannot read the configuration none.yaml" in refused(run(tmp_path, "check", "--config", "none.yaml"))
+
+
+def test_keys_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text(
+        "models:\n  a: {engine: upstream, urls: [http://b, {url: http://c, key_env: NO_SUCH_KEY}]}\n"
+    )
+    assert refused(run(tmp_path, "check")) == "models.a: the environment variable NO_SUCH_KEY has no key for http://c"

@@ -19,6 +19,7 @@ from tests.badserver import (
     HEL,
     HELLO,
     NOT_FOUND,
+    REPLY,
     ROWS,
     SILENCE,
     BadServer,
@@ -111,6 +112,15 @@ def test_bad_servers(server: BadServer, row: Row, ask: Callable[[BadServer], Rep
         assert same(caught.value.arrived, row.arrived)
     assert len(server.requests[CHAT]) == row.attempts
     assert time.monotonic() - begun < row.within
+
+
+def test_no_usage_is_not_a_usage_of_nothing(server: BadServer) -> None:
+    none = {"prompt_tokens": 0, "completion_tokens": 0}
+    server.play(answer(REPLY), answer(REPLY | {"usage": none}))
+    with sync_client(server) as client:
+        replies = [client.complete("hello") for _ in range(2)]
+    assert [reply.is_counted for reply in replies] == [False, True]
+    assert replies[0].usage == replies[1].usage
 
 
 def test_connections_are_used_again(server: BadServer) -> None:

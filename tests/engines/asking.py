@@ -27,15 +27,18 @@ def ask(app: App, path: str = CHAT, headers: Mapping[str, str] | None = None, **
 def ask_all(
     app: App, bodies: list[dict[str, Any]], path: str = CHAT, headers: Mapping[str, str] | None = None
 ) -> list[httpx.Response]:
-    async def asked() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app)
-        try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
-                return [
-                    await client.post(path, json={"model": "m", "messages": USER} | body, headers=headers)
-                    for body in bodies
-                ]
-        finally:
-            await app.stop()
+    return asyncio.run(asked_all(app, bodies, path, headers))
 
-    return asyncio.run(asked())
+
+async def asked_all(
+    app: App, bodies: list[dict[str, Any]], path: str = CHAT, headers: Mapping[str, str] | None = None
+) -> list[httpx.Response]:
+    transport = httpx.ASGITransport(app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
+            return [
+                await client.post(path, json={"model": "m", "messages": USER} | body, headers=headers)
+                for body in bodies
+            ]
+    finally:
+        await app.stop()

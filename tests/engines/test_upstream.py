@@ -20,7 +20,21 @@ from dragoman.operation import KeyLimits, Keys
 from dragoman.server.app import App, create_app
 from dragoman.server.listening import tls_context
 from dragoman.server.stats import described
-from tests.badserver import CHAT, HEL, HELLO, REPLY, BadServer, Script, answer, cut, delta, finish, refused, stream
+from tests.badserver import (
+    CHAT,
+    HEL,
+    HELLO,
+    REPLY,
+    BadServer,
+    Script,
+    answer,
+    cut,
+    delta,
+    finish,
+    frame,
+    refused,
+    stream,
+)
 from tests.engines.asking import ask, ask_all, upstream_app
 from tests.server.test_connecting import certified
 
@@ -127,6 +141,10 @@ def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pyte
         ({}, "url is missing"),
         ({"url": "localhost:80"}, "expected an address"),
         ({"urls": ["http://a", "http://a/v1"]}, "given twice"),
+        ({"urls": ["one", "two"]}, "'one': expected an address.*'two': expected an address"),
+        ({"url": "http://a", "urls": ["http://b"]}, "give one of the two"),
+        ({"url": "http://a", "proxy": "nonsense"}, "proxy: 'nonsense': expected an address"),
+        ({"url": "http://a/v1?api-version=1"}, "cannot be sent"),
         ({"url": "http://a", "model": "x", "models": "all"}, "give one of the two"),
         ({"url": "http://a", "protocol": "smtp"}, "protocol"),
         ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),
@@ -186,12 +204,87 @@ def test_what_a_protocol_has_no_word_for_is_told(server: BadServer) -> None:
     assert set(response.headers["x-dragoman-ignored"].split(", ")) == {"min_p", "logprobs"}
 
 
+LABELS: dict[str, Any] = {"user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex"}
+MESSAGE = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
+MARK = {"type": "ephemeral"}
+
+
+def test_what_asks_nothing_of_a_reply_goes_along(server: BadServer) -> None:
+    server.play(HELLO)
+    response = ask(upstream_app(server.url), metadata={"a": "b"}, **LABELS)
+    assert {name: sent(server)[-1].get(name) for name in (*LABELS, "metadata")} == LABELS | {"metadata": None}
+    assert response.headers["x-dragoman-ignored"] == "metadata"
+    assert "x-dragoman-ignored" not in ask(upstream_app(server.url), service_tier="auto").headers
+    assert "service_tier" not in sent(server)[-1]
+    server.play(answer(MESSAGE), path="/v1/messages")
+    response = ask(upstream_app(server.url, protocol="messages"), **LABELS)
+    assert sent(server, "/v1/messages")[-1]["metadata"] == {"user_id": "ann"}
+    ignored = set(response.headers["x-dragoman-ignored"].split(", "))
+    assert ignored == {"prompt_cache_key", "safety_identifier", "service_tier"}
+
+
+def marked(*places: str, ttl: str = "5m") -> dict[str, Any]:
+    mark = {"cache_control": MARK if ttl == "5m" else {**MARK, "ttl": ttl}}
+    tool = {"name": "f", "input_schema": {"type": "object"}} | (mark if "tools" in places else {})
+    system = [{"type": "text", "text": "Be brief."} | (mark if "system" in places else {})]
+    said = [{"type": "text", "text": "hello"} | (mark if "messages" in places else {})]
+    return {"max_tokens": 9, "tools": [tool], "system": system, "messages": [{"role": "user", "content": said}]}
+
+
+@pytest.mark.parametrize("ttl", ["5m", "1h"])
+@pytest.mark.parametrize("places", [(), ("tools",), ("system",), ("messages",), ("tools", "system", "messages")])
+def test_what_is_to_be_kept_is_marked_there_too(server: BadServer, places: tuple[str, ...], ttl: str) -> None:
+    server.play(answer(MESSAGE), path="/v1/messages")
+    told = ask(upstream_app(server.url, protocol="messages"), "/v1/messages", **marked(*places, ttl=ttl))
+    assert "x-dragoman-ignored" not in told.headers
+    body = sent(server, "/v1/messages")[-1]
+    mark = MARK if ttl == "5m" else {**MARK, "ttl": ttl}
+    ends = {"tools": body["tools"][-1], "system": body["system"][-1], "messages": body["messages"][-1]["content"][-1]}
+    found = {name: end.get("cache_control") for name, end in ends.items() if isinstance(end, dict)}
+    assert {name for name, control in found.items() if control == mark} == set(places)
+    server.play(HELLO)
+    told = ask(upstream_app(server.url), "/v1/messages", **marked(*places))
+    assert told.headers.get("x-dragoman-ignored") == ("cache_control" if places else None)
+
+
+def test_a_label_that_is_refused_is_left_out(server: BadServer) -> None:
+    refusal = refused("400 Bad", "Unrecognized request argument supplied: prompt_cache_key")
+    server.play(refusal, HELLO)
+    response = ask(upstream_app(server.url), **LABELS)
+    assert (response.status_code, response.headers["x-dragoman-ignored"]) == (200, "prompt_cache_key")
+    assert sent(server)[-1]["user"] == "ann"
+
+
 def test_tokens_are_those_that_the_server_counted(server: BadServer) -> None:
     used = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 20}}
     server.play(stream(HEL, finish(usage=used)))
     usage = ask(upstream_app(server.url)).json()["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (30, 2, 32)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 20
+
+
+def test_tokens_of_a_reply_that_is_ended_here(server: BadServer) -> None:
+    """By servers that do not know stop strings."""
+    used = {"prompt_tokens": 3, "completion_tokens": 2}
+    server.play(answer(REPLY | {"usage": used}))
+    whole = ask(upstream_app(server.url), stop="lo").json()
+    assert whole["choices"][0]["message"]["content"] == "Hel"
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (3, 2)
+    server.play(stream(HEL, delta(content="lo"), 0.05, finish(usage=used)))
+    cut_short = ask(upstream_app(server.url), stop="lo")
+    assert cut_short.json()["usage"]["completion_tokens"] == 0
+    assert "stop string" in cut_short.headers["x-dragoman-warning"]
+
+
+def test_the_log_says_whose_request_failed(server: BadServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.play(refused("500 Oops", "out of paper"))
+    response = ask(upstream_app(server.url))
+    line = next(record for record in caplog.records if "out of paper" in record.getMessage())
+    asked = response.headers["x-request-id"]
+    assert (f"request {asked}: model m: {server.url}" in line.getMessage(), line.__dict__["request_id"]) == (
+        True,
+        asked,
+    )
 
 
 def test_logprobs_come_through(server: BadServer) -> None:
@@ -430,10 +523,28 @@ def test_another_is_asked_before_the_first_byte_and_not_after(server: BadServer,
         assert ask(app).json()["choices"][0]["message"]["content"] == "Hello", script
         assert (len(server.requests[CHAT]), len(other.requests[CHAT])) == (1, 1)
     server.play([*cut(HEL), "close"])
-    assert ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1})).status_code == 502
+    broken = ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1}), stream=True)
+    assert "stream_cut_off" in broken.text
     server.play(refused("400 Bad", "maximum context length is 9"))
     assert ask(upstream_app({"url": server.url}, {"url": other.url, "rank": 1})).status_code == 400
     assert len(other.requests[CHAT]) == 1
+
+
+@pytest.mark.parametrize("stop", [None, "zz"])
+@pytest.mark.parametrize("broken", [[*cut(HEL), "close"], stream(HEL, frame({"error": "boom"})), [*cut(HEL), "hang"]])
+def test_a_whole_reply_begins_again_elsewhere(
+    server: BadServer, other: BadServer, broken: Script, stop: str | None
+) -> None:
+    server.play(broken)
+    other.play(HELLO)
+    urls = (server.url, {"url": other.url, "rank": 1})
+    answer = ask(upstream_app(*urls), stop=stop)
+    assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "Hello")
+    assert "Hel" in ask(upstream_app(*urls), stream=True).text
+    assert len(other.requests[CHAT]) == 1
+    server.play(broken)
+    several = ask(upstream_app(*urls), n=3).json()["choices"]
+    assert [choice["message"]["content"] for choice in several] == ["Hello"] * 3
 
 
 def test_json_replies_are_taken_too(server: BadServer) -> None:

@@ -1,5 +1,6 @@
 """The table of bad servers, behind the upstream engine: each has a status or an error frame, and nothing hangs."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -8,8 +9,8 @@ import pytest
 
 from dragoman import errors
 from dragoman.conversation import Reasoning, Text, ToolCall
-from tests.badserver import CHAT, ROWS, BadServer, Row
-from tests.engines.asking import ask, upstream_app
+from tests.badserver import CHAT, LAST, ROWS, BadServer, Row, chunk, head, zipped
+from tests.engines.asking import ask, asked_all, upstream_app
 
 STATUS: dict[type[errors.DragomanError], int] = {
     **dict.fromkeys((errors.StreamCutOff, errors.BadAnswer, errors.ServerFailed, errors.Unreachable), 502),
@@ -83,3 +84,20 @@ def test_in_the_middle_of_a_stream(server: BadServer, row: Row) -> None:
     assert "[DONE]" not in frames
     assert "Hel" in response.text
     assert json.loads(frames[-1])["error"]["code"]
+
+
+def test_what_one_server_sends_holds_nobody_else_up(server: BadServer) -> None:
+    """A few hundred kilobytes on the way, hundreds of megabytes unpacked."""
+    server.play([head(content_encoding="gzip", transfer_encoding="chunked"), chunk(zipped(b" " * 300_000_000)), LAST])
+
+    async def longest_pause() -> float:
+        longest, app = 0.0, upstream_app(server.url, silence_seconds=30)
+        asking = asyncio.create_task(asked_all(app, [{}]))
+        while not asking.done():
+            begun = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - begun)
+        assert (await asking)[0].status_code == 502
+        return longest
+
+    assert asyncio.run(longest_pause()) < 1

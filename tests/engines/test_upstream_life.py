@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.conversation import Delivery, GenerationRequest, Message, Text
 from dragoman.engines.run import run
+from dragoman.engines.upstream import engine as upstream
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import DragomanError, Unavailable, Unreachable
@@ -27,7 +29,7 @@ SCRIPT = {
     "tokens_per_second": 50,
     "prefill_seconds": 0.2,
 }
-REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
+REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),), delivery=Delivery(stream=True))
 
 
 @pytest.fixture
@@ -96,6 +98,32 @@ def test_a_place_that_comes_late_is_found() -> None:
     asyncio.run(wait_for_it())
 
 
+def test_a_server_that_is_slow_to_list_its_models_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(upstream, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(upstream, "FIRST_SECONDS", 0.05)
+
+    async def talk(url: str) -> None:
+        engine = UpstreamEngine("m", UpstreamOptions(url=url, protocol="chat", health_seconds=0.01))
+        begun = time.monotonic()
+        await engine.start()
+        assert time.monotonic() - begun < 2
+        for _ in range(8):
+            assert await heard(engine) == ("Hello", True)
+            await asyncio.sleep(0.1)
+        assert engine.states()[0].state == "up"
+        await engine.stop()
+
+    with BadServer() as server:
+        server.play(HELLO)
+        server.also(["hang"], path="/v1/models")
+        asyncio.run(talk(server.url))
+    words = [record.getMessage() for record in caplog.records]
+    assert len(words) < 9
+    assert "is slow: its list of models takes longer than 0.1 s" in words[0]
+
+
 def asked(app: App, method: str, path: str, **fields: object) -> httpx.Response:
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -121,7 +149,31 @@ def test_the_operator_sees_and_drains_places() -> None:
         ]
         drained = asked(upstream_app(one.url, two.url), "POST", "/admin/upstreams/drain", model="m", url=one.url)
         assert [place["state"] for place in drained.json()["data"]] == ["drained", "up"]
+        for same in (f"{one.url}/", f"{one.url}/v1"):
+            drained = asked(upstream_app(one.url, two.url), "POST", "/admin/upstreams/drain", model="m", url=same)
+            assert [place["state"] for place in drained.json()["data"]] == ["drained", "up"]
         back = asked(upstream_app(one.url), "POST", "/admin/upstreams/drain", model="m", url=one.url, drain=False)
         assert back.json()["data"][0]["state"] == "up"
         unknown = asked(upstream_app(one.url), "POST", "/admin/upstreams/drain", model="m", url="http://other")
         assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_nobody_is_left_it_is_said(count: int) -> None:
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
+    app = upstream_app(*urls)
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+    async def ask() -> tuple[list[httpx.Response], httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            answers = [await client.post("/v1/chat/completions", json=body)]
+            await asyncio.sleep(1.2)
+            answers += [await client.post("/v1/chat/completions", json=body) for _ in range(3)]
+            ready, models = await client.get("/ready"), await client.get("/v1/models")
+        await app.stop()
+        return answers, ready, models
+
+    answers, ready, models = asyncio.run(ask())
+    assert [(answer.status_code, "retry-after" in answer.headers) for answer in answers] == [(503, True)] * 4
+    assert (ready.status_code, ready.json()["models"]) == (503, {"m": "out"})
+    assert models.json()["data"][0]["state"] == "out"

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dragoman.conversation import GenerationRequest, Message, Text, Tool
 from dragoman.engines.upstream.beginnings import BLOCK, Beginnings, chain
-from dragoman.engines.upstream.pool import FAILURES, LONGEST_OUT, SLACK, SLACK_SHARE, Pool, Spot
+from dragoman.engines.upstream.pool import FAILURES, LONGEST_OUT, RECENT_SECONDS, SLACK, SLACK_SHARE, Pool, Spot
 
 
 class Clock:
@@ -139,6 +139,34 @@ def test_out_after_failures_in_a_row_and_longer_each_time() -> None:
     assert places.state(0) == "out"
 
 
+def test_a_slow_look_is_no_proof() -> None:
+    alone, clock = pool(Spot())
+    for _ in range(2 * FAILURES):
+        alone.slow(0)
+    assert alone.choose() == 0
+    places, clock = pool(Spot(), Spot())
+    for _ in range(FAILURES - 1):
+        places.slow(0)
+    assert places.state(0) == "up"
+    places.slow(0)
+    assert places.state(0) == "out"
+    places.seen(0)
+    assert places.state(0) == "up"
+    places.worked(0)
+    for _ in range(FAILURES):
+        places.slow(0)
+    assert places.state(0) == "up"
+    places.choose()
+    places.begun(0)
+    clock.now += RECENT_SECONDS
+    places.slow(0)
+    assert places.state(0) == "up"
+    places.ended(0, begun=True)
+    for _ in range(FAILURES):
+        places.slow(0)
+    assert places.state(0) == "out"
+
+
 def test_who_asks_for_patience_gets_it() -> None:
     places, clock = pool(Spot(), Spot())
     places.rests(0, 5)
@@ -218,6 +246,10 @@ class Life(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2))
     def look(self, at: int) -> None:
         self.pool.seen(at)
+
+    @rule(at=st.integers(0, 2))
+    def look_in_vain(self, at: int) -> None:
+        self.pool.slow(at)
 
     @invariant()
     def counts(self) -> None:

@@ -3,17 +3,19 @@
 import argparse
 import importlib.util
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dragoman.errors import ConfigError, DragomanError
 
 if TYPE_CHECKING:
     from dragoman.cli.conversing import Session
+    from dragoman.cli.screen import Screen
     from dragoman.client.sync import Client
 
 EXAMPLES = """\
@@ -27,6 +29,8 @@ The key may also be in $DRAGOMAN_API_KEY. What you type is remembered in ~/.drag
 $DRAGOMAN_HOME. With $NO_COLOR nothing is dimmed.
 """
 HISTORY_LINES = 1000
+NOBODY_READS = 141
+"""What a shell says of a program whose pipe was closed."""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -54,20 +58,38 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported only here: the other commands need no client.
-    from dragoman.cli.conversing import Session
     from dragoman.cli.screen import Screen
+
+    is_typed = sys.stdin.isatty()
+    screen = Screen(_standard_output(), talkative=is_typed)
+    # In a pipe the answer stands alone: what functions print goes where errors go.
+    with nullcontext() if is_typed else redirect_stdout(sys.stderr):
+        try:
+            return _chat(arguments, screen, is_typed)
+        except BrokenPipeError:
+            # Whoever reads has enough. Nobody is to hear of it, not even when Python writes what is left.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+            return NOBODY_READS
+
+
+def _standard_output() -> TextIO:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    return sys.stdout
+
+
+def _chat(arguments: argparse.Namespace, screen: "Screen", is_typed: bool) -> int:
+    from dragoman.cli.conversing import Session
     from dragoman.client.sync import Client
 
     tools = [] if arguments.tools is None else _functions(Path(arguments.tools))
     key = arguments.api_key or os.environ.get("DRAGOMAN_API_KEY")
-    is_typed = sys.stdin.isatty()
-    screen = Screen(sys.stdout, talkative=is_typed)
     with Client(arguments.url, api_key=key, protocol=arguments.protocol, retries=0) as client:
         try:
             model = arguments.model or _first(client)
             session = Session(client, screen, model=model, system=arguments.system, tools=tools)
             if not is_typed:
-                _answer(session, sys.stdin.read())
+                _answer(session, _read(sys.stdin))
                 return 0
         except DragomanError as error:
             raise ConfigError(_words(error, arguments.url)) from error
@@ -88,6 +110,13 @@ def _first(client: "Client") -> str:
     """The model to talk to where none is named; a server that lists none may have one all the same."""
     models = client.models()
     return models[0].name if models else ""
+
+
+def _read(source: TextIO) -> str:
+    try:
+        return source.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the standard input is no text in UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _answer(session: "Session", question: str) -> None:

@@ -1,9 +1,14 @@
 """`dragoman check`: what is wrong with a configuration, without starting anything."""
 
 import argparse
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from dragoman.catalog.foreseen import missing_files
 from dragoman.cli.settings import settings_of
+from dragoman.config import ModelSpec
+from dragoman.engines.upstream.options import UpstreamOptions, key_of
 from dragoman.errors import ConfigError
 
 EXAMPLES = """\
@@ -34,9 +39,21 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported late: a mistake in the file is told without it.
     from dragoman.server.serve import unusable_files
 
-    missing = [*missing_files(settings.models), *unusable_files(settings)]
+    missing = [*missing_files(settings.models), *unusable_files(settings), *_missing_keys(settings.models)]
     if missing:
         raise ConfigError(*missing)
     names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
     print(f"the configuration is sound; models: {names}")
     return 0
+
+
+def _missing_keys(models: Iterable[ModelSpec]) -> Iterator[str]:
+    """Without its key no request to a server would be answered."""
+    for model in models:
+        if model.engine != "upstream":
+            continue
+        for place in msgspec.convert(model.options, UpstreamOptions).places:
+            try:
+                key_of(model.name, place)
+            except ConfigError as error:
+                yield from error.mistakes

@@ -7,13 +7,18 @@ from collections.abc import Mapping
 
 from dragoman import __version__
 from dragoman.address import Site
+from dragoman.client.unpacking import ASKED
 
 ANTHROPIC_VERSION = "2023-06-01"
 
 
 def headers(where: Site, key: str | None, protocol: str) -> dict[str, str]:
     """Anthropic's own servers take the key in one place only; others that speak as they do look in either."""
-    told: dict[str, str] = {"content-type": "application/json", "user-agent": f"dragoman/{__version__}"}
+    told: dict[str, str] = {
+        "content-type": "application/json",
+        "accept-encoding": ASKED,
+        "user-agent": f"dragoman/{__version__}",
+    }
     speaks_messages = protocol == "messages"
     if speaks_messages:
         told["anthropic-version"] = ANTHROPIC_VERSION

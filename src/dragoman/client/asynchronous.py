@@ -105,9 +105,9 @@ class AsyncClient:
                 return outcome
 
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = listing.texts(texts)
         body = await self._line.json("embeddings", [listing.embeddings_call(self._talk, given, model, dimensions)])
-        return listing.read_embeddings(body, len(given))
+        return listing.read_embeddings(body, len(given)).plain
 
     async def models(self) -> tuple[Model, ...]:
         found: list[Model] = []

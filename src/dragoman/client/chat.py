@@ -43,6 +43,8 @@ PATH = "/chat/completions"
 SAYS = saying.SAMPLING | {
     *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking_budget"),
     *("json_object", "json_schema", "regex", "grammar", "one_of"),
+    # Not `metadata`: OpenAI takes it only of replies that it shall store.
+    *("user", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
 DONE = "[DONE]"
 
@@ -62,6 +64,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         **_thinking(request.thinking, request.template_options),
         **_shape(request.constraint),
         **_logprobs(request.logprobs),
+        **request.labels,
     }
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}

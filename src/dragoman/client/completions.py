@@ -9,7 +9,7 @@ from dragoman.client import chat, saying
 from dragoman.conversation import GenerationRequest
 
 PATH = "/completions"
-SAYS = saying.SAMPLING | {"prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
+SAYS = saying.SAMPLING | {"prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs", "user"}
 Reader = chat.Reader
 
 

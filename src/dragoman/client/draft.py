@@ -11,6 +11,7 @@ Rules
 from collections.abc import Iterable, Sequence
 
 from dragoman.client.calls import Calls, NewId, new_id
+from dragoman.client.reading import without_halves
 from dragoman.errors import BadAnswer
 from dragoman.events import Event, Finished, FinishReason, ReasoningDelta, Started, TextDelta, TokenLogprob, Usage
 from dragoman.sse import Frame
@@ -56,23 +57,36 @@ class Draft:
         self._begun = False
         self._ready: list[Event] = []
         self._held: list[Event] = []
+        self._half = ""
+        """The first half of a character, of which there are two in UTF-16."""
 
     def take(self) -> list[Event]:
         ready, self._ready = self._ready, []
         return ready
 
     def say(self, text: str) -> None:
+        if self._half or (text and ("\ud800" <= text[0] <= "\udfff" or "\ud800" <= text[-1] <= "\udfff")):
+            text = self._joined(text)
         if text:
             self._beside_calls(TextDelta(text, 0, (), self._taken()))
 
     def say_all(self, texts: Sequence[str]) -> list[Event]:
-        if self._begun and not self._held and not self.logprobs and not self.calls:
+        if self._begun and not self._held and not self.logprobs and not self.calls and not self._half:
             return [TextDelta(text, 0) for text in texts if text]
         for text in texts:
             self.say(text)
         return self.take()
 
+    def _joined(self, text: str) -> str:
+        """Without half a character at its end, which waits for the other half."""
+        whole = (self._half + text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+        is_half = "\ud800" <= whole[-1:] <= "\udbff"
+        self._half = whole[-1] if is_half else ""
+        return without_halves(whole[:-1] if is_half else whole)
+
     def think(self, text: str, signature: str | None = None) -> None:
+        if not text.isascii():
+            text = without_halves(text)
         if text or signature:
             self._beside_calls(ReasoningDelta(text, 0, (), self._taken(), signature))
 
@@ -93,6 +107,9 @@ class Draft:
     def finish(self) -> None:
         if self.finished:
             return
+        if self._half:
+            self._half = ""
+            self.say("\ufffd")
         reason = self.reason or "stop"
         cut_short = reason in ("length", "content_filter")
         self._add(self.calls.end(cut_short, self._check_calls))

@@ -29,11 +29,12 @@ from dragoman.client.mould import Mould
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import BadAnswer, DragomanError, StreamCutOff
 from dragoman.events import Event
-from dragoman.sse import Decoder, Frame, FrameTooLong
+from dragoman.sse import MOST_NOTHING, Decoder, Frame, FrameTooLong
 
 MOST_BYTES = 64 * 1024 * 1024
 """Of a body that is not a stream."""
 MOST_ERROR_BYTES = 1024 * 1024
+EXCERPT = 400
 BLANK = b" \t\r\n\xef\xbb\xbf"
 
 
@@ -105,8 +106,11 @@ class Exchange:
         self._headers: Mapping[str, str] = {}
         self._failure: DragomanError | None = None
         self._frames: Decoder | None = None
+        self._first = ""
+        """How it begins, until there is a frame."""
         self._is_between = False
         """Whether what comes next begins a frame, and more is wanted."""
+        self._blanks = 0
         self._whole = bytearray()
         self._is_whole = False
         """Whether the answer is not a stream, or cannot be told yet."""
@@ -135,6 +139,8 @@ class Exchange:
             return []
         if self._frames is not None:
             return self._read_with_care(self._frames, data)
+        if not self._is_whole and not self._whole:
+            data = self._without_blanks(data)
         self._whole += data
         if not self._is_whole:
             return self._begin()
@@ -165,15 +171,24 @@ class Exchange:
             self._failure = StreamCutOff(f"the connection was lost before the reply was complete: {why}")
         yield from self.end()
 
+    def _without_blanks(self, data: bytes) -> bytes:
+        """Nobody keeps what comes before an answer begins; but that must not go on for ever either."""
+        seen = data.lstrip(BLANK)
+        self._blanks += len(data) - len(seen)
+        if self._blanks > MOST_NOTHING:
+            self._failure = BadAnswer(f"more than {MOST_NOTHING} bytes came that say nothing")
+            return b""
+        return seen
+
     def _begin(self) -> list[Event]:
         """Looks at the first character: JSON begins with a bracket, as does a page, and a stream with a word."""
-        seen = self._whole.lstrip(BLANK)
-        if not seen:
+        if not self._whole:
             return []
-        if seen.startswith((b"{", b"[", b"<")):
+        if self._whole.startswith((b"{", b"[", b"<")):
             self._is_whole = True
             return []
         self._frames = Decoder()
+        self._first = reading.excerpt(bytes(self._whole[:EXCERPT]))
         data = bytes(self._whole)
         self._whole.clear()
         return self._read_with_care(self._frames, data)
@@ -196,6 +211,8 @@ class Exchange:
 
     def _read(self, frames: Sequence[Frame]) -> list[Event]:
         events: list[Event] = []
+        if frames:
+            self._first = ""
         for frame in frames:
             events += self._attempt(self._reader.frame, frame)
         return events
@@ -205,6 +222,8 @@ class Exchange:
         if type(self._failure) is BadAnswer:
             # Half a frame: what that means is for the reader to say, who knows whether more had to come.
             self._failure = None
+        if self._first and "json" in self._headers.get("content-type", ""):
+            self._failure = BadAnswer(f"the server sent what is no JSON: {self._first!r}")
         return events
 
     def _read_whole(self) -> list[Event]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from dragoman.client.schema import Shape
-from dragoman.errors import DragomanError, OutputMismatch
-from dragoman.events import Event
+from dragoman.errors import DragomanError, OutputMismatch, StreamCutOff
+from dragoman.events import Event, Finished
 from dragoman.reply import Collection, Reply
 
 
@@ -14,9 +14,11 @@ class Gathering:
     def __init__(self, shape: Shape | None) -> None:
         self._shape = shape
         self._collection = Collection()
+        self._is_complete = False
 
     def add(self, events: Sequence[Event]) -> Sequence[Event]:
         self._collection.add(0, events)
+        self._is_complete = self._is_complete or (bool(events) and type(events[-1]) is Finished)
         return events
 
     def note(self, error: DragomanError) -> None:
@@ -24,6 +26,12 @@ class Gathering:
         error.arrived = self._collection.arrived()
 
     def reply(self) -> Reply:
+        if not self._is_complete:
+            early = StreamCutOff(
+                "there is no reply yet: not all of its events have been read, or the stream was closed"
+            )
+            self.note(early)
+            raise early
         reply = self._collection.reply()
         if self._shape is None or (reply.tool_calls and not reply.text):
             return reply

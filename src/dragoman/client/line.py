@@ -13,7 +13,8 @@ import httpx
 from dragoman.client import transport
 from dragoman.client.exchange import MOST_BYTES, MOST_ERROR_BYTES, Exchange
 from dragoman.client.talk import Arrived, Call, Missed, Opening, Talk, Wait
-from dragoman.errors import BadAnswer
+from dragoman.client.unpacking import Unpack, unpacker
+from dragoman.errors import BadAnswer, Unreachable
 from dragoman.events import Event, Listener, TextDelta
 
 Answer = Arrived[httpx.Response]
@@ -87,7 +88,7 @@ class Line:
             for events in ended:
                 await handing.out(events)
         finally:
-            if exchange.finished:
+            if exchange.finished and not _is_packed(response):
                 self._linger(response, _pieces(response))
             else:
                 await response.aclose()
@@ -107,6 +108,8 @@ class Line:
         await self._http.aclose()
 
     async def _send(self, call: Call) -> Answer | Missed:
+        if self._http.is_closed:
+            raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
             response = await self._http.send(request, stream=True)
@@ -173,10 +176,19 @@ async def _pour(pieces: AsyncIterator[bytes], take: Callable[[bytes], bool]) -> 
 
 
 def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
-    if _is_packed(response) or not isinstance(response.stream, AsyncIterable):
-        return response.aiter_bytes()
+    unpack = unpacker(response.headers)
+    if unpack is not None:
+        return _unpacked(response, unpack)
     # Where nothing has to be unpacked, each piece is spared two layers.
-    return aiter(response.stream)
+    return aiter(response.stream) if isinstance(response.stream, AsyncIterable) else response.aiter_raw()
+
+
+async def _unpacked(response: httpx.Response, unpack: Unpack) -> AsyncIterator[bytes]:
+    async for data in response.aiter_raw():
+        for piece in unpack(data):
+            yield piece
+            # There may be a thousand pieces in what came as one: others want to do something, too.
+            await asyncio.sleep(0)
 
 
 def _is_packed(response: httpx.Response) -> bool:
@@ -199,7 +211,7 @@ async def _read(response: httpx.Response, most: int) -> tuple[bytes, str]:
     """As much of a body as came and is of use, and why it is not all of it."""
     body = bytearray()
     try:
-        async for piece in response.aiter_bytes():
+        async for piece in _pieces(response):
             body += piece
             if len(body) > most:
                 return bytes(body), f"it has more than {most} bytes"

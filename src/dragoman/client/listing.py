@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -12,7 +12,7 @@ from dragoman.client import chat, messages, reading, responses, usage
 from dragoman.client.talk import Call, Talk
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
-from dragoman.errors import BadAnswer
+from dragoman.errors import BadAnswer, BadRequest
 from dragoman.events import Usage
 
 PAGE = 1000
@@ -25,8 +25,29 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Embeddings(msgspec.Struct, frozen=True):
+    """A vector of numbers for each text, in their order."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage
+
+
+class Made(msgspec.Struct, frozen=True):
+    """The same as engines have it."""
+
     vectors: tuple[Embedding, ...]
     usage: Usage
+
+    @property
+    def plain(self) -> Embeddings:
+        return Embeddings(tuple(tuple(vector.values) for vector in self.vectors), self.usage)
+
+
+def texts(given: str | Sequence[str]) -> list[str]:
+    """What shall have vectors."""
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(text, str) for text in found):
+        raise BadRequest("texts: expected a text, or a list of texts", param="texts")
+    return found
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -75,7 +96,7 @@ def embeddings_call(talk: Talk, texts: Sequence[Input], model: str, dimensions: 
     return talk.plain("embeddings", "/embeddings", {name: value for name, value in body.items() if value is not None})
 
 
-def read_embeddings(body: bytes, count: int) -> Embeddings:
+def read_embeddings(body: bytes, count: int) -> Made:
     """In the order of the texts, whatever the order they came in."""
     parsed = reading.parse_object(body)
     data = parsed.get("data")
@@ -84,7 +105,7 @@ def read_embeddings(body: bytes, count: int) -> Embeddings:
         raise BadAnswer(f"{count} vectors were asked for, and {len(entries)} came: {reading.excerpt(body)!r}")
     placed = sorted(enumerate(entries), key=lambda pair: _place(pair[1].get("index"), pair[0]))
     vectors = tuple(_vector(entry.get("embedding")) for _, entry in placed)
-    return Embeddings(vectors, usage.read(parsed.get("usage")) or Usage())
+    return Made(vectors, usage.read(parsed.get("usage")) or Usage())
 
 
 def _place(index: object, at: int) -> int:

@@ -38,10 +38,19 @@ from dragoman.events import Event
 from dragoman.sse import Frame
 
 PATH = "/messages"
-SAYS = frozenset({"temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema"})
+SAYS = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema"),
+        *("cache_control", "user"),
+    }
+)
+LONG_SECONDS = 300.0
+"""What is to be kept for longer has to be asked for."""
 MAX_TOKENS = 4096
 """Where a request has no limit: here it must have one, and every model of this kind writes as much."""
 LEAST_BUDGET = 1024
+MARKED = ("text", "image", "tool_use", "tool_result")
+"""Blocks that may end what is kept."""
 CHOICES = {"auto": "auto", "none": "none", "required": "any", "named": "tool"}
 
 Block = dict[str, Any]
@@ -64,9 +73,23 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         "output_config": _config(request),
         "stop_sequences": list(request.stop) or None,
         "stream": stream or None,
+        "metadata": {"user_id": request.labels["user"]} if "user" in request.labels else None,
         **saying.sampling(request.sampling),
     }
+    _mark(body, request)
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _mark(body: dict[str, Any], request: GenerationRequest) -> None:
+    """Says up to where the prompt is to be kept: at the ends of those parts in which the caller said so."""
+    control = {"type": "ephemeral"} | ({"ttl": "1h"} if request.keep_seconds > LONG_SECONDS else {})
+    if "tools" in request.keep_at and body["tools"]:
+        body["tools"][-1]["cache_control"] = control
+    if "system" in request.keep_at and body["system"]:
+        body["system"] = [{"type": "text", "text": body["system"], "cache_control": control}]
+    last = body["messages"][-1]["content"]
+    if "messages" in request.keep_at and isinstance(last, list) and last[-1]["type"] in MARKED:
+        last[-1]["cache_control"] = control
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ thought := reasoning_content | reasoning | thinking | thought | reasoning_text |
 """
 
 import itertools
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -19,6 +21,12 @@ EXCERPT = 300
 NO_ID = -1
 """Of tokens that came with their text alone."""
 
+JOINED = ("content", "text")
+"""Where what is said stands: half a character at the end of one piece may have the other half in the next."""
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+_HALF = re.compile("[\ud800-\udfff]")
+_INNER_HALF = re.compile("(?<!^)[\udc00-\udfff]|[\ud800-\udbff](?!$)")
+
 Said = tuple[Literal["text", "thought"], str]
 
 
@@ -26,7 +34,31 @@ def parse(text: str | bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
+        if _ESCAPED.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
+            return _parse_halves(text)
         raise BadAnswer(f"the server sent what is no JSON: {excerpt(text)!r}") from error
+
+
+def _parse_halves(text: str | bytes) -> Any:
+    """JSON in which a character is cut in two: whoever writes it counted as Java and JavaScript do."""
+    try:
+        return _mended(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise BadAnswer(f"the server sent what is no JSON: {excerpt(text)!r}") from error
+
+
+def _mended(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {without_halves(key): _mended(inner, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mended(inner, name) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return _INNER_HALF.sub("\ufffd", value) if name in JOINED else without_halves(value)
+
+
+def without_halves(text: str) -> str:
+    return _HALF.sub("\ufffd", text)
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

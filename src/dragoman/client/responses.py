@@ -35,7 +35,11 @@ from dragoman.events import Event
 from dragoman.sse import Frame
 
 PATH = "/responses"
-SAYS = saying.SAMPLING | {"stop", "stop_token_ids", "ignore_eos", "json_object", "json_schema"}
+SAYS = (
+    saying.SAMPLING
+    | {"stop", "stop_token_ids", "ignore_eos", "json_object", "json_schema"}
+    | {*("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")}
+)
 SEALED = "reasoning.encrypted_content"
 ENDS = ("response.completed", "response.incomplete", "response.done")
 FAILED = ("response.failed", "response.cancelled")
@@ -63,6 +67,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         # Models that do not think refuse to hear of it.
         "include": [SEALED] if thinks and not request.thinking.is_off else None,
         "stream": stream or None,
+        **request.labels,
         **saying.sampling(request.sampling),
     }
     if request.tools:

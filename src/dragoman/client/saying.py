@@ -22,6 +22,9 @@ def asked(request: GenerationRequest) -> list[str]:
         names.append(msgspec.inspect.type_info(type(request.constraint)).tag)  # type: ignore[attr-defined]
     if request.thinking.budget_tokens is not None:
         names.append("thinking_budget")
+    if request.keep_at:
+        names.append("cache_control")
+    names += request.labels
     if request.choices > 1:
         names.append("choices")
     return names

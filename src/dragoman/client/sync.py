@@ -18,8 +18,9 @@ from dragoman.client.loop import STEPS, Invocation, Outcome, loop
 from dragoman.client.options import Messages, Options, Question, question
 from dragoman.client.retry import Retries
 from dragoman.client.talk import Arrived, Call, Missed, Opening, ProtocolName, Talk, Wait
+from dragoman.client.unpacking import unpacker
 from dragoman.conversation import ToolResult
-from dragoman.errors import BadAnswer, DragomanError
+from dragoman.errors import BadAnswer, DragomanError, Unreachable
 from dragoman.events import Event
 from dragoman.reply import Reply
 
@@ -105,9 +106,9 @@ class Client:
                 return outcome
 
     def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = listing.texts(texts)
         body = self._json("embeddings", [listing.embeddings_call(self._talk, given, model, dimensions)])
-        return listing.read_embeddings(body, len(given))
+        return listing.read_embeddings(body, len(given)).plain
 
     def models(self) -> tuple[Model, ...]:
         found: list[Model] = []
@@ -161,7 +162,7 @@ class Client:
         assert exchange is not None
         exchange.head(arrived.status, arrived.headers)
         try:
-            pieces = response.iter_bytes()
+            pieces = _pieces(response)
             try:
                 for piece in pieces:
                     yield gathering.add(exchange.feed(piece))
@@ -196,6 +197,8 @@ class Client:
                 return opened
 
     def _send(self, call: Call) -> Arrived[httpx.Response] | Missed:
+        if self._http.is_closed:
+            raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
             response = self._http.send(request, stream=True)
@@ -217,11 +220,17 @@ class Client:
         return body
 
 
+def _pieces(response: httpx.Response) -> Iterator[bytes]:
+    unpack = unpacker(response.headers)
+    raw = response.iter_raw()
+    return raw if unpack is None else (piece for data in raw for piece in unpack(data))
+
+
 def _read(response: httpx.Response, most: int) -> tuple[bytes, str]:
     """As much of a body as came and is of use, and why it is not all of it."""
     body = bytearray()
     try:
-        for piece in response.iter_bytes():
+        for piece in _pieces(response):
             body += piece
             if len(body) > most:
                 return bytes(body), f"it has more than {most} bytes"

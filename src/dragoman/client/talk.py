@@ -19,6 +19,7 @@ from dragoman.client.retry import Refused, Retries, Trouble
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import (
     AnswerTimeout,
+    BadRequest,
     ConfigError,
     DragomanError,
     MethodNotAllowed,
@@ -96,6 +97,7 @@ class Talk:
             raise ConfigError(f"protocol {protocol!r}: expected auto, {', '.join(PROTOCOLS)}")
         self.site = site(url)
         self.model = model
+        _check_headers({"api_key": api_key or "", **(extra_headers or {})})
         self.retries = Retries(retries) if isinstance(retries, int) else retries
         self._key = api_key
         self._extra = {name.lower(): value for name, value in (extra_headers or {}).items()}
@@ -134,7 +136,7 @@ class Talk:
 
     def question(self, name: str, exchange: Exchange, stream: bool) -> Call:
         told = self.headers(name) | ({"accept": STREAM} if stream else {})
-        body = msgspec.json.encode(adapted(self.site, exchange.body))
+        body = encoded(adapted(self.site, exchange.body))
         return Call(name, "POST", self.site.api + exchange.path, told, body, harmless=False, exchange=exchange)
 
     def headers(self, protocol: str) -> dict[str, str]:
@@ -146,7 +148,7 @@ class Talk:
         told = self.headers("messages" if self._is_anthropic else protocol)
         if body is None:
             return Call(way, "GET", url, told)
-        return Call(way, "POST", url, told, msgspec.json.encode(body))
+        return Call(way, "POST", url, told, encoded(body))
 
     def opening(self, topic: str, calls: Sequence[Call]) -> Opening[R]:
         """The first of the calls that the server takes, and its answer."""
@@ -192,3 +194,18 @@ class Talk:
         if missed.trouble == "unreached":
             return Unreachable(f"nobody answers at {self.site.root}: {missed.why}")
         return Unreachable(f"{self.site.root} hung up before it answered: {missed.why}")
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()):
+            raise ConfigError(f"{name}: a header takes only printable ASCII")
+
+
+def encoded(body: object) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError as error:
+        raise BadRequest("a text has half a character (a lone surrogate), which cannot be sent") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadRequest(f"this cannot be sent as JSON: {error}") from error

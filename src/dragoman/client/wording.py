@@ -24,6 +24,7 @@ from dragoman.errors import (
     DeadlineExceeded,
     DragomanError,
     InvalidSchema,
+    LoopDetected,
     MethodNotAllowed,
     ModelLoading,
     ModelNotFound,
@@ -128,6 +129,7 @@ WORDS = (
         r"extra inputs are not permitted|extra_forbidden|unrecognized request argument",
     ),
     _row(TooLarge, "request_too_large"),
+    _row(LoopDetected, "loop_detected", r"\bleads back to (the model )?itself\b"),
     _row(DeadlineExceeded, "deadline_exceeded"),
     _row(AnswerTimeout, "timeout_error timeout"),
 )

@@ -77,6 +77,7 @@ def decode(body: bytes) -> GenerationRequest:
         template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
         sampling=openai.sampling(fields),
         keep_seconds=openai.keep_seconds(fields.prompt_cache_retention),
+        labels=openai.labels(fields),
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         stop=openai.stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),

@@ -62,6 +62,8 @@ SAMPLING = (
 """Fields that are called the same on the wire, among the values and among an engine's features."""
 SAMPLED = frozenset(SAMPLING)
 
+LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
+
 NEUTRAL: dict[str, object] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -75,6 +77,13 @@ NEUTRAL: dict[str, object] = {
 def keep_seconds(retention: Retention | None) -> float:
     """How long the prompt is to be kept even if room is short."""
     return KEPT_SECONDS.get(retention or "", 0.0)
+
+
+def labels(fields: SamplingFields) -> dict[str, Any]:
+    """What asks nothing of a reply, and may be of use to a server behind this one."""
+    found = {name: getattr(fields, name, None) for name in LABELS}
+    nothing: dict[str, tuple[object, ...]] = {"service_tier": ("auto", "default")}
+    return {name: value for name, value in found.items() if value and value not in nothing.get(name, ())}
 
 
 def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 
+from dragoman import hops
 from dragoman.config import Settings
 from dragoman.errors import ConfigError, DragomanError, NotSupported, RateLimited, Unavailable
 from dragoman.protocols import family
@@ -138,6 +139,7 @@ class Door(ABC):
 
     def _note_client(self, exchange: Exchange) -> None:
         record, peer = exchange.record, exchange.peer
+        hops.arrive(exchange.headers.get(hops.HEADER_BYTES))
         if self._proxies.is_empty:
             record.client = peer
         else:

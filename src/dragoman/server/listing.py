@@ -14,6 +14,7 @@ from dragoman.protocols import models as wire_models
 from dragoman.protocols import tokens as wire_tokens
 from dragoman.server.exchange import Exchange
 from dragoman.server.respond import silent_engine
+from dragoman.server.upstreams import is_out
 
 if TYPE_CHECKING:
     from dragoman.server.app import App
@@ -35,12 +36,18 @@ async def ready(app: "App", exchange: Exchange) -> None:
     default = await app.catalog.find("")
     host = default.host
     can_answer = host.state == "ready" or (host.is_known and host.state != "failed")
-    is_ready = can_answer and not app.is_stopping
+    is_alone = next(app.catalog.fallbacks(default), None) is None
+    is_ready = can_answer and not app.is_stopping and not (is_alone and is_out(host.engine))
     if host.state == "cold" and not host.is_known:
         host.load()
-    states = {model.name: model.host.state for model in app.catalog.models.values()}
+    states = {model.name: _state(model) for model in app.catalog.models.values()}
     status = {"status": "ready" if is_ready else "not ready", "models": states}
     await exchange.reply_json(status, 200 if is_ready else 503)
+
+
+def _state(model: Model) -> str:
+    """`out`: it is there, but nobody behind it is."""
+    return "out" if model.host.state == "ready" and is_out(model.host.engine) else model.host.state
 
 
 async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
@@ -53,7 +60,7 @@ async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
         context=known.context,
         format=known.format,
         device=None if engine is None else engine.device,
-        state=model.host.state,
+        state=_state(model),
         loading_seconds=model.host.loading_seconds,
         loading_progress=model.host.progress,
         architecture=None if model.found is None else model.found.architecture,

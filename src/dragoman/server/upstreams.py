@@ -40,6 +40,12 @@ async def drain(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(wire.encode(_listed(app)))
 
 
+def is_out(engine: object) -> bool:
+    """Whether it has servers, and none of them can be asked."""
+    states = _states(engine)
+    return bool(states) and all(place.state in ("out", "draining", "drained") for place in states)
+
+
 def _listed(app: "App") -> list[wire.ListedPlace]:
     return [
         wire.ListedPlace(model.name, place.url, place.state, place.running, place.failures, place.weight, place.rank)

@@ -105,7 +105,7 @@ class Stop:
                 self._release(before + end - len(stop), out, last=True)
                 if cut := sum(delta.count for delta in self._held):
                     out.append(TextDelta("", cut))
-                out.append(Finished("stop", stop=stop))
+                out.append(_stopped(stop, events[-1]))
                 return out
             self._release(self._held_length - self._matcher.pending, out)
         return out
@@ -123,3 +123,10 @@ class Stop:
             self._held_length -= length
             out.append(TextDelta(delta.text[:length], delta.count, delta.tokens, delta.logprobs))
             held.appendleft(TextDelta(delta.text[length:], 0))
+
+
+def _stopped(stop: str, last: Event) -> Finished:
+    """The end; where the engine has told its own end at once, all that it says of its tokens still holds."""
+    if type(last) is Finished:
+        return Finished("stop", stop=stop, usage=last.usage, warnings=last.warnings)
+    return Finished("stop", stop=stop)

@@ -7,6 +7,8 @@ import msgspec
 
 from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, Usage
 
+UNCOUNTED = "the reply was ended by a stop string, before anybody said how many tokens it used"
+
 
 class Tally:
     def __init__(self) -> None:
@@ -26,8 +28,15 @@ class Tally:
                 self._started = event
         last = events[-1] if events else None
         if isinstance(last, Finished):
-            return [*events[:-1], msgspec.structs.replace(last, usage=self._complete(last.usage))]
+            return [*events[:-1], self._ended(last)]
         return events
+
+    def _ended(self, last: Finished) -> Finished:
+        usage = self._complete(last.usage)
+        # Whoever ends a reply does not hear what it would have said of its tokens in the end.
+        is_unheard = last.usage is None and last.stop is not None and not usage.completion
+        warnings = (*last.warnings, UNCOUNTED) if is_unheard else last.warnings
+        return msgspec.structs.replace(last, usage=usage, warnings=warnings)
 
     def _complete(self, told: Usage | None) -> Usage:
         if told is None:

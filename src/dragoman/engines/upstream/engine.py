@@ -1,7 +1,8 @@
 """The engine whose model runs somewhere else: in one place, or in several that share the work.
 
 Rules
-1. As long as nothing of a reply has been told, a failure of a place is another place's chance.
+1. As long as nothing of a reply has reached our caller, a failure of a place is another place's chance: of a stream
+   until the first word, of a reply that is handed over whole until its end. Then it begins again (`events`, rule 3).
 2. A place that is not there when we start may come later: only a mistake of the configuration keeps us from starting.
 3. Closing a generation closes the connection to the place: it stops working on it.
 """
@@ -15,7 +16,8 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from dragoman.address import public
+from dragoman import hops
+from dragoman.address import public, site
 from dragoman.client.exchange import PROTOCOLS
 from dragoman.conversation import GenerationRequest, Image, Sampling
 from dragoman.embedding import Embedding, Input
@@ -27,6 +29,7 @@ from dragoman.engines.upstream.options import UpstreamOptions, key_of
 from dragoman.engines.upstream.place import LOOK_SECONDS, Hearing, Place
 from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
 from dragoman.errors import (
+    AnswerTimeout,
     BadRequest,
     ConfigError,
     DragomanError,
@@ -38,6 +41,8 @@ from dragoman.errors import (
 )
 from dragoman.events import Event, Finished, Listener, Started, Usage
 
+FIRST_SECONDS = 1.0
+"""How long a start waits until all servers have been looked at."""
 log = logging.getLogger("dragoman.upstream")
 T = TypeVar("T")
 
@@ -47,7 +52,9 @@ FEATURES = frozenset(
         *("images", "tools", "strict_tools", "constraint", "thinking", "embeddings"),
     }
 )
-BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {"stop_token_ids", "ignore_eos", "logprobs", "documents"}
+BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {
+    *("stop_token_ids", "ignore_eos", "logprobs", "documents", "service_tier")
+}
 """What not every protocol has a word for."""
 
 
@@ -63,9 +70,12 @@ class UpstreamEngine(Engine):
         self.slots = options.slots
         self.tells_calls = options.format is None
         given = options.places
-        self.places = [Place(place, options, key_of(name, place)) for place in given]
+        self._id = hops.new_id()
+        self.places = [Place(place, options, key_of(name, place), self._id) for place in given]
         self.pool = Pool([Spot(place.weight, place.rank) for place in given], clock)
         self._looking: asyncio.Task[None] | None = None
+        self._looked: asyncio.Future[None]
+        """Done when all have been looked at once."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -94,9 +104,14 @@ class UpstreamEngine(Engine):
         return FEATURES | (BY_PROTOCOL & said)
 
     async def start(self) -> None:
-        await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
-        if self.options.health_seconds:
-            self._looking = asyncio.create_task(self._look_on())
+        self._looked = asyncio.get_running_loop().create_future()
+        self._looking = asyncio.create_task(self._look_on())
+        # Whoever is slow is waited for only where nobody knows what there is without it.
+        seconds = FIRST_SECONDS if self.options.models is None else None
+        first: set[asyncio.Future[None]] = {self._looked, self._looking}
+        await asyncio.wait(first, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self._looking.done():
+            self._looking.result()
 
     async def stop(self) -> None:
         if self._looking is not None:
@@ -106,8 +121,12 @@ class UpstreamEngine(Engine):
 
     async def _look_on(self) -> None:
         while True:
-            await asyncio.sleep(self.options.health_seconds)
             await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
+            if not self._looked.done():
+                self._looked.set_result(None)
+            if not self.options.health_seconds:
+                return
+            await asyncio.sleep(self.options.health_seconds)
 
     async def _look(self, at: int) -> None:
         """A place that answers at all is there; what it answers is another matter."""
@@ -115,10 +134,13 @@ class UpstreamEngine(Engine):
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 await place.look()
-        except (Unreachable, TimeoutError) as error:
+        except Unreachable as error:
             self.pool.failed(at, unreached=True)
             if before == "up":
-                log.warning("model %s: %s is not there: %s", self.name, place.url, error or "no answer")
+                log.warning("model %s: %s is not there: %s", self.name, place.url, error)
+            return
+        except (AnswerTimeout, TimeoutError):
+            self._slow(at, before)
             return
         except DragomanError as error:
             log.debug("model %s: %s tells no models: %s", self.name, place.url, error)
@@ -127,10 +149,20 @@ class UpstreamEngine(Engine):
             log.warning("model %s: %s is back", self.name, place.url)
             place.forget()
 
+    def _slow(self, at: int, before: str) -> None:
+        """No proof of anything: to list models may take a busy server longer than to answer."""
+        self.pool.slow(at)
+        place, words = self.places[at], f"its list of models takes longer than {LOOK_SECONDS:g} s"
+        if before == "up" and self.pool.state(at) == "out":
+            log.warning("model %s: %s is not there: %s, and it answers nobody", self.name, place.url, words)
+        elif self.pool.spots[at].slow_looks == 1:
+            log.warning("model %s: %s is slow: %s; it is asked all the same", self.name, place.url, words)
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         return read(lambda listener: self.tell(request, listener))
 
     async def tell(self, request: GenerationRequest, listener: Listener) -> None:
+        hops.check(self._id, request.model)
         self._check_name(request.model)
         self._check_images(request)
         if request.max_tokens == 0:
@@ -144,35 +176,39 @@ class UpstreamEngine(Engine):
         while True:
             at = self._next(links, tried, failure)
             tried.add(at)
-            hearing = Hearing(listener, partial(self.pool.worked, at))
+            hearing = Hearing(listener, partial(self.pool.begun, at))
             try:
                 await self.places[at].tell(self._over_there(request, at), hearing)
+                self.pool.worked(at)
                 return
             except DragomanError as error:
                 if hearing.has_raised(error):
                     raise
-                failure = self._noted(at, error, request.model)
-                if hearing.begun or telling.is_callers(error):
+                failure = self._noted(at, error, request.model, request.id)
+                if (hearing.begun and request.delivery.stream) or telling.is_callers(error):
                     raise failure from error
             finally:
-                self.pool.ended(at)
+                self.pool.ended(at, hearing.begun)
 
     def _next(self, links: Sequence[bytes], tried: set[int], failure: DragomanError | None) -> int:
         at = self.pool.choose(links, tried)
         if at is not None:
             return at
-        if failure is not None:
+        # Whoever is the first to find the only server gone hears of it; all others that there is nobody to ask.
+        is_news = isinstance(failure, Unreachable) and not self.pool.is_away
+        if failure is not None and (is_news or not isinstance(failure, Unreachable)):
             raise failure
-        raise Unavailable("no server behind this model can be asked now; try again later", retry_after=self.pool.wait())
+        words = "no server behind this model can be asked now; try again later"
+        raise Unavailable(words, retry_after=self.pool.wait()) from failure
 
-    def _noted(self, at: int, error: DragomanError, model: str) -> DragomanError:
+    def _noted(self, at: int, error: DragomanError, model: str, request: str = "") -> DragomanError:
         """What a failure means for the place, and the error that a caller hears of."""
         seconds = telling.rest(error)
         if seconds is not None:
             self.pool.rests(at, seconds)
         elif not telling.is_callers(error):
             self.pool.failed(at, unreached=isinstance(error, Unreachable))
-        return telling.told(error, model, self.places[at].url, self.options.models is not None)
+        return telling.told(error, model, self.places[at].url, self.options.models is not None, request)
 
     def _over_there(self, request: GenerationRequest, at: int) -> GenerationRequest:
         """The request by the name that the model has there."""
@@ -218,6 +254,7 @@ class UpstreamEngine(Engine):
 
     async def _anywhere(self, lacks: str, model: str, ask: Callable[[Place, str], Awaitable[T]]) -> T:
         """The answer of the first place that has one."""
+        hops.check(self._id, model)
         self._check_name(model)
         tried: set[int] = set()
         failure: DragomanError | None = None
@@ -246,7 +283,8 @@ class UpstreamEngine(Engine):
 
     def drain(self, url: str, drained: bool) -> None:
         """Nothing new goes to the place, or something goes there again."""
-        found = [at for at, place in enumerate(self.places) if place.url == public(url)]
+        wanted = site(url).api
+        found = [at for at, place in enumerate(self.places) if place.talk.site.api == wanted]
         if not found:
             raise ConfigError(f"model {self.name} has no place {public(url)!r:.200}")
         self.pool.drain(found[0], drained)

@@ -33,7 +33,9 @@ def fitted(request: GenerationRequest, protocol: Spoken, refused: Collection[str
     _check(request, unsaid, refused)
     left_out = [*unsaid, *(name for name in refused if name not in ESSENTIAL)]
     features = {FEATURES.get(name, name) for name in left_out if name not in SILENT}
-    ignored = tuple(dict.fromkeys(asked.param for asked in request.asked if asked.feature in features))
+    quiet = [name for name in left_out if name in request.labels or (name == "cache_control" and request.keep_at)]
+    named = [asked.param for asked in request.asked if asked.feature in features]
+    ignored = tuple(dict.fromkeys([*named, *quiet]))
     for name in left_out:
         request = _without(request, name)
     return Fitted(request, ignored)
@@ -60,10 +62,14 @@ def _without(request: GenerationRequest, name: str) -> GenerationRequest:
     if name in Sampling.__struct_fields__:
         nothing: dict[int, float] | None = {} if name == "logit_bias" else None
         return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **{name: nothing}))
+    if name in request.labels:
+        others = {label: value for label, value in request.labels.items() if label != name}
+        return msgspec.structs.replace(request, labels=others)
     return _REMOVALS[name](request) if name in _REMOVALS else request
 
 
 _REMOVALS: dict[str, Callable[[GenerationRequest], GenerationRequest]] = {
+    "cache_control": lambda request: msgspec.structs.replace(request, keep_at=()),
     "thinking": lambda request: msgspec.structs.replace(request, thinking=Thinking()),
     "thinking_budget": lambda request: msgspec.structs.replace(
         request, thinking=msgspec.structs.replace(request.thinking, budget_tokens=None)

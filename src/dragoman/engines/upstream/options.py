@@ -1,11 +1,12 @@
 """What a configuration may say of a model that other servers run."""
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
-from dragoman.address import public, site
+from dragoman.address import DEFAULT, public, site
 from dragoman.bounds import Seconds, Word
 from dragoman.client.talk import ProtocolName
 from dragoman.errors import ConfigError
@@ -49,12 +50,15 @@ class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What is wrong is told with the line of the file that it stands in."""
         if not self.given:
             raise ValueError("url is missing: the address of the server, or urls for several")
+        if self.url and self.urls:
+            raise ValueError("url is the address of one server, and urls are those of several; give one of the two")
         if self.models is not None and self.model is not None:
             raise ValueError("model names one model, and models means all of them; give one of the two")
-        try:
-            addresses = [site(place.url).api for place in self.given]
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+        wrong = [words for place in self.given for words in _mistakes(place.url)]
+        wrong += [f"proxy: {words}" for words in _mistakes(self.proxy or DEFAULT)]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        addresses = [site(place.url).api for place in self.given]
         if len(set(addresses)) < len(addresses):
             raise ValueError("an address is given twice; use weight to send more to one of them")
 
@@ -75,6 +79,14 @@ class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             for place in self.given
         ]
+
+
+def _mistakes(url: str) -> Sequence[str]:
+    try:
+        site(url)
+    except ConfigError as error:
+        return error.mistakes
+    return ()
 
 
 def key_of(name: str, place: PlaceOptions) -> str | None:

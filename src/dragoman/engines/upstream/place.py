@@ -2,15 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import httpx
 import msgspec
 
+from dragoman import hops
 from dragoman.address import public
 from dragoman.client import listing, transport
 from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
 from dragoman.client.line import Answer, Line
-from dragoman.client.listing import Embeddings, Model
+from dragoman.client.listing import Made, Model
 from dragoman.client.talk import Call, Talk
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Input
@@ -23,6 +25,8 @@ from dragoman.events import Event, Finished, Listener, Started
 
 MOST_REFUSALS = 8
 LOOK_SECONDS = 5.0
+AS_IT_IS = {"accept-encoding": "identity"}
+"""What is compressed on the way to us costs more than it spares."""
 NO_ROUTE = (NotFound, MethodNotAllowed)
 UNCOUNTED = "the server behind this model does not say how many tokens it used"
 
@@ -63,14 +67,14 @@ class Hearing:
 
 
 class Place:
-    def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None) -> None:
+    def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None, asker: str) -> None:
         self.url = public(place.url)
         self.model = place.model
-        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0)
+        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0, extra_headers=AS_IT_IS)
         self.models: dict[str, Model] = {}
         """What it offers, as far as that is known, by name in lower case."""
         settings = transport.settings(self.talk.site, options.silence_seconds, options.connect_seconds)
-        settings |= {"trust_env": False, "headers": {"accept-encoding": "identity"}}
+        settings |= {"trust_env": False, "event_hooks": {"request": [partial(_sign, asker)]}}
         # A proxy has ways of its own, which httpx knows.
         settings |= {"transport": Wire()} if options.proxy is None else {"proxy": options.proxy}
         if options.proxy is not None and self.talk.site.is_tls:
@@ -141,12 +145,17 @@ class Place:
             exchange.body.pop("stream_options", None)
         return Way(self.talk.question(protocol.name, exchange, stream=True), fit.ignored)
 
-    async def embed(self, inputs: Sequence[Input], model: str) -> Embeddings:
+    async def embed(self, inputs: Sequence[Input], model: str) -> Made:
         body = await self._line.json("embeddings", [listing.embeddings_call(self.talk, inputs, model, None)])
         return listing.read_embeddings(body, len(inputs))
 
     async def count(self, request: GenerationRequest) -> int:
-        return listing.read_count(await self._line.json("count", listing.count_calls(self.talk, request)))
+        plain = msgspec.structs.replace(request, labels={})
+        return listing.read_count(await self._line.json("count", listing.count_calls(self.talk, plain)))
+
+
+async def _sign(asker: str, request: httpx.Request) -> None:
+    request.headers[hops.HEADER] = hops.signed(asker)
 
 
 def _topic(request: GenerationRequest) -> str:

@@ -6,6 +6,8 @@ Rules
 2. A place is out after FAILURES failures in a row, or at once where nobody answers: for a second, then for twice as
    long each time. After that one request is let through to try; what comes of it decides.
    One at which nobody answered is back before that, as soon as it is seen to answer.
+   One that is only slow to show its models is no such place: it is out after FAILURES looks in a row that took too
+   long, and only if it does not work meanwhile and somebody else can be asked.
 3. A place that asks for patience (429, 503) is left alone for as long as it says, but for LONGEST_REST seconds at most,
    and is otherwise well.
 4. Among the rest the one is asked that has the longest beginning of the prompt, unless it has much more to do than
@@ -13,6 +15,7 @@ Rules
 5. Of places with equally much to do, the one that has had the least, in the long run and by weight.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -23,6 +26,8 @@ FAILURES = 3
 OUT_SECONDS = 1.0
 LONGEST_OUT = 30.0
 LONGEST_REST = 60.0
+RECENT_SECONDS = 30.0
+"""Whoever has answered in that time is there, however slow it is otherwise."""
 SLACK = 4.0
 """So many more requests than the least busy may a place have, and still be asked for the sake of what it remembers;"""
 SLACK_SHARE = 0.5
@@ -39,7 +44,11 @@ class Spot:
         self.weight = weight
         self.rank = rank
         self.running = 0
+        self.telling = 0
+        """Of those that run, how many have begun to answer."""
+        self.worked_at = -math.inf
         self.failures = 0
+        self.slow_looks = 0
         self.outs = 0
         """How often in a row it was sent out, or tried and not yet back,"""
         self.out_until = 0.0
@@ -123,14 +132,21 @@ class Pool:
     def _business(self, at: int) -> tuple[float, float]:
         return self.spots[at].load, self.spots[at].had
 
-    def ended(self, at: int) -> None:
+    def ended(self, at: int, begun: bool = False) -> None:
         """A request is no longer there, whatever came of it."""
         self.spots[at].running -= 1
+        self.spots[at].telling -= begun
+
+    def begun(self, at: int) -> None:
+        """It answers as it should, and has more to say."""
+        self.spots[at].telling += 1
+        self.worked(at)
 
     def worked(self, at: int) -> None:
         """It has answered as it should."""
         spot = self.spots[at]
-        spot.failures = 0
+        spot.failures = spot.slow_looks = 0
+        spot.worked_at = self._clock()
         if spot.outs:
             self._back(spot)
 
@@ -152,9 +168,19 @@ class Pool:
     def seen(self, at: int) -> None:
         """It answers when it is looked at: it is back, if that was what was wrong."""
         spot = self.spots[at]
+        spot.slow_looks = 0
         if spot.outs and spot.unreached:
             spot.failures = 0
             self._back(spot)
+
+    def slow(self, at: int) -> None:
+        """It was looked at, and did not answer in time."""
+        spot, now = self.spots[at], self._clock()
+        spot.slow_looks += 1
+        works = spot.telling > 0 or now - spot.worked_at < RECENT_SECONDS
+        others = any(other is not spot and other.is_open(now) for other in self.spots)
+        if spot.slow_looks >= FAILURES and others and not works:
+            self.failed(at, unreached=True)
 
     def drain(self, at: int, drained: bool) -> None:
         """What is running there goes on; nothing new comes."""
@@ -171,6 +197,11 @@ class Pool:
         waits = [max(spot.out_until if spot.outs else 0, spot.rests_until) - now for spot in self.spots]
         open_again = [wait for wait, spot in zip(waits, self.spots, strict=True) if not spot.is_drained]
         return max(1.0, min(open_again, default=LONGEST_OUT))
+
+    @property
+    def is_away(self) -> bool:
+        """Whether all are out, and this is known of more than one, or for longer than just now."""
+        return all(spot.outs for spot in self.spots) and sum(spot.outs for spot in self.spots) > 1
 
     def state(self, at: int) -> str:
         spot, now = self.spots[at], self._clock()

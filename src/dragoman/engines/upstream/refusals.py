@@ -20,6 +20,8 @@ FIELDS = {
     **dict.fromkeys(("reasoning_effort", "reasoning", "thinking", "chat_template_kwargs", "include"), "thinking"),
     "thinking_token_budget": "thinking_budget",
     "documents": "documents",
+    "cache_control": "cache_control",
+    **{name: name for name in ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")},
     "parallel_tool_calls": "parallel",
     "strict": "strict_tools",
     "stream_options": "stream_options",
@@ -37,10 +39,10 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 STATUSES = (400, 422, 500, 501)
-INNER = {"strict": "tools", "image_url": "messages", "images": "messages"}
+INNER = {"cache_control": "messages", "strict": "tools", "image_url": "messages", "images": "messages"}
 """Fields that stand in others."""
 
-PLAIN = frozenset({"text", "include"})
+PLAIN = frozenset({"text", "include", "user"})
 """Fields whose names are words that anybody uses."""
 
 

@@ -15,6 +15,7 @@ from dragoman.errors import (
     BadAnswer,
     BadRequest,
     DragomanError,
+    LoopDetected,
     ModelNotFound,
     NotSupported,
     QuotaExhausted,
@@ -31,6 +32,7 @@ log = logging.getLogger("dragoman.upstream")
 OF_THE_CALLER = (BadRequest, TooLarge, NotSupported)
 REST_SECONDS = 1.0
 BROKEN = (Unreachable, ServerFailed, BadAnswer)
+LOOP = "the server behind this model leads back to the model itself; whoever runs this server can mend its address"
 
 
 def is_callers(error: DragomanError) -> bool:
@@ -44,16 +46,22 @@ def rest(error: DragomanError) -> float | None:
     return None
 
 
-def told(error: DragomanError, model: str, url: str, is_listed: bool = False) -> DragomanError:
-    """`is_listed`: the caller chose one of the models that the server has, or so the caller thought."""
+def told(error: DragomanError, model: str, url: str, is_listed: bool = False, request: str = "") -> DragomanError:
+    """`is_listed`: the caller chose one of the models that the server has, or so the caller thought. By the id of the
+    `request` its caller finds the line of the log."""
     if is_callers(error):
         return error
-    log.warning("model %s: %s: %s (%s)", model, url, error.message, type(error).__name__)
+    words = f"model {model}: {url}: {error.message} ({type(error).__name__})"
+    log.warning(
+        "%s%s", f"request {request}: " if request else "", words, extra={"request_id": request} if request else {}
+    )
     if isinstance(error, ModelNotFound) and is_listed:
         return ModelNotFound(f"model '{model}' is not served here", param="model")
     seconds = rest(error)
     if seconds is not None:
         return _busy(error, seconds)
+    if isinstance(error, LoopDetected):
+        return LoopDetected(LOOP)
     if isinstance(error, AnswerTimeout):
         return AnswerTimeout("the server behind this model does not answer in time")
     if isinstance(error, StreamCutOff):

@@ -16,7 +16,7 @@ from dragoman.conversation import (
 from dragoman.errors import BadRequest, ThreadUnsupported
 from dragoman.protocols import wire
 from dragoman.protocols.messages import blocks, history, tools
-from dragoman.protocols.messages.keeping import keep_seconds
+from dragoman.protocols.messages.keeping import keep_at, keep_seconds
 from dragoman.protocols.messages.tools import ChoiceField
 from dragoman.protocols.openai import MAX_STOP_LENGTH, Int64, Share
 
@@ -95,6 +95,8 @@ def decode_count(body: bytes) -> GenerationRequest:
         thinking=_thinking(fields, asked),
         sampling=_sampling(fields),
         keep_seconds=keep_seconds(parsed),
+        keep_at=keep_at(parsed),
+        labels=_labels(parsed.get("metadata")),
         max_tokens=fields.max_tokens,
         stop=_stops(fields.stop_sequences or []),
         delivery=Delivery(stream=bool(fields.stream), usage=True),
@@ -125,6 +127,11 @@ def _edits(management: Any) -> Any:
         return edits
     keeps_all = {"type": "clear_thinking_20251015", "keep": "all"}
     return [edit for edit in edits if edit != keeps_all] or None
+
+
+def _labels(metadata: Any) -> dict[str, Any]:
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return {"user": user} if isinstance(user, str) and user else {}
 
 
 def _sampling(fields: MessagesFields) -> Sampling:

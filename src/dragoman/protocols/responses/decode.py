@@ -123,6 +123,7 @@ def decode(
         thinking=_thinking(fields, asked),
         sampling=openai.sampling(fields),
         keep_seconds=openai.keep_seconds(fields.prompt_cache_retention),
+        labels=openai.labels(fields),
         max_tokens=fields.max_output_tokens,
         stop=openai.stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dragoman import hops
 from dragoman.config import Settings
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine
@@ -176,6 +177,7 @@ class Desk:
     def _engage(self, message: Engage) -> None:
         guest = self._guest(message.id)
         caller = Caller(message.principal, models=message.models)
+        guest.via = message.via
         guest.engagement = engagement = self._app.engagement_of(caller, guest.lease)
         self._spawn(self._engaged(message, guest, engagement), guest.tasks)
 
@@ -224,6 +226,8 @@ class Desk:
         self, key: int, engine: Engine, request: GenerationRequest, free: asyncio.Event, guest: Guest
     ) -> None:
         failure = None
+        # The task is this request's alone, as it would be where it came in.
+        hops.arrive(guest.via)
         try:
             async with aclosing(run(engine, request)) as stream:
                 async for events in stream:

@@ -11,7 +11,7 @@ from dragoman.worker.parent import WorkerEngine
 class Guest:
     """One request of a front end, and what it holds."""
 
-    __slots__ = ("engagement", "engine", "lease", "passed", "played", "tasks")
+    __slots__ = ("engagement", "engine", "lease", "passed", "played", "tasks", "via")
 
     def __init__(self) -> None:
         self.lease: Lease | None = None
@@ -22,6 +22,8 @@ class Guest:
         self.played: dict[int, Played] = {}
         """Generations in this process."""
         self.tasks: set[asyncio.Task[None]] = set()
+        self.via: bytes | None = None
+        """By whom it came (see `hops`)."""
 
     def rates(self) -> tuple[Rate, ...]:
         return () if self.lease is None else tuple(self.lease.rates())

@@ -87,12 +87,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`models` are those that the caller may ask; None: all."""
+    """`models` are those that the caller may ask; None: all. `via`: by whom the request came (see `hops`)."""
 
     id: str
     principal: str
     models: tuple[str, ...] | None
     wish: Wish
+    via: bytes | None
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True, tag=True):

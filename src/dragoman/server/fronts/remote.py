@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 
 import msgspec
 
+from dragoman import hops
 from dragoman.config import Settings
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, ModelInfo
@@ -229,7 +230,8 @@ class RemoteEngagement:
         caller = self._exchange.caller
         self._parent.hear(self._id, self._hear)
         self._is_open = True
-        self._parent.send(Engage(self._id, caller.principal, caller.models, wish))
+        via = self._exchange.headers.get(hops.HEADER_BYTES)
+        self._parent.send(Engage(self._id, caller.principal, caller.models, wish, via))
         answer = await self._found
         if isinstance(answer, Refused):
             self.label, self.fallbacks = answer.label, answer.fallbacks

@@ -1,0 +1,80 @@
+"""Servers that ask each other in a circle."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from dragoman import hops
+from dragoman.errors import LoopDetected
+from dragoman.server.app import App
+from tests.badserver import CHAT, HELLO, BadServer
+from tests.engines.asking import ask, upstream_app
+from tests.serving import free_port
+
+ASKS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/embeddings": {"input": "hello"},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
+}
+
+
+async def circle(ports: list[int], path: str) -> tuple[httpx.Response, list[int]]:
+    """The answer of the first, and how many requests each of them had."""
+    counts = [0] * len(ports)
+
+    def counted(app: App, at: int) -> object:
+        async def call(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+            counts[at] += scope.get("path") == path
+            await app(scope, receive, send)
+
+        return call
+
+    apps = [upstream_app(f"http://127.0.0.1:{port}", silence_seconds=5) for port in [*ports[1:], ports[0]]]
+    configs = [
+        uvicorn.Config(counted(app, at), port=port, log_level="warning", lifespan="off")  # type: ignore[arg-type]
+        for at, (app, port) in enumerate(zip(apps, ports, strict=True))
+    ]
+    servers = [uvicorn.Server(config) for config in configs]
+    tasks = [asyncio.create_task(server.serve()) for server in servers]
+    while not all(server.started for server in servers):  # noqa: ASYNC110 (uvicorn has nothing to wait for)
+        await asyncio.sleep(0.01)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=20) as client:
+        answer = await client.post(path, json={"model": "m"} | ASKS[path])
+    for app in apps:
+        await app.stop()
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*tasks)
+    return answer, counts
+
+
+@pytest.mark.parametrize("path", ASKS)
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_circle_ends_after_one_round(path: str, length: int) -> None:
+    answer, counts = asyncio.run(circle([free_port() for _ in range(length)], path))
+    assert answer.status_code == 502
+    assert "leads back to" in answer.text
+    assert counts == [2] + [1] * (length - 1)
+
+
+def test_each_signs_what_it_sends_on() -> None:
+    with BadServer() as server:
+        server.play(HELLO)
+        before = f"{'a' * 16},{'b' * 16}"
+        for told, kept in {before: f"{before},", "../etc, x": "", "": ""}.items():
+            assert ask(upstream_app(server.url), headers={"x-dragoman-via": told}).status_code == 200
+            head = next(head for head in reversed(server.heads) if CHAT in head)
+            line = next(line for line in head.split("\r\n") if line.startswith("x-dragoman-via: "))
+            assert line.startswith(f"x-dragoman-via: {kept}")
+            assert len(line) == len(f"x-dragoman-via: {kept}") + 16
+
+
+def test_nobody_goes_round_for_ever() -> None:
+    hops.arrive(b",".join([b"a" * 16] * (hops.MOST_HOPS + 1)))
+    with pytest.raises(LoopDetected):
+        hops.check("b" * 16, "m")
+    hops.arrive(None)
+    hops.check("b" * 16, "m")
