@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .clients
+RAY := .venv-ray
 VLLM := .venv-vllm
 VLLM_VERSION ?= >=0.27,<0.33
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -11,7 +12,7 @@ LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-v
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm lint bench soak clients lock clean
+.PHONY: help serve test test-vllm test-ray lint bench soak clients lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -23,6 +24,10 @@ test: lint ## lint, types and all tests
 	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/dragoman pull minilm
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-ray: $(RAY)/.installed ## dragoman.ray on a Ray cluster of two nodes on this machine; in a virtual environment of its own
+	@$(RAY)/bin/dragoman pull --layout as-is smollm2
+	@$(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
 test-vllm: $(VLLM)/.installed ## the vllm engine against vLLM itself, its CPU build (x86-64, Linux, 5 GB)
 	@$(VLLM)/bin/dragoman pull --layout as-is smollm2
@@ -55,7 +60,7 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
 
 clean: ## remove .venv and everything else that was made here
-	@rm -rf $(VENV) $(VLLM) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(RAY) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find src tests bench clients -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -75,6 +80,14 @@ $(VENV)/.installed-dev: requirements-dev.lock pyproject.toml $(VENV)/.made
 	@$(PIP) install --require-hashes --requirement requirements-dev.lock
 	@$(PIP) install $(CHECKOUT)
 	@touch $@ $(VENV)/.installed
+
+# Ray is 320 MB: whoever does not work on it is spared that.
+$(RAY)/.installed: requirements-dev.lock pyproject.toml
+	@echo "installing into $(RAY) what development needs, and Ray ..."
+	@$(PYTHON) -m venv $(RAY)
+	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes --requirement requirements-dev.lock
+	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --no-build-isolation --editable '.[ray]'
+	@touch $@
 
 # Not from the lock files: vLLM brings hundreds of packages, in versions of its own choice. pip must be configured to find
 # torch's builds for the CPU. What vLLM needs for images and sound is built for another torch, and cannot be imported.

@@ -251,6 +251,10 @@ MISTAKES = {
     "models:\n  smollm2:\n    sampling: {temp: 1}": "3: models.smollm2.sampling.temp: unknown key; keys: "
     "temperature, ...",
     "models:\n  smollm2:\n    fallback: 5": "3: models.smollm2.fallback: expected str | null, got int",
+    "models:\n  smollm2:\n    ray: {replica: 2}": "3: models.smollm2.ray.replica: unknown key; keys: replicas, ...",
+    "models:\n  smollm2:\n    ray: {max_replicas: 0}": "3: models.smollm2.ray.max_replicas: expected int >= 1",
+    "models:\n  smollm2:\n    ray: {min_replicas: 2}": "3: models.smollm2.ray: min_replicas (2) is more than ...",
+    "models:\n  smollm2:\n    ray: {replicas: 2, max_replicas: 3}": "3: models.smollm2.ray: replicas is for a ...",
     "models:\n  smollm2:\n    fallback: nobody": "3: models.smollm2.fallback: no model is called 'nobody'; models: "
     "smollm2",
     "models:\n  smollm2:\n    fallback: SmolLM2": "3: models.smollm2.fallback: a circle: smollm2 -> smollm2",

@@ -28,7 +28,7 @@ import difflib
 import fnmatch
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, DragomanError, ModelNotFound, NotSupported
 from dragoman.worker.parent import WorkerEngine, options_of
 
-__all__ = ["Catalog", "Foreseen", "Host", "Model", "foreseen"]
+__all__ = ["Catalog", "Foreseen", "Host", "MakeOf", "Model", "foreseen", "made_here"]
 
 LONGEST_NAME = 200
 LOOK_SECONDS = 2.0
@@ -113,8 +113,13 @@ def _foreseen_or_nothing(spec: ModelSpec | None) -> Foreseen:
         return Foreseen()
 
 
+MakeOf = Callable[[ModelSpec, Limits], Make]
+"""How the engine of a model is made."""
+
+
 class Catalog:
-    def __init__(self, settings: Settings, engines: Sequence[Engine] = ()) -> None:
+    def __init__(self, settings: Settings, engines: Sequence[Engine] = (), make_of: MakeOf | None = None) -> None:
+        self._make_of = make_of or made_here
         self.lifecycle = Lifecycle(settings.memory, settings.turn_seconds)
         self.models: dict[str, Model] = {}
         """Those of the configuration, by name in lower case."""
@@ -199,7 +204,7 @@ class Catalog:
         slots = spec.options.get("slots")
         host = Host(
             self.lifecycle.new_key(spec.name),
-            _from(spec, limits),
+            self._make_of(spec, limits),
             self.lifecycle,
             limits,
             slots if isinstance(slots, int) else None,
@@ -402,7 +407,9 @@ def _as_is(engine: Engine) -> Make:
     return make
 
 
-def _from(spec: ModelSpec, limits: Limits) -> Make:
+def made_here(spec: ModelSpec, limits: Limits) -> Make:
+    """In this process, or in a worker of its own where it needs one."""
+
     async def make(given_up: GivenUp) -> Engine:
         cls = engine_class(spec.engine)
         given = dict(spec.options)

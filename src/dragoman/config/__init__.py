@@ -2,7 +2,7 @@
 
     file     := --config, or $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one (JSON is YAML)
     models   := name: source
-              | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, fallback,
+              | name: {engine: llama, source or path: SOURCE, sampling, keep_alive, fallback, ray,
                        ...the engine's own options}
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
@@ -23,6 +23,7 @@ Rules
     models.py      one entry of `models:`
     paths.py       paths in a file
     quantities.py  sizes and times
+    replicas.py    how many of a model there are under Ray
 """
 
 import math

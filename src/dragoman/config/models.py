@@ -1,7 +1,7 @@
 """One entry of `models:`.
 
 model := SOURCE
-       | {engine, source or path, sampling, keep_alive, fallback, ...the engine's own options}
+       | {engine, source or path, sampling, keep_alive, fallback, ray, ...the engine's own options}
 
 For engines of folders (vllm) the source is a folder, or ORG/REPO of the hub, which `hf:` may precede.
 
@@ -21,6 +21,7 @@ from dragoman.bounds import Count, Word
 from dragoman.config.file import File, kind
 from dragoman.config.paths import located
 from dragoman.config.quantities import duration
+from dragoman.config.replicas import Replicas
 from dragoman.conversation import Sampling
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
@@ -81,6 +82,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     adapters: tuple[str, ...] = ()
     fallback: str | None = None
     """The model that answers when this one cannot."""
+    ray: Replicas = Replicas()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
 
 
-OURS = ("engine", "source", "path", "sampling", "keep_alive", "fallback")
+OURS = ("engine", "source", "path", "sampling", "keep_alive", "fallback", "ray")
 """Keys that are the same for every engine."""
 
 
@@ -166,6 +168,7 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
         file.parsed(entry, "keep_alive", duration, key),
         tuple(adapters),
         file.convert(entry.get("fallback"), Word | None, f"{key}.fallback"),
+        _replicas(file, entry, key),
     )
 
 
@@ -190,6 +193,14 @@ def _sampling(file: File, entry: dict[str, Any], key: str) -> SamplingDefaults:
     values = file.mapping(entry, "sampling", key)
     file.check_keys(values, SamplingDefaults.__struct_fields__, f"{key}.sampling")
     return msgspec.convert(file.fitting(values, SamplingDefaults, f"{key}.sampling"), SamplingDefaults)
+
+
+def _replicas(file: File, entry: dict[str, Any], key: str) -> Replicas:
+    values = file.mapping(entry, "ray", key)
+    file.check_keys(values, Replicas.__struct_fields__, f"{key}.ray")
+    fitting = file.fitting(values, Replicas, f"{key}.ray")
+    # Each of them is right; together they may not be.
+    return file.convert(fitting, Replicas, f"{key}.ray") or Replicas()
 
 
 def _check_options(

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from dragoman.catalog import Catalog, Model
+from dragoman.catalog import Catalog, MakeOf, Model
 from dragoman.config import Limits, Settings
 from dragoman.engines.interface import Engine
 from dragoman.errors import NotSupported
@@ -69,9 +69,15 @@ class App(Door):
     telemetry: Telemetry
     responses: ResponseStore
 
-    def __init__(self, settings: Settings, engines: Sequence[Engine] = (), reread: Reread | None = None) -> None:
-        """`reread` gives the settings as they are written down now."""
-        self.catalog = Catalog(settings, engines)
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Sequence[Engine] = (),
+        reread: Reread | None = None,
+        make_of: MakeOf | None = None,
+    ) -> None:
+        """`reread` gives the settings as they are written down now; `make_of` engines that are not made here."""
+        self.catalog = Catalog(settings, engines, make_of)
         super().__init__(settings, Telemetry(settings.telemetry, settings.event_log))
         self.responses = _response_store(settings.limits)
         self.created = int(time.time())

@@ -108,7 +108,7 @@ class Child:
                 async for events in stream:
                     self._post(Progress(key, tuple(events)))
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
-            failure = _failure(error)
+            failure = failure_of(error)
         self._post(Progress(key, ended=True, failure=failure))
 
     async def _begin(self, engine: SteppingEngine, key: int, request: GenerationRequest) -> None:
@@ -117,7 +117,7 @@ class Child:
             await engine.begin(key, request)
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
             self._begun.discard(key)
-            self._post(Progress(key, ended=True, failure=_failure(error)))
+            self._post(Progress(key, ended=True, failure=failure_of(error)))
 
     def take(self, portions: Sequence[Portion]) -> None:
         told: list[Portion | Progress] = []
@@ -145,23 +145,10 @@ class Child:
 
     async def _answer(self, message: Question) -> None:
         try:
-            encoded = encode(await self._asked(message))
+            encoded = encode(await answered(self._engine, message))
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
-            encoded = encode(Answer(message.id, failure=_failure(error)))
+            encoded = encode(Answer(message.id, failure=failure_of(error)))
         self._write(encoded)
-
-    async def _asked(self, message: Question) -> Answer:
-        if isinstance(message, Render):
-            return Answer(message.id, rendered=await call(self._engine.render, message.request))
-        if isinstance(message, CountTokens):
-            return Answer(message.id, count=await call(self._engine.count_tokens, message.request))
-        if isinstance(message, Tokenize):
-            tokens = await call(self._engine.tokenize, message.text, message.special)
-            return Answer(message.id, tokens=tuple(tokens))
-        if isinstance(message, Embed):
-            made = await call(self._engine.embed, message.inputs)
-            return Answer(message.id, embeddings=tuple(made))
-        return Answer(message.id, text=await call(self._engine.detokenize, message.tokens))
 
     def send(self, message: ToParent) -> None:
         self._write(encode(message))
@@ -169,6 +156,21 @@ class Child:
     def _write(self, encoded: bytes) -> None:
         self._output.write(encoded)
         self._output.flush()
+
+
+async def answered(engine: Engine, message: Question) -> Answer:
+    """What an engine says to a question."""
+    if isinstance(message, Render):
+        return Answer(message.id, rendered=await call(engine.render, message.request))
+    if isinstance(message, CountTokens):
+        return Answer(message.id, count=await call(engine.count_tokens, message.request))
+    if isinstance(message, Tokenize):
+        tokens = await call(engine.tokenize, message.text, message.special)
+        return Answer(message.id, tokens=tuple(tokens))
+    if isinstance(message, Embed):
+        made = await call(engine.embed, message.inputs)
+        return Answer(message.id, embeddings=tuple(made))
+    return Answer(message.id, text=await call(engine.detokenize, message.tokens))
 
 
 def _failed(portion: Portion, error: DragomanError) -> Progress:
@@ -182,7 +184,8 @@ def _end(code: int) -> Never:
     os._exit(code)
 
 
-def _failure(error: Exception) -> Failure:
+def failure_of(error: Exception) -> Failure:
+    """What is told of an error; what nobody foresaw is for the log."""
     if not isinstance(error, DragomanError):
         log.error("the engine raised", exc_info=error)
         error = failed(error)

@@ -94,20 +94,29 @@ class Pool:
 
     def choose(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
         """The place for a request, which is counted there from now on; None where nobody can be asked."""
+        chosen = self.preferred(links, without)
+        if chosen is not None:
+            self.take(chosen, links)
+        return chosen
+
+    def preferred(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
+        """The same without counting it."""
         now = self._clock()
         fit = [at for at, spot in enumerate(self.spots) if at not in without and spot.is_open(now)]
         if not fit:
             return None
         rank = min(self.spots[at].rank for at in fit)
-        chosen = self._best([at for at in fit if self.spots[at].rank == rank], links)
-        spot = self.spots[chosen]
+        return self._best([at for at in fit if self.spots[at].rank == rank], links)
+
+    def take(self, at: int, links: Sequence[bytes] = ()) -> None:
+        """A request is there from now on."""
+        spot = self.spots[at]
         spot.running += 1
         spot.had += 1 / spot.weight
         if spot.outs:
             # This one tries; until that is decided, or takes too long, nobody else does.
-            spot.send_out(now)
-        self._beginnings.note(links, chosen, spot.life)
-        return chosen
+            spot.send_out(self._clock())
+        self._beginnings.note(links, at, spot.life)
 
     def _best(self, fit: Sequence[int], links: Sequence[bytes]) -> int:
         least = min(fit, key=self._business)
@@ -176,6 +185,11 @@ class Pool:
     def drain(self, at: int, drained: bool) -> None:
         """What is running there goes on; nothing new comes."""
         self.spots[at].is_drained = drained
+
+    def renew(self, at: int) -> None:
+        """Somebody else is there now, of whom nothing is known."""
+        self.drain(at, drained=False)
+        self._back(self.spots[at])
 
     def wait(self) -> float:
         """Seconds until somebody can be asked again, as far as that can be told."""

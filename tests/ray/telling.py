@@ -1,0 +1,51 @@
+"""An engine that tells where it runs, and leaves traces of what happens to it in a folder."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from dragoman.conversation import GenerationRequest, Text
+from dragoman.engines.interface import Engine, ModelInfo
+
+
+class TellingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    folder: str
+
+
+class TellingEngine(Engine):
+    """`WAIT` in a prompt: nothing comes for a while. `ON`: it goes on for long."""
+
+    Options = TellingOptions
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name = name
+        self._folder = folder
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        assert isinstance(options, TellingOptions)
+        return cls(name, Path(options.folder))
+
+    def models(self) -> list[ModelInfo]:
+        return [ModelInfo(self._name)]
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[str, None]:
+        said = "".join(part.text for part in request.messages[-1].parts if isinstance(part, Text))
+        self._trace("asked")
+        try:
+            if "WAIT" in said:
+                await asyncio.sleep(3)
+            yield str(os.getpid())
+            for _ in range(600 if "ON" in said else 0):
+                await asyncio.sleep(0.1)
+                yield " on"
+        except (asyncio.CancelledError, GeneratorExit):
+            self._trace("cancelled")
+            raise
+
+    def _trace(self, what: str) -> None:
+        (self._folder / f"{what}.{os.getpid()}").touch()

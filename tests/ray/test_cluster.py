@@ -1,0 +1,322 @@
+"""Dragoman on a real Ray cluster: two nodes on this machine, SmolLM2 in the replicas, the official SDKs in front.
+
+Run by `make test-ray`. Nothing here is quick: processes are started and killed, and load has to be seen to count.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.context import _get_global_client
+
+from dragoman.config import Flags, load_settings
+from dragoman.ray import application
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+PORT = 8765
+STORE = 80 * 1024 * 1024
+CONFIG = """
+models:
+  smollm2: {source: smollm2, layout: as-is, slots: 2, context: 1024, threads: 1,
+    ray: {max_replicas: 3, target_ongoing_requests: 1, upscale_delay_s: 1, downscale_delay_s: 3,
+      look_back_period_s: 3, metrics_interval_s: 1}}
+  pair: {source: smollm2, layout: as-is, slots: 4, context: 2048, threads: 1, ray: {replicas: 2}}
+  seldom: {engine: scripted, ray: {min_replicas: 0, num_cpus: 0.1, upscale_delay_s: 0, downscale_delay_s: 2,
+      look_back_period_s: 2, metrics_interval_s: 1}}
+  telling: {engine: "tests.ray.telling:TellingEngine", folder: FOLDER, ray: {replicas: 2, num_cpus: 0.5}}
+"""
+SEA = "You know all about the sea: tides, waves, currents, and the people who sail on it. " * 8
+HILLS = "You know all about mountains: rocks, glaciers, passes, and the people who climb them. " * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("telling")
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> Path:
+    path = folder / "dragoman.yaml"
+    path.write_text(CONFIG.replace("FOLDER", str(folder)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Its address. One node has room for the entrance and two replicas of SmolLM2, the other for the rest."""
+    made = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": STORE}
+    )
+    made.add_node(num_cpus=4, object_store_memory=STORE)
+    ray.init(address=made.address, log_to_driver=False)
+    serve.start(proxy_location="HeadOnly", http_options={"port": PORT})
+    yield made.address
+    serve.shutdown()
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(cluster: str, config: Path) -> str:
+    serve.run(application(load_settings(str(config), Flags(), {})))
+    return f"http://127.0.0.1:{PORT}"
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=300, max_retries=0)
+
+
+def replicas(model: str) -> list[dict[str, Any]]:
+    """Those of a model that run, as Serve tells them."""
+    deployments = _get_global_client().get_serve_details()["applications"]["default"]["deployments"]
+    (found,) = [entry for name, entry in deployments.items() if name.endswith(model)]
+    return [replica for replica in found["replicas"] if replica["state"] == "RUNNING"]
+
+
+def pids(model: str) -> set[int]:
+    return {replica["pid"] for replica in replicas(model)}
+
+
+def worker_of(pid: int) -> int:
+    """The process in which a replica's engine is."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "dragoman.worker.child"], capture_output=True, check=True)
+    return int(found.stdout)
+
+
+def wait_for(seen: Callable[[], object], seconds: float = 180) -> None:
+    end = time.monotonic() + seconds
+    while not seen():
+        assert time.monotonic() < end, "not seen in time"
+        time.sleep(0.2)
+
+
+def ask(client: openai.OpenAI, model: str, *texts: str, tokens: int = 12) -> tuple[str, int]:
+    """The text of a streamed reply, and how much of the prompt was known; a reply without an end is an error."""
+    roles = ("system", "user", "assistant", "user")
+    messages: Any = [
+        {"role": role, "content": text} for role, text in zip(roles[2 - len(texts) :], texts, strict=False)
+    ]
+    stream = client.chat.completions.create(
+        model=model, messages=messages, max_tokens=tokens, stream=True, stream_options={"include_usage": True}
+    )
+    text, cached, ended = "", 0, False
+    for chunk in stream:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            ended = ended or choice.finish_reason is not None
+        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+            cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
+    assert ended, f"cut off without a word after {text!r}"
+    return text, cached
+
+
+def test_the_official_sdks_stream_from_replicas(client: openai.OpenAI, url: str) -> None:
+    text, _ = ask(client, "smollm2", "Write a sentence about the sea.")
+    assert text
+    claude = anthropic.Anthropic(base_url=url, api_key="any", timeout=300, max_retries=0)
+    with claude.messages.stream(
+        model="smollm2", max_tokens=8, messages=[{"role": "user", "content": "Hello!"}]
+    ) as stream:
+        assert "".join(stream.text_stream)
+    assert claude.messages.count_tokens(model="smollm2", messages=[{"role": "user", "content": "Hello!"}]).input_tokens
+    listed = [model.id for model in client.models.list()]
+    assert listed == ["smollm2", "pair", "seldom", "telling"]
+
+
+def test_what_is_wrong_is_told_as_everywhere(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="1024") as caught:
+        ask(client, "smollm2", "the sea " * 2000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        ask(client, "nobody", "Hello!")
+
+
+def test_replicas_are_on_both_nodes(url: str) -> None:
+    wait_for(lambda: len(replicas("telling")) == 2 and len(replicas("pair")) == 2)
+    assert len({replica["node_id"] for model in ("pair", "telling") for replica in replicas(model)}) == 2
+
+
+def test_a_conversation_goes_back_to_its_replica(client: openai.OpenAI) -> None:
+    first = {prompt: ask(client, "telling", prompt, "One?")[0] for prompt in (SEA, HILLS)}
+    assert set(first.values()) == {str(pid) for pid in pids("telling")}
+    for question in ("Two?", "Three?", "Four?"):
+        for prompt, pid in first.items():
+            assert ask(client, "telling", prompt, question)[0] == pid
+    for prompt in (SEA, HILLS):
+        assert ask(client, "pair", prompt, "One?")[1] < 50
+    for prompt in (SEA, HILLS, SEA):
+        assert ask(client, "pair", prompt, "Two or three?")[1] > 100
+
+
+def test_one_that_has_much_to_do_leaves_the_next_to_another(client: openai.OpenAI) -> None:
+    home = ask(client, "telling", SEA, "One?")[0]
+    with ThreadPoolExecutor(12) as pool:
+        told = list(pool.map(lambda at: ask(client, "telling", SEA, f"WAIT {at}?")[0], range(12)))
+    assert set(told) == {str(pid) for pid in pids("telling")}
+    assert told.count(home) >= 5
+
+
+def test_a_client_that_leaves_ends_the_work_in_the_replica(client: openai.OpenAI, folder: Path) -> None:
+    stream = client.chat.completions.create(
+        model="telling", messages=[{"role": "user", "content": "Go ON"}], stream=True
+    )
+    pid = next(chunk.choices[0].delta.content for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
+    stream.close()
+    wait_for((folder / f"cancelled.{pid}").exists, 15)
+
+
+def test_before_the_first_word_another_replica_answers(client: openai.OpenAI, folder: Path) -> None:
+    for trace in folder.glob("asked.*"):
+        trace.unlink()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, client, "telling", "WAIT a moment.")
+        wait_for(lambda: list(folder.glob("asked.*")), 15)
+        (trace,) = folder.glob("asked.*")
+        os.kill(int(trace.suffix[1:]), signal.SIGKILL)
+        assert answer.result()[0] not in ("", trace.suffix[1:])
+    wait_for(lambda: len(pids("telling") - {int(trace.suffix[1:])}) == 2)
+
+
+def test_after_the_first_word_the_client_is_told(client: openai.OpenAI) -> None:
+    stream = iter(
+        client.chat.completions.create(model="telling", messages=[{"role": "user", "content": "Go ON"}], stream=True)
+    )
+    pid = int(next(text for chunk in stream if (text := chunk.choices[0].delta.content)))
+    os.kill(pid, signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(openai.APIError, match="died"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - begun < 10
+    wait_for(lambda: len(pids("telling") - {pid}) == 2)
+
+
+class Load:
+    """Asks without a pause in several threads, and keeps what came of it."""
+
+    def __init__(self, client: openai.OpenAI, model: str, threads: int) -> None:
+        self.answered = 0
+        self.told: list[openai.APIError] = []
+        self.wrong: list[Exception] = []
+        self._client = client
+        self._model = model
+        self._ending = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(at,), daemon=True) for at in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, at: int) -> None:
+        turn = 0
+        while not self._ending.is_set():
+            turn += 1
+            try:
+                ask(self._client, self._model, f"{at}.{turn}: what is the sea like?", tokens=16)
+                self.answered += 1
+            except openai.APIError as error:
+                self.told.append(error)
+            except Exception as error:  # noqa: BLE001 (the test asserts that there are none)
+                self.wrong.append(error)
+
+    def end(self) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive(), "somebody was never answered"
+        assert not self.wrong
+
+
+def test_a_replica_killed_under_load(client: openai.OpenAI) -> None:
+    wait_for(lambda: len(pids("pair")) == 2)
+    load = Load(client, "pair", threads=6)
+    wait_for(lambda: load.answered >= 6)
+    killed = min(pids("pair"))
+    os.kill(killed, signal.SIGKILL)
+    after = load.answered
+    wait_for(lambda: load.answered >= after + 12)
+    wait_for(lambda: len(pids("pair") - {killed}) == 2)
+    load.end()
+    assert len(load.told) <= 6, "only those that it was answering are told"
+    assert all("died" in error.message for error in load.told)
+    assert ask(client, "pair", "And now?")[0]
+
+
+def test_an_engine_that_dies_is_back_in_its_replica(client: openai.OpenAI) -> None:
+    before = pids("pair")
+    load = Load(client, "pair", threads=4)
+    wait_for(lambda: load.answered >= 4)
+    os.kill(worker_of(min(before)), signal.SIGKILL)
+    after = load.answered
+    wait_for(lambda: load.answered >= after + 12)
+    load.end()
+    assert all("died" in error.message for error in load.told)
+    assert len(load.told) <= 4
+    assert pids("pair") == before
+
+
+def test_the_entrance_killed(client: openai.OpenAI) -> None:
+    (entrance,) = pids("entrance")
+    os.kill(entrance, signal.SIGKILL)
+    wait_for(lambda: pids("entrance") - {entrance})
+
+    def is_back() -> bool:
+        try:
+            return bool(ask(client, "smollm2", "And now?")[0])
+        except openai.APIError:
+            return False
+
+    wait_for(is_back)
+
+
+def test_replicas_come_with_the_load_and_go_with_it(client: openai.OpenAI) -> None:
+    wait_for(lambda: len(pids("smollm2")) == 1)
+    load = Load(client, "smollm2", threads=6)
+    wait_for(lambda: len(pids("smollm2")) == 3)
+    so_far = load.answered
+    wait_for(lambda: load.answered >= so_far + 6)
+    load.end()
+    little = Load(client, "smollm2", threads=1)
+    wait_for(lambda: len(pids("smollm2")) == 1)
+    little.end()
+    assert not load.told + little.told, "those who are answered by a replica that goes are answered to the end"
+    assert little.answered
+
+
+def test_a_model_that_nobody_asks_has_no_replica(client: openai.OpenAI) -> None:
+    wait_for(lambda: not pids("seldom"))
+    assert ask(client, "seldom", "Hello!")[0]
+
+
+def test_serve_run_takes_the_configuration_from_the_environment(cluster: str, url: str, tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text("models: {small: {engine: scripted, ray: {num_cpus: 0.1}}}\napi_keys: [secret]\n")
+    command = [str(Path(sys.executable).with_name("serve")), "run", "--address", cluster, "--name", "small"]
+    process = subprocess.Popen(
+        [*command, "--route-prefix", "/small", "dragoman.ray:app"],
+        env={**os.environ, "DRAGOMAN_CONFIG": str(path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    small = f"{url}/small/v1"
+    try:
+        wait_for(lambda: httpx.get(f"{small}/models").status_code == 401)
+        client = openai.OpenAI(base_url=small, api_key="secret", timeout=60)
+        assert ask(client, "small", "Hello!")[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
