@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dragoman.catalog.foreseen import wrong_files
+from dragoman.catalog.foreseen import unreadable_files, wrong_files
 from dragoman.cli.settings import loaded_of
 from dragoman.config.doubts import doubts
 from dragoman.errors import ConfigError
@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported late: a mistake in the file is told without it.
     from dragoman.server.files import unusable_files
 
-    wrong = [*wrong_files(settings.models), *unusable_files(settings)]
+    models = settings.models
+    wrong = [*wrong_files(models), *unreadable_files(models), *unusable_files(settings)]
     if wrong:
         raise ConfigError(*loaded.places.told(wrong))
     for doubt in loaded.places.told(doubts(settings)):
