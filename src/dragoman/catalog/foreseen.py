@@ -46,15 +46,14 @@ def foreseen(spec: ModelSpec) -> Foreseen:
 
 
 def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
-    """What leads to no file, or to one that is no model; what can still be downloaded is not missing."""
+    """What leads to no file; what can still be downloaded is not missing."""
     missing = []
     for spec in specs:
         key = f"models.{spec.name}"
         try:
-            path = None if spec.file is None else sources.locate(spec.file)
-            if path is not None and spec.engine == "llama":
-                read_metadata(path)
-            elif spec.file is None and _folder_state(spec) == "missing":
+            if spec.file is not None:
+                sources.locate(spec.file)
+            elif _folder_state(spec) == "missing":
                 missing.append(Mistake(f"{key}.source", f"there is no folder {spec.source}"))
         except ConfigError as error:
             missing.append(Mistake(f"{key}.source", str(error)))
@@ -81,6 +80,28 @@ def _mistakes(spec: ModelSpec) -> Sequence[str]:
     # What is not downloaded yet cannot be looked at; what goes with it can.
     given = dict(spec.options) if spec.source is None else {**spec.options, "path": str(here or spec.source)}
     return engine.mistakes(msgspec.convert(given, engine.Options))
+
+
+def unreadable_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
+    """Files that are here and no models. A server starts all the same: whoever asks for such a model hears of it."""
+    return [
+        Mistake(f"models.{spec.name}.source", wrong)
+        for spec in specs
+        if spec.engine == "llama" and spec.file is not None and (wrong := _wrong_in(spec.file)) is not None
+    ]
+
+
+def _wrong_in(source: str) -> str | None:
+    try:
+        path = sources.locate(source)
+    except ConfigError:
+        return None  # it is told as one that is missing
+    try:
+        if path is not None:
+            read_metadata(path)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def adapter_files(spec: ModelSpec) -> dict[str, Path]:

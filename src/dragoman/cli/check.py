@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from dragoman.catalog.foreseen import unfit, wrong_files
+from dragoman.catalog.foreseen import unfit, unreadable_files, wrong_files
 from dragoman.cli.settings import loaded_of
 from dragoman.config import ModelSpec
 from dragoman.config.doubts import doubts
@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dragoman.server.serve import remarks
 
     models = settings.models
-    wrong = [*wrong_files(models), *unfit(models), *unusable_files(settings), *_missing_keys(models)]
+    wrong = [*wrong_files(models), *unreadable_files(models), *unfit(models), *unusable_files(settings)]
+    wrong += _missing_keys(models)
     if wrong:
         raise ConfigError(*loaded.places.told(wrong))
     for doubt in (*loaded.places.told(doubts(settings)), *remarks(settings)):
