@@ -28,7 +28,7 @@ from tests.test_generate import whole
 FEATURES = {
     *("chat", "completion", "token_prompt", "tokenize", "render", "count_tokens", "embeddings", "infill"),
     *("token_ids", "logprobs", "prompt_logprobs", "images", "tools", "strict_tools", "constraint", "thinking"),
-    *("template_options", "documents"),
+    *("template_options", "documents", "service_tier"),
     *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "stop_token_ids", "ignore_eos", "max_tokens", "usage"),
 }

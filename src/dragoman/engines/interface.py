@@ -10,6 +10,7 @@ Features an engine may declare
     embeddings                                                       it makes vectors of texts
     token_ids, logprobs, prompt_logprobs, images, documents, tools, strict_tools, constraint, thinking, template_options
                                                                      what it can do beyond text
+    service_tier                                                     it passes on how soon a reply is wanted
     usage                                                            it tells the usage in `Finished` itself
     temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
     stop_token_ids, ignore_eos, max_tokens                           parameters it honours itself

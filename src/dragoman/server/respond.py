@@ -125,6 +125,7 @@ async def _run_by(
     try:
         request = await _found(door, exchange, engagement, decoded, estimate)
         check_limits(request, limits.choices, limits.stop_strings)
+        take = begin(request)
         # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
         exchange.streaming = request.delivery.stream
         metrics = door.telemetry.metrics.of(engagement.label or request.model)
@@ -132,7 +133,7 @@ async def _run_by(
         engine = await engagement.start()
         record.queue_us = engagement.queue_us
         exchange.expect(limits.stall_seconds, silent_engine)
-        await generate(engine, request, engagement.turns, begin(request), exchange.note_running)
+        await generate(engine, request, engagement.turns, take, exchange.note_running)
         begun = exchange.started + (record.first_event_us or 0) / 1e6
         engagement.note_speed(record.completion_tokens, exchange.heard - begun)
         return request
