@@ -4,35 +4,24 @@ A thread of asyncio's own pool keeps the process from ending until it has; one o
 """
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 async def aside(work: Callable[[], T]) -> T:
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def tell(made: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(made)  # type: ignore[arg-type]  # None is a T where there is no error
+    made: Future[T] = Future()
+    # It cannot be called off: who stops waiting leaves it to its end.
+    made.set_running_or_notify_cancel()
 
     def run() -> None:
-        made, wrong = None, None
         try:
-            made = work()
+            made.set_result(work())
         except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
-            wrong = error
-        # Where the loop has ended, nobody waits any more.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, made, wrong)
+            made.set_exception(error)
 
     threading.Thread(target=run, name="dragoman-aside", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(made)
