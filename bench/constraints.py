@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from dragoman import sources
 from dragoman.conversation import GenerationRequest, JsonSchema, Message, Sampling, Text
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
 from dragoman.events import Finished
 
 STREAMS = (1, 8)

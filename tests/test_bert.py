@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from dragoman import bert
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
 from dragoman.errors import ConfigError
 from dragoman.gguf import read_metadata
 

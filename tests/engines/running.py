@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from dragoman.conversation import GenerationRequest, Message, Sampling, Text
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
 from dragoman.events import Finished, Started, TextDelta, TokenLogprob
 from tests.engines.halves import write_halves
 

@@ -7,7 +7,8 @@ import pytest
 
 from dragoman.conversation import Logprobs
 from dragoman.engines.llama.adapters import AdapterOptions
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
 from dragoman.errors import ConfigError

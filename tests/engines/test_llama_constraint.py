@@ -27,7 +27,8 @@ from dragoman.conversation import (
     ToolChoice,
 )
 from dragoman.engines.llama.binding import Context
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.sampling import Allowed, Picker
 from dragoman.errors import BadRequest, ConfigError, EngineFailed, InvalidSchema
 from dragoman.events import Finished

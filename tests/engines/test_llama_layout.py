@@ -16,9 +16,10 @@ import msgspec
 import pytest
 
 from dragoman.engines.llama import layout, machine
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.findings import Quality, Speed, Tried
 from dragoman.engines.llama.layout import Choice, Layout, in_use, is_settled, prepared, why_not
+from dragoman.engines.llama.options import LlamaOptions
 from tests.engines.laying import cut
 
 SAME = Speed(100, 100, 100)

@@ -10,7 +10,8 @@ from dragoman.config import Flags, load_settings
 from dragoman.conversation import Logprobs
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.room import LEAST_DEFAULT_CONTEXT, Room, room
 from dragoman.engines.llama.state import Kv, Shape
 from dragoman.errors import ConfigError

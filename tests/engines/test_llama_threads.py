@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.engines.llama import machine, threads
-from dragoman.engines.llama.engine import LlamaEngine, LlamaOptions
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.threads import CLEARLY, TIE, Threads, candidates, fastest, shortest
 from tests.engines.running import collect, completion
 

@@ -26,7 +26,7 @@ from dragoman.events import Event, Started
 from dragoman.ray.asked import Asked
 from dragoman.ray.messages import Facts, decode_answer, decode_facts, decode_told, encode
 from dragoman.worker.messages import Answer, CountTokens, Detokenize, Embed, Question, Render, Tokenize
-from dragoman.worker.parent import UNSENDABLE
+from dragoman.worker.process import UNSENDABLE
 
 log = logging.getLogger("dragoman.ray")
 

@@ -1,6 +1,7 @@
 """Models in GGUF files, run by llama.cpp.
 
-engine      what the server sees: options, checks, one async generator per request
+engine      what the server sees: checks, one async generator per request
+options     what a configuration may say about a model
 intake      from a request to a generation; reading its prompt is the same for every engine of tokens (`reading`)
 generation  one request's way from logits to events
 embedder    texts made into vectors, in a thread and a decoder of their own

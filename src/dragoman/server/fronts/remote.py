@@ -57,7 +57,7 @@ from dragoman.store import KeptResponse
 from dragoman.telemetry import RequestRecord
 from dragoman.telemetry.metrics import Metrics
 from dragoman.worker.messages import KEY_BITS
-from dragoman.worker.parent import UNSENDABLE
+from dragoman.worker.process import UNSENDABLE
 
 BACKLOG = 1024
 """Events of one generation that may wait for their reader before its engine is asked to wait too."""
