@@ -1,6 +1,7 @@
 """A server in this process whose model is elsewhere: requests to it without a socket, what it asks with real ones."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import httpx
 
 from dragoman.config import ModelSpec, Settings
 from dragoman.server.app import App, create_app
-from tests.badserver import SILENCE
+from tests.badserver import SILENCE, BadServer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -42,3 +43,7 @@ async def asked_all(
             ]
     finally:
         await app.stop()
+
+
+def sent(server: BadServer, path: str = CHAT) -> list[dict[str, Any]]:
+    return [json.loads(body) for body in server.requests[path]]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import ConfigError
 from dragoman.events import Started, TextDelta
 from dragoman.operation import KeyLimits, Keys
-from dragoman.server.app import App, create_app
-from dragoman.server.listening import tls_context
+from dragoman.server.app import create_app
 from dragoman.server.stats import described
 from tests.badserver import (
     CHAT,
@@ -35,26 +33,9 @@ from tests.badserver import (
     refused,
     stream,
 )
-from tests.engines.asking import ask, ask_all, upstream_app
-from tests.server.test_connecting import certified
+from tests.engines.asking import ask, ask_all, sent, upstream_app
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@pytest.fixture
-def server() -> Iterator[BadServer]:
-    with BadServer() as server:
-        yield server
-
-
-@pytest.fixture
-def other() -> Iterator[BadServer]:
-    with BadServer() as server:
-        yield server
-
-
-def sent(server: BadServer, path: str = CHAT) -> list[dict[str, Any]]:
-    return [json.loads(body) for body in server.requests[path]]
 
 
 def test_the_model_has_another_name_there_and_the_reply_has_ours(server: BadServer) -> None:
@@ -353,131 +334,6 @@ def test_how_long_to_wait_is_passed_on(server: BadServer) -> None:
     server.play(refused("429 Too Many", retry_after="7"))
     response = ask(upstream_app(server.url))
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
-
-
-def test_redirects_are_not_followed(server: BadServer, other: BadServer) -> None:
-    server.play([f"HTTP/1.1 307 No\r\nlocation: {other.url}{CHAT}\r\ncontent-length: 0\r\n\r\n".encode()])
-    other.play(HELLO)
-    assert ask(upstream_app(server.url)).status_code == 502
-    assert not other.requests
-
-
-def test_proxies_of_the_environment_are_not_used(
-    server: BadServer, other: BadServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, other.url)
-    server.play(HELLO)
-    assert ask(upstream_app(server.url)).status_code == 200
-    other.play(HELLO, path=f"{server.url}{CHAT}")
-    proxy = other.url.replace("://", "://me:hidden@")
-    assert ask(upstream_app(server.url, proxy=proxy)).status_code == 200
-    # Only the proxy was asked the second time, and by somebody whom it knows.
-    assert len(server.requests[CHAT]) == len(other.requests[f"{server.url}{CHAT}"]) == 1
-    assert "\r\nproxy-authorization: basic bwu6aglkzgvu\r\n" in other.heads[-1]
-
-
-def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tls = certified(tmp_path)
-    with BadServer(tls_context(tls)) as server:
-        server.play(HELLO)
-        # Nobody has heard of whoever signed its certificate.
-        assert ask(upstream_app(server.url)).status_code == 503
-        assert not server.requests[CHAT]
-        monkeypatch.setenv("SSL_CERT_FILE", tls.certificate)
-        first, second = ask_all(upstream_app(server.url), [{}, {"stream": True}])
-        assert first.json()["choices"][0]["message"]["content"] == "Hello"
-        assert second.text.rstrip().endswith("[DONE]")
-        assert len(server.requests[CHAT]) == 2
-
-
-def test_a_proxy_of_the_configuration_is_used(server: BadServer, other: BadServer) -> None:
-    other.play(HELLO, path=f"{server.url}{CHAT}")
-    app = upstream_app(server.url, proxy=other.url)
-    assert ask(app).json()["choices"][0]["message"]["content"] == "Hello"
-    assert not server.requests
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_addresses_of_images_are_for_the_operator_to_allow(server: BadServer, other: BadServer, allowed: bool) -> None:
-    server.play(HELLO)
-    other.play(HELLO, path="/cat.png")
-    picture = {"type": "image_url", "image_url": {"url": f"{other.url}/cat.png"}}
-    response = ask(upstream_app(server.url, image_urls=allowed), messages=[{"role": "user", "content": [picture]}])
-    assert response.status_code == (200 if allowed else 400)
-    assert not other.requests
-    assert bool(server.requests[CHAT]) is allowed
-
-
-def test_images_go_along_as_data(server: BadServer) -> None:
-    server.play(HELLO)
-    data = "data:image/png;base64,iVBORw0KGgo="
-    picture = {"type": "image_url", "image_url": {"url": data}}
-    assert ask(upstream_app(server.url), messages=[{"role": "user", "content": [picture]}]).status_code == 200
-    assert sent(server)[0]["messages"][0]["content"][0]["image_url"]["url"] == data
-
-
-def test_all_models_of_a_server(server: BadServer) -> None:
-    server.play(HELLO)
-    server.also(answer({"data": [{"id": "Org/Big", "max_model_len": 99}, {"id": "small"}]}), path="/v1/models")
-    server.also(answer({"data": [{"embedding": [3, 4]}]}), path="/v1/embeddings")
-    options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
-    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
-
-    async def talk() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            listed = (await client.get("/v1/models")).json()["data"]
-            assert [entry["id"] for entry in listed] == ["cloud/Org/Big", "cloud/small"]
-            body = {"model": "cloud/org/big", "messages": [{"role": "user", "content": "hello"}]}
-            reply = await client.post(CHAT, json=body)
-            assert reply.json()["model"] == "cloud/Org/Big"
-            assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
-            for path in (CHAT, "/v1/messages/count_tokens") * 3:
-                # However often it is asked for: that is no failure of the server's.
-                refusal = await client.post(path, json=body | {"model": "cloud"})
-                assert refusal.status_code == 404
-                assert "stands for several models: cloud/Org/Big, cloud/small" in refusal.text
-            assert (await client.post(CHAT, json=body)).status_code == 200
-            made = await client.post("/v1/embeddings", json={"model": "cloud/small", "input": "a"})
-            assert made.json()["model"] == "cloud/small"
-            assert made.json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
-            asked = {"model": "cloud/org/big", "query": "a", "documents": ["b"]}
-            assert (await client.post("/v1/rerank", json=asked)).status_code == 502
-        await app.stop()
-
-    asyncio.run(talk())
-    assert [body["model"] for body in sent(server)] == ["Org/Big"] * 2
-    assert [body["model"] for body in sent(server, "/v1/embeddings")] == ["small", "Org/Big"]
-
-
-def test_names_that_nobody_knows_of_are_no_labels(server: BadServer) -> None:
-    server.play(refused("404 Not Found", code="model_not_found"))
-    server.also(refused("404 Not Found"), path="/v1/models")
-    options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
-    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
-
-    async def talk() -> str:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for name in ("cloud/made-up", "cloud/made-up-too"):
-                body = {"model": name, "messages": [{"role": "user", "content": "hello"}]}
-                assert (await client.post(CHAT, json=body)).status_code == 404
-            page = (await client.get("/metrics")).text
-        await app.stop()
-        return page
-
-    page = asyncio.run(talk())
-    assert 'model="cloud"' in page
-    assert "made-up" not in page
-    assert [body["model"] for body in sent(server)] == ["made-up", "made-up-too"]
-
-
-def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:
-    file = tmp_path / "dragoman.yaml"
-    file.write_text("models: {cloud: {engine: upstream, url: 'http://a', models: all}}\naliases: {gpt: cloud/gpt-9}\n")
-    settings = load_settings(str(file), Flags(), {})
-    assert App(settings).catalog.resolve("gpt").name == "cloud/gpt-9"
 
 
 def test_to_leave_ends_it_over_there(server: BadServer) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import gzip
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
@@ -15,12 +15,6 @@ from tests.badserver import DONE, END, GREETING, HELLO, SILENCE, BadServer, Scri
 
 REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
 DIGITS = [delta(content=str(digit)) for digit in range(10)]
-
-
-@pytest.fixture
-def server() -> Iterator[BadServer]:
-    with BadServer() as server:
-        yield server
 
 
 def with_engine(server: BadServer, use: Callable[[UpstreamEngine], Awaitable[None]]) -> None:

@@ -1,0 +1,10 @@
+"""The settings that a file, flags and an environment come to, in the folder of the test."""
+
+from pathlib import Path
+
+from dragoman.config import Flags, Settings, load_settings
+
+
+def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None = None) -> Settings:
+    Path("dragoman.yaml").write_text(text)
+    return load_settings(None, flags or Flags(), environ or {})
