@@ -13,8 +13,9 @@ All have the same engine arguments, and one after the other has the GPU.
 
 Each level has so many streams at once, of 128 tokens in and 128 out, all of them begun in the same moment, a few times
 over; medians are shown. `chat` is 64 streams with a prompt of 4,000 tokens and tools, in requests per second. CPU
-seconds are those of the server and all its children. The clients are several processes, whose own limit is measured
-too: `ceiling` is what they can take from servers that have every frame ready.
+seconds are those of the server and all its children; those of vLLM's engine process, which all servers have alike, are
+told beside them. The clients are several processes, whose own limit is measured too: `ceiling` is what they can take
+from servers that have every frame ready.
 """
 
 import argparse
@@ -75,6 +76,7 @@ class Figures(NamedTuple):
     ttft_p99: float
     tokens_per_frame: float
     cpu_per_million: float
+    engine_cpu_per_million: float
     failed: int
 
 
@@ -178,24 +180,33 @@ def chat(seed: int) -> bytes:
     return json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process and all that it has started, as far as they still run."""
-    parents: dict[int, tuple[int, float]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+class Spent(NamedTuple):
+    """CPU seconds of a server with all its children, and those of vLLM's own engine process among them."""
+
+    total: float
+    engine: float
+
+
+def spent(pid: int) -> Spent:
+    """So far, by the processes that still run."""
+    processes: dict[int, tuple[int, float, bool]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            parents[int(path.parent.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / 100)
-    tree, total = {pid}, parents.get(pid, (0, 0.0))[1]
-    while more := {child for child, (parent, _) in parents.items() if parent in tree and child not in tree}:
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            is_engine = "EngineCore" in (path / "cmdline").read_text()
+            processes[int(path.name)] = (int(fields[1]), seconds, is_engine)
+    tree = {pid}
+    while more := {child for child, (parent, *_) in processes.items() if parent in tree and child not in tree}:
         tree |= more
-        total += sum(parents[child][1] for child in more)
-    return total
+    counted = [processes[one] for one in tree if one in processes]
+    return Spent(sum(one[1] for one in counted), sum(one[1] for one in counted if one[2]))
 
 
 def measured(load: Load, url: str, pid: int, route: str, bodies: Sequence[bytes]) -> Figures:
-    before = cpu_seconds(pid)
+    before = spent(pid)
     seen = load.ask(url, route, bodies)
-    spent = cpu_seconds(pid) - before
+    after = spent(pid)
     good = [one for one in seen if one.status == 200 and one.tokens]
     if not good:
         raise SystemExit(f"nothing came back: status {seen[0].status}")
@@ -208,7 +219,8 @@ def measured(load: Load, url: str, pid: int, route: str, bodies: Sequence[bytes]
         statistics.median(first),
         first[min(len(first) - 1, len(first) * 99 // 100)],
         tokens / sum(one.frames for one in good),
-        spent / tokens * 1e6,
+        (after.total - before.total) / tokens * 1e6,
+        (after.engine - before.engine) / tokens * 1e6,
         len(seen) - len(good),
     )
 
@@ -236,7 +248,8 @@ def shown(figures: Figures) -> str:
     return (
         f"{figures.tokens_per_second:8,.0f} tok/s  {figures.requests_per_second:6.1f} req/s  "
         f"TTFT p50 {figures.ttft_p50 * 1000:6.0f} ms p99 {figures.ttft_p99 * 1000:6.0f} ms  "
-        f"{figures.tokens_per_frame:5.2f} tok/frame  {figures.cpu_per_million:6.1f} CPU s per million tokens"
+        f"{figures.tokens_per_frame:5.2f} tok/frame  {figures.cpu_per_million:6.1f} CPU s per million tokens, "
+        f"{figures.engine_cpu_per_million:.1f} of them vLLM's engine process"
         + (f"  {figures.failed} FAILED" if figures.failed else "")
     )
 
