@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.engines.llama.pins import Pins
-from tests.engines.test_llama_scheduler import World
+from tests.engines.world import World
 
 
 def text(which: int, length: int = 100) -> tuple[int, ...]:

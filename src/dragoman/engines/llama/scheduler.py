@@ -20,8 +20,9 @@ Rules
    draft follows that row, unless the plan has prefill rows: nobody's prompt waits for somebody's guess.
 4. Prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill.
 5. Half of the budget is the oldest job's principal's, so that it gets done; the rest is shared evenly between the
-   others, and each one's part in the same way between their jobs: nobody gets more by asking more often, and a short
-   prompt passes a long one.
+   others: nobody gets more by asking more often. Of a principal's part half is the oldest job's, and the rest goes to
+   the shortest prompts, one after the other: a short prompt passes a long one, and of many that are alike each is
+   answered as soon as it can be, instead of all of them at the end.
 6. A job that wants the logits of every prompt row takes nothing from others; a plan has at most MAX_PROMPT_OUTPUTS such
    rows.
 7. Each chunk of a plan is answered by `decoded`, `undone` or `end` of its job before the next plan.
@@ -200,6 +201,7 @@ class Scheduler:
         for slot in self.slots.values():
             if not slot.seated and not self._follows(slot):
                 self._seat(slot)
+        self._close_up()
         prefill = self._prefill(prefill_budget)
         decoding = self._next_rows({} if prefill or drafts is None else drafts)
         chunks = sorted((*decoding, *prefill), key=lambda chunk: chunk.sequence)
@@ -236,6 +238,11 @@ class Scheduler:
         if self.sharing:
             self.promised.hold(job.id, job.prompt, self._salt(job))
 
+    def _close_up(self) -> None:
+        if (move := self.sequences.close_up()) is not None:
+            seat, free = move
+            next(slot for slot in self.slots.values() if slot.sequence == seat).sequence = free
+
     def _cut_draft(self, slot: _Slot) -> None:
         if slot.draft:
             self.sequences.cut(slot.sequence, slot.done)
@@ -265,14 +272,14 @@ class Scheduler:
 
 
 def share_between(owners: Sequence[str], wants: Sequence[int], budget: int) -> list[int]:
-    """What each gets of the budget if it is shared between the owners first, then between what each of them wants."""
+    """What each gets of the budget if it is shared between the owners first, then by what each of them wants."""
     places: dict[str, list[int]] = {}
     for at, owner in enumerate(owners):
         places.setdefault(owner, []).append(at)
     parts = share([sum(wants[at] for at in mine) for mine in places.values()], budget)
     given = [0] * len(wants)
     for mine, part in zip(places.values(), parts, strict=True):
-        for at, rows in zip(mine, share([wants[at] for at in mine], part), strict=True):
+        for at, rows in zip(mine, shortest_first([wants[at] for at in mine], part), strict=True):
             given[at] = rows
     return given
 
@@ -291,6 +298,20 @@ def share(wants: Sequence[int], budget: int) -> list[int]:
         left -= given[at]
     for at, want in enumerate(wants):
         more = min(want - given[at], left)
+        given[at] += more
+        left -= more
+    return given
+
+
+def shortest_first(wants: Sequence[int], budget: int) -> list[int]:
+    """What each gets of the budget: the first half of it, then all of them what they still want, in order of that."""
+    given = [0] * len(wants)
+    if not wants:
+        return given
+    given[0] = min(wants[0], (budget + 1) // 2)
+    left = budget - given[0]
+    for at in sorted(range(len(wants)), key=lambda at: wants[at] - given[at]):
+        more = min(wants[at] - given[at], left)
         given[at] += more
         left -= more
     return given

@@ -10,7 +10,8 @@ Memory can only be copied whole, so a copy is made of all of a sequence and then
 Rules
 1. A seat belongs to one job at the most. What is on the shelf belongs to nobody.
 2. Sequences that decode together lie side by side where that can be: llama.cpp works on neighbours in one go, and goes
-   through the weights again for each gap. That is worth more than a copy, so it comes first in the choice of a seat.
+   through the weights again for each gap. That is worth more than a copy, so it comes first in the choice of a seat,
+   and where jobs that have gone left a gap that nobody fills, another one moves there. One in a plan: copies take time.
 3. A beginning of fewer than WORTH tokens is neither taken nor kept: computing it is as fast as copying a sequence.
 4. A job that gets a seat shelves what only this seat holds. The shelf gives up what others hold too, then what has not
    been used for the longest time; what was used before everything on the shelf is not shelved.
@@ -21,7 +22,7 @@ Rules
    last token, and stays on the shelf. At most half of the shelf is pinned, so that there is always a place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
@@ -30,6 +31,8 @@ from dragoman.engines.llama.radix import Prefixes
 
 WORTH = 32
 LEFT = 2
+PATIENCE = 2
+"""Plans for which a gap waits for a new job, since a conversation mostly goes on at once."""
 
 
 class Clear(msgspec.Struct, frozen=True):
@@ -68,6 +71,8 @@ class Sequences:
         self.last_use = dict.fromkeys(range(slots + cached), 0)
         self.effects: list[Effect] = []
         self._now = 0
+        self._apart = 0
+        """For how many plans those that decode have not lain side by side."""
 
     def prefix(self, prompt: Sequence[int], salt: str) -> tuple[int, frozenset[int]]:
         """How much of a prompt can be taken, and where it is."""
@@ -101,6 +106,21 @@ class Sequences:
         self._hold(seat, prompt[:length], salt)
         return seat, length
 
+    def close_up(self) -> tuple[int, int] | None:
+        """Once for each plan; from which seat to which one a job has to move, if any."""
+        seats = self.taken
+        if not self.sharing or not seats or max(seats) - min(seats) < len(seats):
+            self._apart = 0
+            return None
+        self._apart += 1
+        if self._apart <= PATIENCE:
+            return None
+        first = max(self.seats[: 1 - len(seats)], key=lambda first: _within(seats, first))
+        together = range(first, first + len(seats))
+        seat, free = max(seats.difference(together)), min(set(together) - seats)
+        self._move(seat, free)
+        return seat, free
+
     def grew(self, seat: int, tokens: Sequence[int]) -> None:
         """These tokens are in memory now, after those that were."""
         if self.sharing:
@@ -124,6 +144,18 @@ class Sequences:
     def drain(self) -> tuple[Effect, ...]:
         effects, self.effects = tuple(self.effects), []
         return effects
+
+    def _move(self, seat: int, free: int) -> None:
+        pinned = self._pinned()
+        if self.held.alone(free) >= (1 if free in pinned else WORTH):
+            self._shelve(free, seat, pinned)
+        self._empty(free)
+        self.effects.append(Copy(seat, free))
+        self.filled.add(free)
+        self.held.move(seat, free)
+        self.taken.remove(seat)
+        self.taken.add(free)
+        self._touch(free)
 
     def _neighbours(self, seat: int) -> int:
         return (seat - 1 in self.taken) + (seat + 1 in self.taken)
@@ -178,3 +210,8 @@ class Sequences:
     def _touch(self, sequence: int) -> None:
         self._now += 1
         self.last_use[sequence] = self._now
+
+
+def _within(seats: Set[int], first: int) -> int:
+    """How many of the seats are among as many that follow each other."""
+    return sum(first <= seat < first + len(seats) for seat in seats)
