@@ -303,7 +303,8 @@ def _runners(
         if change is not None:
             context.adapt(*change)
         turns.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, space.length))
-        runners.append(Runner(context, loop, schedule, batch=options.batch, gap=options.gap_ms / 1000, turns=turns))
+        gap, leaps = options.gap_ms / 1000, options.flash_attention
+        runners.append(Runner(context, loop, schedule, batch=options.batch, gap=gap, leaps=leaps, turns=turns))
     for runner in runners:
         runner.company = [other for other in runners if other is not runner]
     return runners

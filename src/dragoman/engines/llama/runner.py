@@ -9,7 +9,8 @@
 
 Rules
 1. While somebody decodes, a step lasts about as long as the gap that is wanted between two tokens, whatever is being
-   prefilled. While nobody does, it is as long as full speed needs and as cancellations and new prompts may wait.
+   prefilled; up to twice as long where that gets long prompts done much sooner. While nobody does, it is as long as
+   full speed needs and as cancellations and new prompts may wait.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. One that is for a single job is
    broken off when the job is not wanted any more.
 3. A grammar that fails, fails its own job.
@@ -61,9 +62,11 @@ class Runner:
         *,
         batch: int,
         gap: float,
+        leaps: bool,
         turns: Turns,
     ) -> None:
-        """`batch` is the most prompt tokens of a step, `gap` the seconds that somebody who decodes may wait."""
+        """`batch` is the most prompt tokens of a step, `gap` the seconds that somebody who decodes may wait as a rule;
+        `leaps` may be made where the rows of a prompt are looked at together."""
         self.context = context
         self.schedule = schedule
         self.scheduler = schedule()
@@ -74,7 +77,7 @@ class Runner:
         self.tokens = 0
         """Those that its jobs have in memory, after the last step."""
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
-        self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch)
+        self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch, leaps=leaps)
         self.gap = gap
         self.most_drafted = min(batch, MOST_DRAFTED)
         self.cost = Cost()
