@@ -33,7 +33,6 @@ END_SECONDS = 6.0
 class Crew:
     def __init__(self, app: App, places: list[list[socket.socket]]) -> None:
         self._app = app
-        self._begun = app.settings
         self._places = places
         self._numbers = count(OWN_NUMBER + 1)
         self._posts = [asyncio.create_task(self._keep(sockets)) for sockets in places]
@@ -97,7 +96,7 @@ class Crew:
         self._desks[process] = desk
         try:
             await desk.link.connect(ours)
-            desk.begin(next(self._numbers), self._begun, self._app.settings)
+            desk.begin(next(self._numbers), self._app.settings)
             if self._app.is_stopping:
                 desk.send(Stopping())
             if self._stopping:

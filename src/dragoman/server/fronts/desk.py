@@ -84,11 +84,8 @@ class Desk:
         self._step: list[msgspec.Raw] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, number: int, begun: Settings, now: Settings) -> None:
-        """A front end that comes later begins like the others, and then hears what has changed since."""
-        self.send(Begin(number, _for_fronts(begun)))
-        if now is not begun:
-            self.configure(now)
+    def begin(self, number: int, settings: Settings) -> None:
+        self.send(Begin(number, _for_fronts(settings)))
 
     def configure(self, settings: Settings) -> "asyncio.Future[None]":
         """Done when it holds there."""
