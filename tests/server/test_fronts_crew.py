@@ -2,9 +2,13 @@
 
 import json
 import os
+import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.server.talking import CHAT, ask, eventually, refused, talking, text_of
 from tests.server.test_jwt import SECRET, token
@@ -14,31 +18,60 @@ from tests.serving import Running, serving
 MODELS: dict[str, Any] = {"echo": {"engine": "scripted"}}
 
 
-def another_came(running: Running, victim: int) -> bool:
-    return eventually(lambda: len(running.fronts()) == 2 and victim not in running.fronts(), 10)
-
-
 def signed_with(folder: Path, secret: str) -> dict[str, Any]:
     """The configuration, and the file that it names."""
-    file = folder / f"{len(secret)}.key"
+    file = folder / f"{secret[:8]}.key"
     file.write_text(secret)
     return {"models_dir": [], "models": MODELS, "keys": {"jwt": {"algorithm": "HS256", "key_file": str(file)}}}
 
 
-def test_one_that_dies_after_the_key_file_has_moved_comes_back(tmp_path: Path) -> None:
-    later = SECRET[::-1] + "!"
-    old, new = ({"authorization": f"Bearer {token(secret, aud=None)}"} for secret in (SECRET, later))
-    with serving(tmp_path, signed_with(tmp_path, SECRET), "--workers", "2") as running:
-        changed = signed_with(tmp_path, later)
-        (tmp_path / "dragoman.json").write_text(json.dumps(changed))
-        running.process.send_signal(signal.SIGHUP)
-        assert eventually(lambda: "read again" in running.log.read_text(), 5)
-        (tmp_path / f"{len(SECRET)}.key").unlink()
-        victim = running.fronts()[0]
-        os.kill(victim, signal.SIGKILL)
-        assert another_came(running, victim)
-        with each(running, new) as clients:
-            assert [text_of(ask(client, CHAT)) for client in clients] == ["hello", "hello"]
-        with talking(running, old) as client:
-            refused(ask(client, CHAT), 401)
-        assert running.log.read_text().count("a front end died") == 1
+def reload_with(running: Running, secret: str) -> None:
+    folder, before = running.log.parent, running.log.read_text().count("read again")
+    (folder / "dragoman.json").write_text(json.dumps(signed_with(folder, secret)))
+    running.process.send_signal(signal.SIGHUP)
+    assert eventually(lambda: running.log.read_text().count("read again") > before, 10)
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token(secret, aud=None)}"}
+
+
+def another_came(running: Running, victim: int) -> bool:
+    return eventually(lambda: len(running.fronts()) == 2 and victim not in running.fronts(), 10)
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("signed")
+    with serving(folder, signed_with(folder, SECRET), "--workers", "2") as running:
+        yield running
+
+
+def test_one_that_dies_after_the_key_file_has_moved_comes_back(signed: Running) -> None:
+    secrets = [f"{number} moved, {SECRET}" for number in range(2)]
+    for secret in secrets:
+        reload_with(signed, secret)
+    for file in signed.log.parent.glob("*.key"):
+        if file.read_text() != secrets[1]:
+            file.unlink()
+    victim = signed.fronts()[0]
+    os.kill(victim, signal.SIGKILL)
+    assert another_came(signed, victim)
+    with each(signed, bearer(secrets[1])) as clients:
+        assert [text_of(ask(client, CHAT)) for client in clients] == ["hello", "hello"]
+    with talking(signed, bearer(secrets[0])) as client:
+        refused(ask(client, CHAT), 401)
+
+
+def test_one_that_cannot_adopt_new_keys_does_not_go_on_with_the_old_ones(signed: Running) -> None:
+    victim = signed.fronts()[0]
+    secrets = [f"{number} adopted, {SECRET}" for number in range(2)]
+    reload_with(signed, secrets[0])
+    # It can open nothing any more.
+    resource.prlimit(victim, resource.RLIMIT_NOFILE, (0, 0))
+    reload_with(signed, secrets[1])
+    assert another_came(signed, victim)
+    assert "a front end cannot take over the configuration: keys.jwt.key_file" in signed.log.read_text()
+    for secret, status in zip(secrets, (401, 200), strict=True):
+        with each(signed, bearer(secret)) as clients:
+            assert [ask(client, CHAT).status_code for client in clients] == [status, status]
