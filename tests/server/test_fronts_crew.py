@@ -12,6 +12,7 @@ import pytest
 
 from tests.server.talking import CHAT, ask, eventually, refused, talking, text_of
 from tests.server.test_jwt import SECRET, token
+from tests.server.test_life import gone
 from tests.server.test_workers import each
 from tests.serving import Running, serving
 
@@ -75,3 +76,15 @@ def test_one_that_cannot_adopt_new_keys_does_not_go_on_with_the_old_ones(signed:
     for secret, status in zip(secrets, (401, 200), strict=True):
         with each(signed, bearer(secret)) as clients:
             assert [ask(client, CHAT).status_code for client in clients] == [status, status]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, workers: str) -> None:
+    with serving(tmp_path, {"models": MODELS, "drain_seconds": 60}, "--workers", workers) as running:
+        children = running.children()
+        running.process.send_signal(signal.SIGINT)
+        assert eventually(lambda: "new requests are taken for another 60 s" in running.log.read_text(), 10)
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(20) == 0
+        assert all(gone(pid) for pid in children)
+        assert "died" not in running.log.read_text()

@@ -137,12 +137,13 @@ class Crew:
         await self.end()
 
     def kill(self) -> None:
+        """None of them, and none in its place."""
+        self._ending.set()
         for process in self._desks:
             _kill(process)
 
     async def end(self) -> None:
         """At once."""
-        self._ending.set()
         self.kill()
         for post in self._posts:
             post.cancel()
