@@ -4,7 +4,8 @@ Rules
 1. What a request holds (a lease, slots, an engine) it holds here, and gives it back when it leaves or its front end
    dies, whichever comes first.
 2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
-3. A front end that takes nothing off its socket any more is ended.
+3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain.
+4. A front end that takes nothing off its socket any more is ended.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -127,11 +129,19 @@ class Desk:
         message = decode_to_parent(body)
         HANDLERS[type(message)](self, message)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
+    def _spawn(
+        self, request_id: str, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]"
+    ) -> "asyncio.Task[None]":
         task = self._loop.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(partial(self._look_at, request_id))
         return task
+
+    def _look_at(self, request_id: str, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._refuse(request_id, error)
 
     def _guest(self, request_id: str) -> Guest:
         guest = self._guests.get(request_id)
@@ -155,11 +165,12 @@ class Desk:
             if lease is not None:
                 lease.enter()
         except DragomanError as error:
-            self._refuse(message.id, guest, error)
+            self._refuse(message.id, error)
             return
         self.send(Entered(message.id, guest.rates()))
 
-    def _refuse(self, request_id: str, guest: Guest, error: Exception) -> None:
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        guest = self._guests.get(request_id) or Guest()
         label, fallbacks = (
             (None, ()) if guest.engagement is None else (guest.engagement.label, guest.engagement.fallbacks)
         )
@@ -176,7 +187,7 @@ class Desk:
         caller = Caller(message.principal, models=message.models, within=message.within)
         guest.via = message.via
         guest.engagement = engagement = self._app.engagement_of(caller, guest.lease)
-        self._spawn(self._engaged(message, guest, engagement), guest.tasks)
+        self._spawn(message.id, self._engaged(message, guest, engagement), guest.tasks)
 
     async def _engaged(self, message: Engage, guest: Guest, engagement: Engagement) -> None:
         try:
@@ -188,9 +199,6 @@ class Desk:
         except asyncio.CancelledError:
             engagement.close()
             raise
-        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
-            self._refuse(message.id, guest, error)
-            return
         guest.engine = engine
         self.send(_told(message.id, found, engine, engagement.queue_us, guest.rates()))
 
@@ -203,11 +211,11 @@ class Desk:
             free = asyncio.Event()
             free.set()
             play = self._play(key, engine, decode_request(message.request), free, guest)
-            guest.played[key] = Played(self._spawn(play, self._tasks), free)
+            guest.played[key] = Played(self._spawn(message.id, play, self._tasks), free)
             return
         try:
             if not engine.pass_on_now(self, key, message.request):
-                self._spawn(self._pass_later(engine, key, message.request.copy()), guest.tasks)
+                self._spawn(message.id, self._pass_later(engine, key, message.request.copy()), guest.tasks)
         except DragomanError as error:
             self._fail(key, Failure.of(error))
             return
@@ -216,8 +224,8 @@ class Desk:
     async def _pass_later(self, engine: WorkerEngine, key: int, request: msgspec.Raw) -> None:
         try:
             await engine.pass_on(self, key, request)
-        except DragomanError as error:
-            self._fail(key, Failure.of(error))
+        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
+            self._fail(key, _failure(error))
 
     async def _play(
         self, key: int, engine: Engine, request: GenerationRequest, free: asyncio.Event, guest: Guest
@@ -231,11 +239,8 @@ class Desk:
                     self.put(pack(Progress(key, tuple(events))))
                     if not free.is_set():
                         await free.wait()
-        except Exception as error:
-            if not isinstance(error, DragomanError):
-                log.error("the engine raised", exc_info=error)
-                error = failed(error)
-            failure = Failure.of(error)
+        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
+            failure = _failure(error)
         self._fail(key, failure)
         guest.played.pop(key, None)
 
@@ -259,7 +264,7 @@ class Desk:
     def _another(self, message: Another) -> None:
         guest = self._guests.get(message.id)
         if guest is not None and guest.engagement is not None:
-            self._spawn(self._granted(message.id, guest.engagement), guest.tasks)
+            self._spawn(message.id, self._granted(message.id, guest.engagement), guest.tasks)
 
     async def _granted(self, request_id: str, engagement: Engagement) -> None:
         await engagement.turns.another()
@@ -292,12 +297,15 @@ class Desk:
 
     def _relay(self, message: Relay) -> None:
         self._relays[message.id] = passing = Passing(message)
-        passing.task = self._spawn(self._answer(passing), self._tasks)
+        passing.task = self._spawn(message.id, self._answer(passing), self._tasks)
 
     async def _answer(self, passing: Passing) -> None:
         scope = passing.question.scope | {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
-        await self._app(scope, passing.receive, passing.send)
-        if self._relays.pop(passing.question.id, None) is not None:
+        try:
+            await self._app(scope, passing.receive, passing.send)
+        finally:
+            wanted = self._relays.pop(passing.question.id, None)
+        if wanted is not None:
             self.send(passing.answer())
 
     def _drop(self, message: Drop) -> None:
@@ -313,21 +321,21 @@ class Desk:
         async def find() -> None:
             self.send(Kept(message.id, await self._app.responses.find(message.principal, message.response)))
 
-        self._spawn(find(), self._tasks)
+        self._spawn(message.id, find(), self._tasks)
 
     def _find_items(self, message: FindItems) -> None:
         async def find() -> None:
             found = await self._app.responses.items(message.principal, message.items)
             self.send(Kept(message.id, items=dict(found)))
 
-        self._spawn(find(), self._tasks)
+        self._spawn(message.id, find(), self._tasks)
 
     def _keep(self, message: KeepResponse) -> None:
         async def keep() -> None:
             await self._app.responses.keep(message.response)
             self.send(Kept(message.id))
 
-        self._spawn(keep(), self._tasks)
+        self._spawn(message.id, keep(), self._tasks)
 
 
 HANDLERS: dict[type, Callable[[Desk, Any], None]] = {
@@ -348,6 +356,13 @@ HANDLERS: dict[type, Callable[[Desk, Any], None]] = {
     FindItems: Desk._find_items,
     KeepResponse: Desk._keep,
 }
+
+
+def _failure(error: Exception) -> Failure:
+    if not isinstance(error, DragomanError):
+        log.error("the engine raised", exc_info=error)
+        error = failed(error)
+    return Failure.of(error)
 
 
 def _told(request_id: str, found: Found, engine: Engine, queue_us: int, rates: tuple[Rate, ...]) -> Engaged:

@@ -10,10 +10,10 @@
 
     Enter     -> Entered | Refused
     Engage    -> [Waiting] Engaged | Refused     Waiting: nothing is wrong with it, only its turn has not come
-    Another   -> Granted
+    Another   -> Granted | Refused
     Generate  -> Step*, until one has its end
-    Relay     -> Relayed
-    Find...   -> Kept
+    Relay     -> Relayed | Refused
+    Find...   -> Kept | Refused
 """
 
 from typing import Any
