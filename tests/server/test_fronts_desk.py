@@ -31,9 +31,10 @@ class Unborn(WorkerEngine):
 
     def __init__(self) -> None:
         super().__init__("scripted", "unborn", {})
-        self.asked, self.born = asyncio.Event(), asyncio.Event()
+        self.born = asyncio.Event()
         self.failure: Exception | None = None
-        self.opened: list[int] = []
+        self.asked: asyncio.Queue[int] = asyncio.Queue()
+        self.opened: asyncio.Queue[int] = asyncio.Queue()
 
     async def start(self) -> None:
         pass
@@ -42,11 +43,11 @@ class Unborn(WorkerEngine):
         return False
 
     async def pass_on(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
-        self.asked.set()
+        self.asked.put_nowait(key)
         await self.born.wait()
         if self.failure is not None:
             raise self.failure
-        self.opened.append(key)
+        self.opened.put_nowait(key)
 
 
 @asynccontextmanager
@@ -84,6 +85,26 @@ def test_a_worker_that_cannot_be_started_is_told_at_once() -> None:
             async with aclosing(parent.generate(ID, GenerationRequest())) as stream, asyncio.timeout(SOON):
                 with pytest.raises(EngineFailed, match="OSError"):
                     await anext(stream)
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_wants_any_more_is_not_begun_when_its_worker_is_there() -> None:
+    async def scenario() -> None:
+        engine = Unborn()
+        async with linked(App(ONLY_ENGINES, [engine])) as parent, asyncio.timeout(SOON):
+            await engage(parent)
+            choices = [asyncio.ensure_future(anext(parent.generate(ID, GenerationRequest()))) for _ in range(3)]
+            keys = [await engine.asked.get() for _ in choices]
+            choices[0].cancel()
+            # When the next has come, what was said before it has been heard.
+            choices.append(asyncio.ensure_future(anext(parent.generate(ID, GenerationRequest()))))
+            keys.append(await engine.asked.get())
+            engine.born.set()
+            assert [await engine.opened.get() for _ in range(3)] == keys[1:]
+            for choice in choices:
+                choice.cancel()
+            await asyncio.gather(*choices, return_exceptions=True)
 
     asyncio.run(scenario())
 

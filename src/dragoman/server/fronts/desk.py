@@ -215,17 +215,19 @@ class Desk:
             return
         try:
             if not engine.pass_on_now(self, key, message.request):
-                self._spawn(message.id, self._pass_later(engine, key, message.request.copy()), guest.tasks)
+                later = self._pass_later(engine, key, message.request.copy(), guest)
+                guest.opening[key] = self._spawn(message.id, later, guest.tasks)
         except DragomanError as error:
             self._fail(key, Failure.of(error))
             return
         guest.passed.add(key)
 
-    async def _pass_later(self, engine: WorkerEngine, key: int, request: msgspec.Raw) -> None:
+    async def _pass_later(self, engine: WorkerEngine, key: int, request: msgspec.Raw, guest: Guest) -> None:
         try:
             await engine.pass_on(self, key, request)
         except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
             self._fail(key, _failure(error))
+        guest.opening.pop(key, None)
 
     async def _play(
         self, key: int, engine: Engine, request: GenerationRequest, free: asyncio.Event, guest: Guest
