@@ -1,15 +1,23 @@
 """Front ends begin, adopt a new configuration and end as their server wants, whatever has happened to them before."""
 
+import asyncio
 import json
 import os
 import resource
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import dragoman.server.fronts.crew
+from dragoman.config import Settings
+from dragoman.server.app import App
+from dragoman.server.fronts.crew import Crew
+from dragoman.server.fronts.link import Link
+from dragoman.server.fronts.places import places
 from tests.server.talking import CHAT, ask, eventually, refused, talking, text_of
 from tests.server.test_jwt import SECRET, token
 from tests.server.test_life import gone
@@ -88,3 +96,26 @@ def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, worker
         assert running.process.wait(20) == 0
         assert all(gone(pid) for pid in children)
         assert "died" not in running.log.read_text()
+
+
+def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Link.connect
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 1))
+
+        async def connect_while_reloading(link: Link, end: socket.socket) -> None:
+            await connect(link, end)
+            await app.followers[0](settings)
+
+        monkeypatch.setattr(Link, "connect", connect_while_reloading)
+        async with asyncio.timeout(30):
+            await crew.started()
+            await app.followers[0](settings)
+            await crew.stop(0)
+        await app.stop()
+
+    monkeypatch.setattr(dragoman.server.fronts.crew, "ADOPT_SECONDS", 60)
+    asyncio.run(scenario())

@@ -36,7 +36,9 @@ class Crew:
         self._places = places
         self._numbers = count(OWN_NUMBER + 1)
         self._posts = [asyncio.create_task(self._keep(sockets)) for sockets in places]
-        self._desks: dict[asyncio.subprocess.Process, Desk] = {}
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._desks: set[Desk] = set()
+        """Of those that have begun."""
         self._listening = 0
         self._all_listen = asyncio.Event()
         self._ending = asyncio.Event()
@@ -93,10 +95,11 @@ class Crew:
             )
         closed = asyncio.Event()
         desk = Desk(self._app, closed.set, self._note_listening, lambda: _kill(process))
-        self._desks[process] = desk
+        self._processes.add(process)
         try:
             await desk.link.connect(ours)
             desk.begin(next(self._numbers), self._app.settings)
+            self._desks.add(desk)
             if self._app.is_stopping:
                 desk.send(Stopping())
             if self._stopping:
@@ -105,7 +108,8 @@ class Crew:
             return desk.close()
         finally:
             desk.close()
-            del self._desks[process]
+            self._desks.discard(desk)
+            self._processes.discard(process)
             if not self._stopping:
                 # It has closed its link: nothing good comes of it any more.
                 _kill(process)
@@ -117,13 +121,13 @@ class Crew:
             self._all_listen.set()
 
     async def _configure(self, settings: Settings) -> None:
-        adopting = [desk.configure(settings) for desk in self._desks.values()]
+        adopting = [desk.configure(settings) for desk in self._desks]
         if adopting:
             # One that hangs is no reason for whoever asked to wait for ever.
             await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
 
     def tell_stopping(self) -> None:
-        for desk in self._desks.values():
+        for desk in self._desks:
             desk.send(Stopping())
 
     async def stop(self, grace: float) -> None:
@@ -131,7 +135,7 @@ class Crew:
         self._ending.set()
         for one in chain.from_iterable(self._places):
             one.close()
-        for desk in self._desks.values():
+        for desk in self._desks:
             desk.send(Stop())
         await asyncio.wait(self._posts, timeout=grace + END_SECONDS)
         await self.end()
@@ -139,7 +143,7 @@ class Crew:
     def kill(self) -> None:
         """None of them, and none in its place."""
         self._ending.set()
-        for process in self._desks:
+        for process in self._processes:
             _kill(process)
 
     async def end(self) -> None:
