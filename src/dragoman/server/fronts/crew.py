@@ -109,11 +109,11 @@ class Crew:
         finally:
             desk.close()
             self._desks.discard(desk)
-            self._processes.discard(process)
             if not self._stopping:
                 # It has closed its link: nothing good comes of it any more.
                 _kill(process)
             await process.wait()
+            self._processes.discard(process)
 
     def _note_listening(self) -> None:
         self._listening += 1
