@@ -16,6 +16,7 @@ import dragoman.server.fronts.crew
 from dragoman.config import Settings
 from dragoman.server.app import App
 from dragoman.server.fronts.crew import Crew
+from dragoman.server.fronts.desk import Desk
 from dragoman.server.fronts.link import Link
 from dragoman.server.fronts.places import places
 from tests.server.talking import CHAT, ask, eventually, refused, talking, text_of
@@ -118,4 +119,21 @@ def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pyt
         await app.stop()
 
     monkeypatch.setattr(dragoman.server.fronts.crew, "ADOPT_SECONDS", 60)
+    asyncio.run(scenario())
+
+
+def test_a_place_that_nobody_mans_any_more_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("nobody expected this")
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 1))
+        with pytest.raises(RuntimeError, match="nobody expected this"):
+            await crew.until(asyncio.Event())
+        await crew.stop(0)
+        await app.stop()
+
+    monkeypatch.setattr(Desk, "begin", refuse)
     asyncio.run(scenario())

@@ -260,15 +260,16 @@ def _raise_failure(preload: "asyncio.Task[None]") -> None:
 async def _serve_by_fronts(app: App, count: int) -> None:
     """The parent has everything but connections."""
     begun = app.settings
+    opened = places(begun, count)
     app.start()
     ended, hurried = asyncio.Event(), asyncio.Event()
-    crew = Crew(app, places(begun, count))
+    crew = Crew(app, opened)
     preload = asyncio.create_task(_preload(app, ended.set))
     try:
         with _reloading(app), _signals(ended, hurried, crew):
             await crew.started()
             _tell_place(app)
-            await ended.wait()
+            await crew.until(ended)
             app.stop_requests()
             crew.tell_stopping()
             await _drained(app.settings, hurried)

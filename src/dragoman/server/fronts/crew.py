@@ -50,7 +50,11 @@ class Crew:
 
     async def started(self) -> None:
         """Until all of them take connections."""
-        waiting = asyncio.create_task(self._all_listen.wait())
+        await self.until(self._all_listen)
+
+    async def until(self, event: asyncio.Event) -> None:
+        """Until it is set. A place that nobody mans any more before that is the server's end."""
+        waiting = asyncio.create_task(event.wait())
         try:
             done, _ = await asyncio.wait([waiting, *self._posts], return_when=asyncio.FIRST_COMPLETED)
             for post in done - {waiting}:
@@ -87,12 +91,16 @@ class Crew:
         """From the start of a process to its end; how many requests ended with it."""
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), *(one.fileno() for one in sockets)]
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, numbers)),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=numbers,
-            )
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, numbers)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=numbers,
+                )
+        except BaseException:
+            ours.close()
+            raise
         closed = asyncio.Event()
         desk = Desk(self._app, closed.set, self._note_listening, lambda: _kill(process))
         self._processes.add(process)

@@ -112,6 +112,7 @@ class Desk:
 
     def close(self) -> int:
         """The front end has gone; how many requests went with it."""
+        self.link.close()
         count = len(self._guests) + len(self._relays)
         for guest in self._guests.values():
             guest.leave(ended=False)
