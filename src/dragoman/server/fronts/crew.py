@@ -2,7 +2,7 @@
 
 Rules
 1. One that dies soon after its start is started again after a pause, which grows.
-2. When none of them has ever listened, the first death is the server's.
+2. Until all of them have listened, the first death is the server's.
 3. They have the grace time, and a little more, to end by themselves; then they are ended.
 """
 
