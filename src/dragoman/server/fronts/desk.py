@@ -5,7 +5,7 @@ Rules
    dies, whichever comes first.
 2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
 3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain.
-4. A front end that takes nothing off its socket any more is ended.
+4. A front end for which more than `MOST_UNSENT` waits is ended: it has not taken anything off its socket for long.
 """
 
 import asyncio
