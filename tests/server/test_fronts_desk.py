@@ -3,19 +3,22 @@
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 
-from dragoman.conversation import GenerationRequest
+from dragoman.conversation import GenerationRequest, Message, Text
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.errors import EngineFailed
+from dragoman.events import Started
+from dragoman.quota import Lease
 from dragoman.server.app import ONLY_ENGINES, App
 from dragoman.server.engaging import Wish
 from dragoman.server.fronts.desk import Desk
-from dragoman.server.fronts.messages import Answer, Engage, Engaged, Relay
+from dragoman.server.fronts.messages import Answer, Engage, Engaged, Enter, Refused, Relay
 from dragoman.server.fronts.remote import Parent, RemoteResponses, relayed
 from dragoman.store import KeptResponse
 from dragoman.store.memory import MemoryResponses
@@ -105,6 +108,37 @@ def test_what_nobody_wants_any_more_is_not_begun_when_its_worker_is_there() -> N
             for choice in choices:
                 choice.cancel()
             await asyncio.gather(*choices, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_cannot_be_read_is_nobody_else_s_trouble() -> None:
+    async def scenario() -> None:
+        app = App(ONLY_ENGINES, [ScriptedEngine()])
+        async with linked(app) as parent, asyncio.timeout(SOON):
+            await engage(parent)
+            unreadable: Any = {"model": 7}
+            with pytest.raises(EngineFailed, match="ValidationError"):
+                await anext(parent.generate(ID, unreadable))
+            hello = GenerationRequest(messages=(Message("user", (Text("hello"),)),))
+            async with aclosing(parent.generate(ID, hello)) as stream:
+                assert type((await anext(stream))[0]) is Started
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_done_with_a_request_is_nobody_else_s_trouble() -> None:
+    class Lawless(App):
+        def lease_for(self, headers: Mapping[bytes, bytes]) -> Lease | None:
+            raise RuntimeError("nobody expected this")
+
+    async def scenario() -> None:
+        async with linked(Lawless(ONLY_ENGINES, [ScriptedEngine()])) as parent, asyncio.timeout(SOON):
+            for number in range(2):
+                answer = await parent.ask(Enter(f"chatcmpl-{number}", b"", b""))
+                assert isinstance(answer, Refused)
+                assert "internal error" in answer.error().message
+            await engage(parent)
 
     asyncio.run(scenario())
 

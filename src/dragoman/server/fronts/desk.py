@@ -4,7 +4,8 @@ Rules
 1. What a request holds (a lease, slots, an engine) it holds here, and gives it back when it leaves or its front end
    dies, whichever comes first.
 2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
-3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain.
+3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain, and is
+   nobody else's trouble. Only what cannot be read at all ends the link, and with it the front end.
 4. A front end for which more than `MOST_UNSENT` waits is ended: it has not taken anything off its socket for long.
 """
 
@@ -128,7 +129,13 @@ class Desk:
 
     def _take(self, body: memoryview) -> None:
         message = decode_to_parent(body)
-        HANDLERS[type(message)](self, message)
+        try:
+            HANDLERS[type(message)](self, message)
+        except Exception as error:
+            if isinstance(message, Listening | Adopted):
+                # Of no request.
+                raise
+            self._refuse(message.id, error)
 
     def _spawn(
         self, request_id: str, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]"
@@ -207,20 +214,22 @@ class Desk:
         guest = self._guests.get(message.id)
         if guest is None or guest.engine is None:
             return
-        engine, key = guest.engine, message.key
+        try:
+            self._open(message, guest, guest.engine)
+        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
+            self._fail(message.key, _failure(error))
+
+    def _open(self, message: PassedGenerate, guest: Guest, engine: Engine) -> None:
+        key = message.key
         if not isinstance(engine, WorkerEngine):
             free = asyncio.Event()
             free.set()
             play = self._play(key, engine, decode_request(message.request), free, guest)
             guest.played[key] = Played(self._spawn(message.id, play, self._tasks), free)
             return
-        try:
-            if not engine.pass_on_now(self, key, message.request):
-                later = self._pass_later(engine, key, message.request.copy(), guest)
-                guest.opening[key] = self._spawn(message.id, later, guest.tasks)
-        except DragomanError as error:
-            self._fail(key, Failure.of(error))
-            return
+        if not engine.pass_on_now(self, key, message.request):
+            later = self._pass_later(engine, key, message.request.copy(), guest)
+            guest.opening[key] = self._spawn(message.id, later, guest.tasks)
         guest.passed.add(key)
 
     async def _pass_later(self, engine: WorkerEngine, key: int, request: msgspec.Raw, guest: Guest) -> None:

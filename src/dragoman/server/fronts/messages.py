@@ -175,6 +175,10 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     record: RequestRecord
     gaps: Gaps | None = None
 
+    @property
+    def id(self) -> str:
+        return self.record.id
+
 
 class Relay(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request as it came, for the parent to answer."""
