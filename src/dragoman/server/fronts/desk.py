@@ -24,7 +24,7 @@ from dragoman.config import Settings
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import failed, run
-from dragoman.errors import DragomanError, EngineFailed, RateLimited
+from dragoman.errors import DragomanError, EngineFailed
 from dragoman.generate import STAGED
 from dragoman.quota import Rate
 from dragoman.server.app import App
@@ -185,8 +185,6 @@ class Desk:
         if not isinstance(error, DragomanError):
             log.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
             error = EngineFailed("an internal error; the server's log says more")
-        if isinstance(error, RateLimited):
-            self._app.telemetry.metrics.limited[error.type] += 1
         cause = None if error.__cause__ is None else str(error.__cause__)
         self.send(Refused(request_id, Failure.of(error), label, fallbacks, guest.rates(), cause))
 
