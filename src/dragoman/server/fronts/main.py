@@ -53,8 +53,7 @@ class _Process:
         try:
             self._do(command)
         except ConfigError as error:
-            log.error("a front end cannot take over the configuration: %s", error)
-            _end()
+            _give_up(error)
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Begin):
@@ -75,8 +74,17 @@ class _Process:
         await self.parent.link.connect(socket.socket(fileno=link))
         await self._begun.wait()
         assert self.server is not None
-        await self.server.serve([socket.socket(fileno=number) for number in sockets])
+        try:
+            await self.server.serve([socket.socket(fileno=number) for number in sockets])
+        except ConfigError as error:
+            # The certificate, which is read where it is used.
+            _give_up(error)
         await self.parent.link.drained()
+
+
+def _give_up(error: ConfigError) -> None:
+    log.error("a front end cannot take over the configuration: %s", error)
+    _end()
 
 
 def _end() -> None:
