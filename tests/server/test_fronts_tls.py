@@ -28,7 +28,8 @@ def talking(port: int, trusted: ssl.SSLContext) -> httpx.Client:
 
 def talk_to_each(running: Running, trusted: ssl.SSLContext) -> None:
     """What a front end answers itself, whole and as a stream, and what its parent answers for it."""
-    deadline, found = time.monotonic() + 40, set()
+    deadline = time.monotonic() + 40
+    found: set[int | None] = set()
     with ExitStack() as stack:
         while len(found - {None}) < 2:
             assert time.monotonic() < deadline, found
