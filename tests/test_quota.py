@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ def quota(clock: Clock | None = None, **limits: int) -> Quota:
 
 
 def entered(of: Quota) -> Lease:
-    lease = Lease(of)
+    lease = Lease(of, Counter())
     lease.enter()
     return lease
 
@@ -79,9 +80,11 @@ def test_concurrency() -> None:
 def test_one_who_was_not_let_in_gives_nothing_back() -> None:
     limited = quota(concurrency=1, tokens_per_minute=100)
     held = entered(limited)
-    refused = Lease(limited)
+    kept_out: Counter[str] = Counter()
+    refused = Lease(limited, kept_out)
     with pytest.raises(RateLimited):
         refused.enter()
+    assert kept_out == {"requests": 1}
     refused.settle(0)
     assert limited.running == 1
     held.settle(0)

@@ -12,7 +12,7 @@ Rules
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -151,10 +151,12 @@ class Holding(Protocol):
 
 
 class Lease:
-    """What one request has taken of a quota, from its first moment to its last."""
+    """What one request has taken of a quota, from its first moment to its last. `limited` counts, by kind, what was
+    not let in."""
 
-    def __init__(self, quota: Quota) -> None:
+    def __init__(self, quota: Quota, limited: Counter[str]) -> None:
         self._quota = quota
+        self._limited = limited
         self._inside = False
         self._reserved = 0
         self._reserved_at = 0.0
@@ -163,12 +165,12 @@ class Lease:
         quota, now = self._quota, self._quota.clock()
         if quota.concurrency is not None and quota.running >= quota.concurrency:
             words = f"this key may have {quota.concurrency} requests at a time; wait until one has ended"
-            raise RateLimited(words, retry_after=1)
+            raise self._counted(RateLimited(words, retry_after=1))
         window = quota.requests
         if window is not None:
             if window.left(now) < 1:
                 wait = window.wait(1, now)
-                raise RateLimited(_words("requests", window.limit, 1, wait), retry_after=wait)
+                raise self._counted(RateLimited(_words("requests", window.limit, 1, wait), retry_after=wait))
             window.take(1, now)
         quota.running += 1
         self._inside = True
@@ -180,9 +182,13 @@ class Lease:
         wanted = min(max(1, estimate), window.limit)
         if window.left(now) < wanted:
             wait = window.wait(wanted, now)
-            raise TokensLimited(_words("tokens", window.limit, wanted, wait), retry_after=wait)
+            raise self._counted(TokensLimited(_words("tokens", window.limit, wanted, wait), retry_after=wait))
         window.take(wanted, now)
         self._reserved, self._reserved_at = wanted, now
+
+    def _counted(self, error: RateLimited) -> RateLimited:
+        self._limited[error.type] += 1
+        return error
 
     def settle(self, tokens: int) -> None:
         """The request has ended, and so many tokens is what it came to."""

@@ -332,8 +332,11 @@ def test_our_callers_key_is_not_at_fault(server: BadServer, status: str) -> None
 
 def test_how_long_to_wait_is_passed_on(server: BadServer) -> None:
     server.play(refused("429 Too Many", retry_after="7"))
-    response = ask(upstream_app(server.url))
+    app = upstream_app(server.url)
+    response = ask(app)
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    # No key of ours has a limit that kept it out.
+    assert not app.telemetry.metrics.limited
 
 
 def test_to_leave_ends_it_over_there(server: BadServer) -> None:

@@ -191,6 +191,19 @@ def test_limits_are_those_of_the_subject(tmp_path: Path) -> None:
     assert take(token(sub="user:berta")).quota is not take(token()).quota
 
 
+def test_a_subject_has_one_limit_though_it_was_forgotten_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dragoman.server.jwt.REMEMBERED", 3)
+    take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(requests_per_minute=5))
+    anna = token()
+    for name in ("berta", "carla"):
+        take(token(sub=f"user:{name}"))
+    before = take(anna).quota
+    take(token(sub="user:dora"))
+    assert take(anna).quota is take(token(jti="another")).quota is not before
+
+
 @pytest.mark.parametrize(
     ("algorithm", "key", "words"),
     [

@@ -121,7 +121,7 @@ class App(Door):
     def _take_lease(self, exchange: Exchange, route: Route | None) -> None:
         quota = exchange.caller.quota
         if quota is not None and exchange.method == "POST":
-            exchange.lease = lease = Lease(quota)
+            exchange.lease = lease = Lease(quota, self.telemetry.metrics.limited)
             lease.enter()
 
     def _answer(self, exchange: Exchange, route: Route) -> Awaitable[None]:
@@ -136,7 +136,7 @@ class App(Door):
     def lease_for(self, headers: Mapping[bytes, bytes]) -> Lease | None:
         """Of the quota of whoever has these headers, if it has one; nothing is taken of it yet."""
         quota = self._access.caller(headers).quota
-        return None if quota is None else Lease(quota)
+        return None if quota is None else Lease(quota, self.telemetry.metrics.limited)
 
     def lease_of(self, exchange: Exchange) -> Lease | None:
         lease = exchange.lease

@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 
 from dragoman import hops
 from dragoman.config import Settings
-from dragoman.errors import ConfigError, DragomanError, NotSupported, RateLimited, Unavailable
+from dragoman.errors import ConfigError, DragomanError, NotSupported, Unavailable
 from dragoman.protocols import family
 from dragoman.server import responses, stats
 from dragoman.server.auth import Access
@@ -163,8 +163,6 @@ class Door(ABC):
     async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
         status = exchange.family.status(error)
         exchange.record.status = status
-        if isinstance(error, RateLimited):
-            self.telemetry.metrics.limited[error.type] += 1
         if exchange.begun:
             return
         if error.status == NotSupported.status:

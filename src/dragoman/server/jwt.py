@@ -117,10 +117,15 @@ class Signed:
         self._quotas[principal] = quota
         if len(self._quotas) > REMEMBERED:
             # Whoever has used nothing lately is not missed.
-            idle = [name for name, known in self._quotas.items() if known.is_idle and known is not quota]
-            for name in idle:
-                del self._quotas[name]
+            self._forget({name for name, known in self._quotas.items() if known.is_idle and known is not quota})
         return quota
+
+    def _forget(self, principals: set[str]) -> None:
+        """Their tokens too, which would go on to count by what nobody else counts by."""
+        for principal in principals:
+            del self._quotas[principal]
+        for hashed in [hashed for hashed, (_, caller) in self._known.items() if caller.principal in principals]:
+            del self._known[hashed]
 
 
 def _read_key(settings: Jwt) -> bytes:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import uvicorn
@@ -185,6 +186,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: App, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._app = app
+        self._hurried = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -193,8 +195,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.stop_requests()
-        await _drained(self._app.settings)
+        await _drained(self._app.settings, self._hurried)
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            asyncio.get_running_loop().call_soon_threadsafe(self._hurried.set)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -209,11 +216,16 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-async def _drained(settings: Settings) -> None:
+async def _drained(settings: Settings, hurried: asyncio.Event) -> None:
     """Until new requests are not taken any more."""
     if settings.drain_seconds:
         log.info("stopping; new requests are taken for another %g s", settings.drain_seconds)
-        await asyncio.sleep(settings.drain_seconds)
+        try:
+            async with asyncio.timeout(settings.drain_seconds):
+                await hurried.wait()
+            return
+        except TimeoutError:
+            pass
     log.info("stopping; running requests have %g s to finish", math.ceil(settings.grace_seconds))
 
 
@@ -248,18 +260,19 @@ def _raise_failure(preload: "asyncio.Task[None]") -> None:
 async def _serve_by_fronts(app: App, count: int) -> None:
     """The parent has everything but connections."""
     begun = app.settings
+    opened = places(begun, count)
     app.start()
-    ended = asyncio.Event()
-    crew = Crew(app, places(begun, count))
+    ended, hurried = asyncio.Event(), asyncio.Event()
+    crew = Crew(app, opened)
     preload = asyncio.create_task(_preload(app, ended.set))
     try:
-        with _reloading(app), _signals(ended, crew):
+        with _reloading(app), _signals(ended, hurried, crew):
             await crew.started()
             _tell_place(app)
-            await ended.wait()
+            await crew.until(ended)
             app.stop_requests()
             crew.tell_stopping()
-            await _drained(app.settings)
+            await _drained(app.settings, hurried)
             await crew.stop(begun.grace_seconds)
     finally:
         preload.cancel()
@@ -269,7 +282,7 @@ async def _serve_by_fronts(app: App, count: int) -> None:
 
 
 @contextmanager
-def _signals(ended: asyncio.Event, crew: Crew) -> Generator[None, None, None]:
+def _signals(ended: asyncio.Event, hurried: asyncio.Event, crew: Crew) -> Generator[None, None, None]:
     """The first asks for a clean end, the second for one at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -278,6 +291,7 @@ def _signals(ended: asyncio.Event, crew: Crew) -> Generator[None, None, None]:
 
     def stop() -> None:
         if ended.is_set():
+            hurried.set()
             crew.kill()
         ended.set()
 

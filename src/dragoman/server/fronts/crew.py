@@ -2,7 +2,7 @@
 
 Rules
 1. One that dies soon after its start is started again after a pause, which grows.
-2. When none of them has ever listened, the first death is the server's.
+2. Until all of them have listened, the first death is the server's.
 3. They have the grace time, and a little more, to end by themselves; then they are ended.
 """
 
@@ -33,11 +33,12 @@ END_SECONDS = 6.0
 class Crew:
     def __init__(self, app: App, places: list[list[socket.socket]]) -> None:
         self._app = app
-        self._begun = app.settings
         self._places = places
         self._numbers = count(OWN_NUMBER + 1)
         self._posts = [asyncio.create_task(self._keep(sockets)) for sockets in places]
-        self._desks: dict[asyncio.subprocess.Process, Desk] = {}
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._desks: set[Desk] = set()
+        """Of those that have begun."""
         self._listening = 0
         self._all_listen = asyncio.Event()
         self._ending = asyncio.Event()
@@ -49,7 +50,11 @@ class Crew:
 
     async def started(self) -> None:
         """Until all of them take connections."""
-        waiting = asyncio.create_task(self._all_listen.wait())
+        await self.until(self._all_listen)
+
+    async def until(self, event: asyncio.Event) -> None:
+        """Until it is set. A place that nobody mans any more before that is the server's end."""
+        waiting = asyncio.create_task(event.wait())
         try:
             done, _ = await asyncio.wait([waiting, *self._posts], return_when=asyncio.FIRST_COMPLETED)
             for post in done - {waiting}:
@@ -86,18 +91,23 @@ class Crew:
         """From the start of a process to its end; how many requests ended with it."""
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), *(one.fileno() for one in sockets)]
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, numbers)),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=numbers,
-            )
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, numbers)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=numbers,
+                )
+        except BaseException:
+            ours.close()
+            raise
         closed = asyncio.Event()
         desk = Desk(self._app, closed.set, self._note_listening, lambda: _kill(process))
-        self._desks[process] = desk
+        self._processes.add(process)
         try:
             await desk.link.connect(ours)
-            desk.begin(next(self._numbers), self._begun, self._app.settings)
+            desk.begin(next(self._numbers), self._app.settings)
+            self._desks.add(desk)
             if self._app.is_stopping:
                 desk.send(Stopping())
             if self._stopping:
@@ -106,11 +116,12 @@ class Crew:
             return desk.close()
         finally:
             desk.close()
-            del self._desks[process]
+            self._desks.discard(desk)
             if not self._stopping:
                 # It has closed its link: nothing good comes of it any more.
                 _kill(process)
             await process.wait()
+            self._processes.discard(process)
 
     def _note_listening(self) -> None:
         self._listening += 1
@@ -118,13 +129,13 @@ class Crew:
             self._all_listen.set()
 
     async def _configure(self, settings: Settings) -> None:
-        adopting = [desk.configure(settings) for desk in self._desks.values()]
+        adopting = [desk.configure(settings) for desk in self._desks]
         if adopting:
             # One that hangs is no reason for whoever asked to wait for ever.
             await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
 
     def tell_stopping(self) -> None:
-        for desk in self._desks.values():
+        for desk in self._desks:
             desk.send(Stopping())
 
     async def stop(self, grace: float) -> None:
@@ -132,18 +143,19 @@ class Crew:
         self._ending.set()
         for one in chain.from_iterable(self._places):
             one.close()
-        for desk in self._desks.values():
+        for desk in self._desks:
             desk.send(Stop())
         await asyncio.wait(self._posts, timeout=grace + END_SECONDS)
         await self.end()
 
     def kill(self) -> None:
-        for process in self._desks:
+        """None of them, and none in its place."""
+        self._ending.set()
+        for process in self._processes:
             _kill(process)
 
     async def end(self) -> None:
         """At once."""
-        self._ending.set()
         self.kill()
         for post in self._posts:
             post.cancel()

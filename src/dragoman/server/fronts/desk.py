@@ -4,7 +4,9 @@ Rules
 1. What a request holds (a lease, slots, an engine) it holds here, and gives it back when it leaves or its front end
    dies, whichever comes first.
 2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
-3. A front end that takes nothing off its socket any more is ended.
+3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain, and is
+   nobody else's trouble. Only what cannot be read at all ends the link, and with it the front end.
+4. A front end for which more than `MOST_UNSENT` waits is ended: it has not taken anything off its socket for long.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +24,7 @@ from dragoman.config import Settings
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import failed, run
-from dragoman.errors import DragomanError, EngineFailed, RateLimited
+from dragoman.errors import DragomanError, EngineFailed
 from dragoman.generate import STAGED
 from dragoman.quota import Rate
 from dragoman.server.app import App
@@ -84,11 +87,8 @@ class Desk:
         self._step: list[msgspec.Raw] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, number: int, begun: Settings, now: Settings) -> None:
-        """A front end that comes later begins like the others, and then hears what has changed since."""
-        self.send(Begin(number, _for_fronts(begun)))
-        if now is not begun:
-            self.configure(now)
+    def begin(self, number: int, settings: Settings) -> None:
+        self.send(Begin(number, _for_fronts(settings)))
 
     def configure(self, settings: Settings) -> "asyncio.Future[None]":
         """Done when it holds there."""
@@ -113,6 +113,7 @@ class Desk:
 
     def close(self) -> int:
         """The front end has gone; how many requests went with it."""
+        self.link.close()
         count = len(self._guests) + len(self._relays)
         for guest in self._guests.values():
             guest.leave(ended=False)
@@ -128,13 +129,27 @@ class Desk:
 
     def _take(self, body: memoryview) -> None:
         message = decode_to_parent(body)
-        HANDLERS[type(message)](self, message)
+        try:
+            HANDLERS[type(message)](self, message)
+        except Exception as error:
+            if isinstance(message, Listening | Adopted):
+                # Of no request.
+                raise
+            self._refuse(message.id, error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
+    def _spawn(
+        self, request_id: str, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]"
+    ) -> "asyncio.Task[None]":
         task = self._loop.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(partial(self._look_at, request_id))
         return task
+
+    def _look_at(self, request_id: str, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._refuse(request_id, error)
 
     def _guest(self, request_id: str) -> Guest:
         guest = self._guests.get(request_id)
@@ -158,19 +173,18 @@ class Desk:
             if lease is not None:
                 lease.enter()
         except DragomanError as error:
-            self._refuse(message.id, guest, error)
+            self._refuse(message.id, error)
             return
         self.send(Entered(message.id, guest.rates()))
 
-    def _refuse(self, request_id: str, guest: Guest, error: Exception) -> None:
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        guest = self._guests.get(request_id) or Guest()
         label, fallbacks = (
             (None, ()) if guest.engagement is None else (guest.engagement.label, guest.engagement.fallbacks)
         )
         if not isinstance(error, DragomanError):
             log.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
             error = EngineFailed("an internal error; the server's log says more")
-        if isinstance(error, RateLimited):
-            self._app.telemetry.metrics.limited[error.type] += 1
         cause = None if error.__cause__ is None else str(error.__cause__)
         self.send(Refused(request_id, Failure.of(error), label, fallbacks, guest.rates(), cause))
 
@@ -179,7 +193,7 @@ class Desk:
         caller = Caller(message.principal, models=message.models, within=message.within)
         guest.via = message.via
         guest.engagement = engagement = self._app.engagement_of(caller, guest.lease)
-        self._spawn(self._engaged(message, guest, engagement), guest.tasks)
+        self._spawn(message.id, self._engaged(message, guest, engagement), guest.tasks)
 
     async def _engaged(self, message: Engage, guest: Guest, engagement: Engagement) -> None:
         try:
@@ -191,9 +205,6 @@ class Desk:
         except asyncio.CancelledError:
             engagement.close()
             raise
-        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
-            self._refuse(message.id, guest, error)
-            return
         guest.engine = engine
         self.send(_told(message.id, found, engine, engagement.queue_us, guest.rates()))
 
@@ -201,26 +212,30 @@ class Desk:
         guest = self._guests.get(message.id)
         if guest is None or guest.engine is None:
             return
-        engine, key = guest.engine, message.key
+        try:
+            self._open(message, guest, guest.engine)
+        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
+            self._fail(message.key, _failure(error))
+
+    def _open(self, message: PassedGenerate, guest: Guest, engine: Engine) -> None:
+        key = message.key
         if not isinstance(engine, WorkerEngine):
             free = asyncio.Event()
             free.set()
             play = self._play(key, engine, decode_request(message.request), free, guest)
-            guest.played[key] = Played(self._spawn(play, self._tasks), free)
+            guest.played[key] = Played(self._spawn(message.id, play, self._tasks), free)
             return
-        try:
-            if not engine.pass_on_now(self, key, message.request):
-                self._spawn(self._pass_later(engine, key, message.request.copy()), guest.tasks)
-        except DragomanError as error:
-            self._fail(key, Failure.of(error))
-            return
+        if not engine.pass_on_now(self, key, message.request):
+            later = self._pass_later(engine, key, message.request.copy(), guest)
+            guest.opening[key] = self._spawn(message.id, later, guest.tasks)
         guest.passed.add(key)
 
-    async def _pass_later(self, engine: WorkerEngine, key: int, request: msgspec.Raw) -> None:
+    async def _pass_later(self, engine: WorkerEngine, key: int, request: msgspec.Raw, guest: Guest) -> None:
         try:
             await engine.pass_on(self, key, request)
-        except DragomanError as error:
-            self._fail(key, Failure.of(error))
+        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
+            self._fail(key, _failure(error))
+        guest.opening.pop(key, None)
 
     async def _play(
         self, key: int, engine: Engine, request: GenerationRequest, free: asyncio.Event, guest: Guest
@@ -234,11 +249,8 @@ class Desk:
                     self.put(pack(Progress(key, tuple(events))))
                     if not free.is_set():
                         await free.wait()
-        except Exception as error:
-            if not isinstance(error, DragomanError):
-                log.error("the engine raised", exc_info=error)
-                error = failed(error)
-            failure = Failure.of(error)
+        except Exception as error:  # noqa: BLE001 (told to the front end, and to the log)
+            failure = _failure(error)
         self._fail(key, failure)
         guest.played.pop(key, None)
 
@@ -262,7 +274,7 @@ class Desk:
     def _another(self, message: Another) -> None:
         guest = self._guests.get(message.id)
         if guest is not None and guest.engagement is not None:
-            self._spawn(self._granted(message.id, guest.engagement), guest.tasks)
+            self._spawn(message.id, self._granted(message.id, guest.engagement), guest.tasks)
 
     async def _granted(self, request_id: str, engagement: Engagement) -> None:
         await engagement.turns.another()
@@ -295,12 +307,15 @@ class Desk:
 
     def _relay(self, message: Relay) -> None:
         self._relays[message.id] = passing = Passing(message)
-        passing.task = self._spawn(self._answer(passing), self._tasks)
+        passing.task = self._spawn(message.id, self._answer(passing), self._tasks)
 
     async def _answer(self, passing: Passing) -> None:
         scope = passing.question.scope | {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
-        await self._app(scope, passing.receive, passing.send)
-        if self._relays.pop(passing.question.id, None) is not None:
+        try:
+            await self._app(scope, passing.receive, passing.send)
+        finally:
+            wanted = self._relays.pop(passing.question.id, None)
+        if wanted is not None:
             self.send(passing.answer())
 
     def _drop(self, message: Drop) -> None:
@@ -316,21 +331,21 @@ class Desk:
         async def find() -> None:
             self.send(Kept(message.id, await self._app.responses.find(message.principal, message.response)))
 
-        self._spawn(find(), self._tasks)
+        self._spawn(message.id, find(), self._tasks)
 
     def _find_items(self, message: FindItems) -> None:
         async def find() -> None:
             found = await self._app.responses.items(message.principal, message.items)
             self.send(Kept(message.id, items=dict(found)))
 
-        self._spawn(find(), self._tasks)
+        self._spawn(message.id, find(), self._tasks)
 
     def _keep(self, message: KeepResponse) -> None:
         async def keep() -> None:
             await self._app.responses.keep(message.response)
             self.send(Kept(message.id))
 
-        self._spawn(keep(), self._tasks)
+        self._spawn(message.id, keep(), self._tasks)
 
 
 HANDLERS: dict[type, Callable[[Desk, Any], None]] = {
@@ -351,6 +366,13 @@ HANDLERS: dict[type, Callable[[Desk, Any], None]] = {
     FindItems: Desk._find_items,
     KeepResponse: Desk._keep,
 }
+
+
+def _failure(error: Exception) -> Failure:
+    if not isinstance(error, DragomanError):
+        log.error("the engine raised", exc_info=error)
+        error = failed(error)
+    return Failure.of(error)
 
 
 def _told(request_id: str, found: Found, engine: Engine, queue_us: int, rates: tuple[Rate, ...]) -> Engaged:

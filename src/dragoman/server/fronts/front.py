@@ -1,12 +1,10 @@
 """The door of a front end: what takes the most work is answered here, everything else by the parent."""
 
 import asyncio
-import logging
 import math
 from collections.abc import Awaitable
 
 from dragoman.config import Settings
-from dragoman.errors import ConfigError
 from dragoman.server.door import Door
 from dragoman.server.exchange import Exchange
 from dragoman.server.fronts.messages import Drop, Relay
@@ -19,8 +17,6 @@ from dragoman.server.fronts.remote import (
     relayed,
 )
 from dragoman.server.routes import Route
-
-log = logging.getLogger("dragoman.fronts")
 
 END_SECONDS = 5.0
 """For what was cancelled to be told, when the front end stops."""
@@ -45,10 +41,7 @@ class FrontEnd(Door):
 
     def configure(self, settings: Settings) -> None:
         """The parent has adopted them already; what can be wrong here has become so since."""
-        try:
-            self._adopt(settings)
-        except ConfigError as error:
-            log.error("the configuration stays as it was: %s", error)
+        self._adopt(settings)
         self._parent.tell_adopted()
 
     def _reconfigure(self, settings: Settings) -> None:

@@ -11,7 +11,7 @@ from dragoman.worker.parent import WorkerEngine
 class Guest:
     """One request of a front end, and what it holds."""
 
-    __slots__ = ("engagement", "engine", "lease", "passed", "played", "tasks", "via")
+    __slots__ = ("engagement", "engine", "lease", "opening", "passed", "played", "tasks", "via")
 
     def __init__(self) -> None:
         self.lease: Lease | None = None
@@ -19,6 +19,8 @@ class Guest:
         self.engine: Engine | None = None
         self.passed: set[int] = set()
         """Generations in workers."""
+        self.opening: dict[int, asyncio.Task[None]] = {}
+        """Those of them that still wait for their worker."""
         self.played: dict[int, Played] = {}
         """Generations in this process."""
         self.tasks: set[asyncio.Task[None]] = set()
@@ -31,7 +33,9 @@ class Guest:
     def let_go(self, key: int, ended: bool) -> None:
         if key in self.passed:
             self.passed.discard(key)
-            if isinstance(self.engine, WorkerEngine):
+            if key in self.opening:
+                self.opening.pop(key).cancel()
+            elif isinstance(self.engine, WorkerEngine):
                 self.engine.let_go(key, ended)
         elif key in self.played:
             self.played.pop(key).task.cancel()

@@ -77,6 +77,11 @@ class Link(asyncio.Protocol):
         if outbox and self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(outbox))
 
+    def close(self) -> None:
+        """At once: the other side has gone, or is to go."""
+        if self._transport is not None:
+            self._transport.abort()
+
     @property
     def unsent(self) -> int:
         """Bytes that the other side has not taken yet."""

@@ -1,10 +1,12 @@
 """The process of a front end: `python -m dragoman.server.fronts.main LINK SOCKET...`, each the number of a descriptor.
 
 Signals for the parent's process group are the parent's to handle. When the link to it ends, so does the process, at
-once and whatever it is doing.
+once and whatever it is doing. So it does where it cannot take over a configuration: nobody is let in by keys that hold
+no more, and the parent starts another.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -15,11 +17,14 @@ from contextlib import contextmanager
 import uvicorn
 import uvloop
 
+from dragoman.errors import ConfigError
 from dragoman.server.fronts.front import FrontEnd
 from dragoman.server.fronts.messages import Begin, Configured, Stopping
 from dragoman.server.fronts.remote import Command, Parent
 from dragoman.server.listening import settle, uvicorn_config
 from dragoman.telemetry.logs import configure_as_parent
+
+log = logging.getLogger("dragoman.fronts")
 
 
 class _Server(uvicorn.Server):
@@ -45,6 +50,12 @@ class _Process:
         self._begun = asyncio.Event()
 
     def _obey(self, command: Command) -> None:
+        try:
+            self._do(command)
+        except ConfigError as error:
+            _give_up(error)
+
+    def _do(self, command: Command) -> None:
         if isinstance(command, Begin):
             self.parent.number(command.number)
             self._front = FrontEnd(command.settings, self.parent)
@@ -63,8 +74,17 @@ class _Process:
         await self.parent.link.connect(socket.socket(fileno=link))
         await self._begun.wait()
         assert self.server is not None
-        await self.server.serve([socket.socket(fileno=number) for number in sockets])
+        try:
+            await self.server.serve([socket.socket(fileno=number) for number in sockets])
+        except ConfigError as error:
+            # The certificate, which is read where it is used.
+            _give_up(error)
         await self.parent.link.drained()
+
+
+def _give_up(error: ConfigError) -> None:
+    log.error("a front end cannot take over the configuration: %s", error)
+    _end()
 
 
 def _end() -> None:

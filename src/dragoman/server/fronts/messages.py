@@ -10,10 +10,10 @@
 
     Enter     -> Entered | Refused
     Engage    -> [Waiting] Engaged | Refused     Waiting: nothing is wrong with it, only its turn has not come
-    Another   -> Granted
+    Another   -> Granted | Refused
     Generate  -> Step*, until one has its end
-    Relay     -> Relayed
-    Find...   -> Kept
+    Relay     -> Relayed | Refused
+    Find...   -> Kept | Refused
 """
 
 from typing import Any
@@ -174,6 +174,10 @@ class Gaps(msgspec.Struct, frozen=True, array_like=True):
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     record: RequestRecord
     gaps: Gaps | None = None
+
+    @property
+    def id(self) -> str:
+        return self.record.id
 
 
 class Relay(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -254,6 +254,8 @@ class RemoteEngagement:
                     grant.set_result(None)
             return
         assert isinstance(message, Waiting | Engaged | Refused)
+        if isinstance(message, Refused):
+            self._refuse_grants(message)
         lease = self._exchange.lease
         if isinstance(lease, RemoteLease) and message.rates:
             lease.known = message.rates
@@ -261,6 +263,12 @@ class RemoteEngagement:
             self._found.set_result(message)
         if not isinstance(message, Waiting) and not self._started.done():
             self._started.set_result(message)
+
+    def _refuse_grants(self, message: Refused) -> None:
+        while self._grants:
+            grant = self._grants.popleft()
+            if not grant.done():
+                grant.set_exception(message.error())
 
     @property
     def turns(self) -> "RemoteEngagement":
@@ -306,6 +314,8 @@ class RemoteResponses:
 
     async def _ask(self, question: Callable[[str], Question]) -> Kept:
         answer = await self._parent.ask(question(f"kept-{next(self._numbers)}"))
+        if isinstance(answer, Refused):
+            raise answer.error()
         assert isinstance(answer, Kept)
         return answer
 
@@ -328,5 +338,7 @@ class Reporting:
 
 async def relayed(parent: Parent, question: Relay) -> Relayed:
     answer = await parent.ask(question)
+    if isinstance(answer, Refused):
+        raise answer.error()
     assert isinstance(answer, Relayed)
     return answer

@@ -1,0 +1,139 @@
+"""Front ends begin, adopt a new configuration and end as their server wants, whatever has happened to them before."""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dragoman.server.fronts.crew
+from dragoman.config import Settings
+from dragoman.server.app import App
+from dragoman.server.fronts.crew import Crew
+from dragoman.server.fronts.desk import Desk
+from dragoman.server.fronts.link import Link
+from dragoman.server.fronts.places import places
+from tests.server.talking import CHAT, ask, eventually, refused, talking, text_of
+from tests.server.test_jwt import SECRET, token
+from tests.server.test_life import gone
+from tests.server.test_workers import each
+from tests.serving import Running, serving
+
+MODELS: dict[str, Any] = {"echo": {"engine": "scripted"}}
+
+
+def signed_with(folder: Path, secret: str) -> dict[str, Any]:
+    """The configuration, and the file that it names."""
+    file = folder / f"{secret[:8]}.key"
+    file.write_text(secret)
+    return {"models_dir": [], "models": MODELS, "keys": {"jwt": {"algorithm": "HS256", "key_file": str(file)}}}
+
+
+def reload_with(running: Running, secret: str) -> None:
+    folder, before = running.log.parent, running.log.read_text().count("read again")
+    (folder / "dragoman.json").write_text(json.dumps(signed_with(folder, secret)))
+    running.process.send_signal(signal.SIGHUP)
+    assert eventually(lambda: running.log.read_text().count("read again") > before, 10)
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token(secret, aud=None)}"}
+
+
+def another_came(running: Running, victim: int) -> bool:
+    return eventually(lambda: len(running.fronts()) == 2 and victim not in running.fronts(), 10)
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("signed")
+    with serving(folder, signed_with(folder, SECRET), "--workers", "2") as running:
+        yield running
+
+
+def test_one_that_dies_after_the_key_file_has_moved_comes_back(signed: Running) -> None:
+    secrets = [f"{number} moved, {SECRET}" for number in range(2)]
+    for secret in secrets:
+        reload_with(signed, secret)
+    for file in signed.log.parent.glob("*.key"):
+        if file.read_text() != secrets[1]:
+            file.unlink()
+    victim = signed.fronts()[0]
+    os.kill(victim, signal.SIGKILL)
+    assert another_came(signed, victim)
+    with each(signed, bearer(secrets[1])) as clients:
+        assert [text_of(ask(client, CHAT)) for client in clients] == ["hello", "hello"]
+    with talking(signed, bearer(secrets[0])) as client:
+        refused(ask(client, CHAT), 401)
+
+
+def test_one_that_cannot_adopt_new_keys_does_not_go_on_with_the_old_ones(signed: Running) -> None:
+    victim = signed.fronts()[0]
+    secrets = [f"{number} adopted, {SECRET}" for number in range(2)]
+    reload_with(signed, secrets[0])
+    # It can open nothing any more.
+    resource.prlimit(victim, resource.RLIMIT_NOFILE, (0, 0))
+    reload_with(signed, secrets[1])
+    assert another_came(signed, victim)
+    assert "a front end cannot take over the configuration: keys.jwt.key_file" in signed.log.read_text()
+    for secret, status in zip(secrets, (401, 200), strict=True):
+        with each(signed, bearer(secret)) as clients:
+            assert [ask(client, CHAT).status_code for client in clients] == [status, status]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, workers: str) -> None:
+    with serving(tmp_path, {"models": MODELS, "drain_seconds": 60}, "--workers", workers) as running:
+        children = running.children()
+        running.process.send_signal(signal.SIGINT)
+        assert eventually(lambda: "new requests are taken for another 60 s" in running.log.read_text(), 10)
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(20) == 0
+        assert all(gone(pid) for pid in children)
+        assert "died" not in running.log.read_text()
+
+
+def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Link.connect
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 1))
+
+        async def connect_while_reloading(link: Link, end: socket.socket) -> None:
+            await connect(link, end)
+            await app.followers[0](settings)
+
+        monkeypatch.setattr(Link, "connect", connect_while_reloading)
+        async with asyncio.timeout(30):
+            await crew.started()
+            await app.followers[0](settings)
+            await crew.stop(0)
+        await app.stop()
+
+    monkeypatch.setattr(dragoman.server.fronts.crew, "ADOPT_SECONDS", 60)
+    asyncio.run(scenario())
+
+
+def test_a_place_that_nobody_mans_any_more_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("nobody expected this")
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 1))
+        with pytest.raises(RuntimeError, match="nobody expected this"):
+            await crew.until(asyncio.Event())
+        await crew.stop(0)
+        await app.stop()
+
+    monkeypatch.setattr(Desk, "begin", refuse)
+    asyncio.run(scenario())

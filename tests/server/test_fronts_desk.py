@@ -1,0 +1,164 @@
+"""A front end hears what becomes of what it asked for, whatever goes wrong at its parent's."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.engines.scripted import ScriptedEngine
+from dragoman.errors import EngineFailed
+from dragoman.events import Started
+from dragoman.quota import Lease
+from dragoman.server.app import ONLY_ENGINES, App
+from dragoman.server.engaging import Wish
+from dragoman.server.fronts.desk import Desk
+from dragoman.server.fronts.messages import Answer, Engage, Engaged, Enter, Refused, Relay
+from dragoman.server.fronts.remote import Parent, RemoteResponses, relayed
+from dragoman.store import KeptResponse
+from dragoman.store.memory import MemoryResponses
+from dragoman.worker.parent import WorkerEngine
+from dragoman.worker.process import Follower
+
+ID = "chatcmpl-1"
+SOON = 5
+
+
+class Unborn(WorkerEngine):
+    """A worker whose process is not there yet."""
+
+    def __init__(self) -> None:
+        super().__init__("scripted", "unborn", {})
+        self.born = asyncio.Event()
+        self.failure: Exception | None = None
+        self.asked: asyncio.Queue[int] = asyncio.Queue()
+        self.opened: asyncio.Queue[int] = asyncio.Queue()
+
+    async def start(self) -> None:
+        pass
+
+    def pass_on_now(self, follower: Follower, key: int, request: msgspec.Raw) -> bool:
+        return False
+
+    async def pass_on(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
+        self.asked.put_nowait(key)
+        await self.born.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.opened.put_nowait(key)
+
+
+@asynccontextmanager
+async def linked(app: App) -> AsyncIterator[Parent]:
+    """The front end's side of a desk."""
+    ours, theirs = socket.socketpair()
+    lost = asyncio.Event()
+    desk = Desk(app, lost.set, lambda: None, lambda: None)
+    parent = Parent(lambda command: None, lambda: None)
+    await desk.link.connect(ours)
+    await parent.link.connect(theirs)
+    try:
+        yield parent
+    finally:
+        theirs.shutdown(socket.SHUT_RDWR)
+        await lost.wait()
+        desk.close()
+        await app.stop()
+
+
+async def engage(parent: Parent) -> None:
+    told: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    parent.hear(ID, lambda message: None if told.done() else told.set_result(message))
+    parent.send(Engage(ID, "anonymous", None, Wish("", (), None, strict=False), None, None))
+    assert isinstance(await told, Engaged)
+
+
+def test_a_worker_that_cannot_be_started_is_told_at_once() -> None:
+    async def scenario() -> None:
+        engine = Unborn()
+        engine.failure = OSError(errno.EMFILE, "too many open files")
+        engine.born.set()
+        async with linked(App(ONLY_ENGINES, [engine])) as parent:
+            await engage(parent)
+            async with aclosing(parent.generate(ID, GenerationRequest())) as stream, asyncio.timeout(SOON):
+                with pytest.raises(EngineFailed, match="OSError"):
+                    await anext(stream)
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_wants_any_more_is_not_begun_when_its_worker_is_there() -> None:
+    async def scenario() -> None:
+        engine = Unborn()
+        async with linked(App(ONLY_ENGINES, [engine])) as parent, asyncio.timeout(SOON):
+            await engage(parent)
+            choices = [asyncio.ensure_future(anext(parent.generate(ID, GenerationRequest()))) for _ in range(3)]
+            keys = [await engine.asked.get() for _ in choices]
+            choices[0].cancel()
+            # When the next has come, what was said before it has been heard.
+            choices.append(asyncio.ensure_future(anext(parent.generate(ID, GenerationRequest()))))
+            keys.append(await engine.asked.get())
+            engine.born.set()
+            assert [await engine.opened.get() for _ in range(3)] == keys[1:]
+            for choice in choices:
+                choice.cancel()
+            await asyncio.gather(*choices, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_cannot_be_read_is_nobody_else_s_trouble() -> None:
+    async def scenario() -> None:
+        app = App(ONLY_ENGINES, [ScriptedEngine()])
+        async with linked(app) as parent, asyncio.timeout(SOON):
+            await engage(parent)
+            unreadable: Any = {"model": 7}
+            with pytest.raises(EngineFailed, match="ValidationError"):
+                await anext(parent.generate(ID, unreadable))
+            hello = GenerationRequest(messages=(Message("user", (Text("hello"),)),))
+            async with aclosing(parent.generate(ID, hello)) as stream:
+                assert type((await anext(stream))[0]) is Started
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_done_with_a_request_is_nobody_else_s_trouble() -> None:
+    class Lawless(App):
+        def lease_for(self, headers: Mapping[bytes, bytes]) -> Lease | None:
+            raise RuntimeError("nobody expected this")
+
+    async def scenario() -> None:
+        async with linked(Lawless(ONLY_ENGINES, [ScriptedEngine()])) as parent, asyncio.timeout(SOON):
+            for number in range(2):
+                answer = await parent.ask(Enter(f"chatcmpl-{number}", b"", b""))
+                assert isinstance(answer, Refused)
+                assert "internal error" in answer.error().message
+            await engage(parent)
+
+    asyncio.run(scenario())
+
+
+def test_what_the_parent_cannot_answer_is_refused() -> None:
+    class Broken(App):
+        async def __call__(self, *_: object) -> None:
+            raise RuntimeError("nobody expected this")
+
+    class Forgetful(MemoryResponses):
+        async def find(self, principal: str, response_id: str) -> KeptResponse | None:
+            raise RuntimeError("nor this")
+
+    async def scenario() -> None:
+        app = Broken(ONLY_ENGINES, [ScriptedEngine()])
+        app.responses = Forgetful(count=1, size=1, seconds=1)
+        async with linked(app) as parent, asyncio.timeout(SOON):
+            with pytest.raises(EngineFailed, match="internal error"):
+                await relayed(parent, Relay(ID, {"type": "http"}, b""))
+            with pytest.raises(EngineFailed, match="internal error"):
+                await RemoteResponses(parent).find("anonymous", "resp_1")
+
+    asyncio.run(scenario())
