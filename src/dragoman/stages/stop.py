@@ -4,7 +4,8 @@ Rules
 1. The stop that completes first wins; of several that complete at the same character, the longest.
 2. Text that may still become a stop is held back; all other text goes on at once.
 3. Every character is looked at once: an Aho-Corasick automaton, whose depth is the length of what must be held.
-4. The tokens of the text that is cut away were generated all the same: a delta without text tells their number.
+4. The tokens of the text that is cut away were generated all the same: a delta without text tells their number. What
+   the engine made after it counts no more than if it had not come yet, unless only its end tells any number.
 5. Only visible text is looked at. Anything else in between (reasoning, a tool call) ends a possible stop.
 """
 
@@ -87,6 +88,8 @@ class Stop:
         self._matcher = StopMatcher(stops)
         self._held: deque[TextDelta] = deque()
         self._held_length = 0
+        self._counted = False
+        """Whether the engine tells of each part how many tokens it is."""
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         out: list[Event] = []
@@ -97,6 +100,7 @@ class Stop:
                 out.append(event)
                 continue
             before = self._held_length
+            self._counted = self._counted or event.count > 0
             self._held.append(event)
             self._held_length += len(event.text)
             found = self._matcher.feed(event.text)
@@ -105,7 +109,7 @@ class Stop:
                 self._release(before + end - len(stop), out, last=True)
                 if cut := sum(delta.count for delta in self._held):
                     out.append(TextDelta("", cut))
-                out.append(_stopped(stop, events[-1]))
+                out.append(self._stopped(stop, events[-1]))
                 return out
             self._release(self._held_length - self._matcher.pending, out)
         return out
@@ -124,9 +128,8 @@ class Stop:
             out.append(TextDelta(delta.text[:length], delta.count, delta.tokens, delta.logprobs))
             held.appendleft(TextDelta(delta.text[length:], 0))
 
-
-def _stopped(stop: str, last: Event) -> Finished:
-    """The end; where the engine has told its own end at once, all that it says of its tokens still holds."""
-    if type(last) is Finished:
-        return Finished("stop", stop=stop, usage=last.usage, warnings=last.warnings)
-    return Finished("stop", stop=stop)
+    def _stopped(self, stop: str, last: Event) -> Finished:
+        """The end; where the engine has told its own end at once, what only that says of its tokens still holds."""
+        if type(last) is not Finished:
+            return Finished("stop", stop=stop)
+        return Finished("stop", stop=stop, usage=None if self._counted else last.usage, warnings=last.warnings)
