@@ -26,7 +26,7 @@ from dragoman.conversation import (
     ToolChoice,
 )
 from dragoman.engines.run import run
-from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, NotSupported
+from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, EngineFailed, NotSupported
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.worker.parent import WorkerEngine
 
@@ -257,6 +257,18 @@ def test_a_pooling_model_makes_vectors() -> None:
             await made.embed([(10**6,)])
         with pytest.raises(NotSupported):
             await events(made, chat("hello"))
+
+    with_engine(test, args={"runner": "pooling"})
+
+
+def test_a_vector_that_is_none_fails_its_own_request() -> None:
+    async def test(made: WorkerEngine) -> None:
+        wanted = [["abba"], ["x", "not a number", "y"], ["not a number"], ["abba"]]
+        told = await asyncio.gather(*(made.embed(texts) for texts in wanted), return_exceptions=True)
+        assert [type(each) for each in told] == [tuple, EngineFailed, EngineFailed, tuple]
+        assert len(await made.embed(["abba"])) == 1
+        assert made._child is not None
+        assert not made._child.busy
 
     with_engine(test, args={"runner": "pooling"})
 

@@ -3,7 +3,8 @@
 Rules
 1. vLLM's own output path is not used: what its engine process sends after a step is read here as it is.
 2. Where the engine process dies, so does everything that it worked on; whoever receives the steps is told at once.
-3. What vLLM refuses fails the request that it belongs to, and no other.
+3. What vLLM refuses, and what cannot be made of its outputs, fails the request that it belongs to, and no other.
+4. Steps are read as long as the engine runs. What goes wrong with a whole one is its end, as that of the process is.
 """
 
 import asyncio
@@ -257,7 +258,13 @@ class VllmEngine(SteppingEngine):
                 return
             if step.scheduler_stats is not None:
                 self.kv_used = step.scheduler_stats.kv_cache_usage
-            self._take(step.outputs)
+            try:
+                self._take(step.outputs)
+            except Exception as error:
+                # Unread, all that comes later would be waited for until somebody loses patience.
+                log.exception("a step of vLLM's could not be handed on")
+                self._lose(str(error))
+                return
 
     def _take(self, outputs: Sequence[vllm.Output]) -> None:
         """A whole step, in one call."""
@@ -279,15 +286,10 @@ class VllmEngine(SteppingEngine):
     def _portion(self, work: Work, output: vllm.Output) -> Portion | None:
         try:
             events = work.take(output)
-        except Exception as error:
-            # Whatever it is, the others of the step go on.
-            if not isinstance(error, DragomanError):
-                log.exception("a request's output could not be read")
-            self._abort(work)
-            self._forget(work)
-            return Portion(work.key, ended=True, error=error if isinstance(error, DragomanError) else failed(error))
-        if work.closing:
-            events = (*events, *self._close_thought(work))
+            if work.closing:
+                events = (*events, *self._close_thought(work))
+        except Exception as error:  # noqa: BLE001 (told to whoever asked, and to the log; the others of the step go on)
+            return self._failed(work, error)
         if not work.ended:
             return Portion(work.key, events)
         if work.given_up:
@@ -298,6 +300,14 @@ class VllmEngine(SteppingEngine):
             return None
         self._forget(work)
         return Portion(work.key, events, ended=True)
+
+    def _failed(self, work: Work, error: BaseException) -> Portion:
+        if not isinstance(error, DragomanError):
+            log.error("a request's output could not be read", exc_info=error)
+            error = failed(error)
+        self._abort(work)
+        self._forget(work)
+        return Portion(work.key, ended=True, error=error)
 
     def _forget(self, work: Work) -> None:
         self.live.pop(work.request.request_id, None)

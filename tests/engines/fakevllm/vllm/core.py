@@ -1,9 +1,10 @@
 """The engine process: `python -m vllm.core FD STEPS_PER_SECOND MOST_AT_ONCE CONTEXT`.
 
 The model says what the last user message says; one that begins with "count N" gets the numbers up to N, and "what
-grammar" the one that the reply is to be kept to.
+grammar" the one that the reply is to be kept to. The vector of "not a number" has one that is none.
 """
 
+import math
 import re
 import select
 import socket
@@ -76,6 +77,8 @@ class Running:
 
     def _vector(self) -> EngineCoreOutput:
         counts = [float(self.request.prompt_token_ids.count(ord("a") + at)) + 0.5 for at in range(WIDTH)]
+        if bytes(self.request.prompt_token_ids) == b"not a number":
+            counts[0] = math.nan
         return EngineCoreOutput(self.request.request_id, [], pooling_output=counts, finish_reason=FinishReason.STOP)
 
     def _logprobs(self, token: int, top: int) -> tuple[list[list[int]], list[list[float]]]:
