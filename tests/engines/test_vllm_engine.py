@@ -63,6 +63,12 @@ def chat(text: str, **fields: Any) -> GenerationRequest:
     return GenerationRequest(id="1", messages=(Message("user", (Text(text),)),), **fields)
 
 
+NOT_ONE = JsonSchema(
+    {"type": "object", "properties": {"a": {"type": "integer", "not": {"const": 1}}}, "required": ["a"]}
+)
+"""Of which `not` is not enforced."""
+
+
 async def events(made: WorkerEngine, request: GenerationRequest) -> list[Event]:
     return [event async for batch in run(made, request) for event in batch]
 
@@ -232,6 +238,45 @@ def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:
         assert finished.usage.completion == sum(event.count for event in said if isinstance(event, TextDelta))
 
     with_engine(test, format="hermes")
+
+
+def test_what_could_not_be_enforced_is_looked_at_afterwards() -> None:
+    async def test(made: WorkerEngine) -> None:
+        for text, words in (('{"a": 1}', "should not be valid"), ('{"a": 2}', None)):
+            said = await events(made, chat(text, constraint=NOT_ONE))
+            assert text_of(said) == text
+            finished = said[-1]
+            assert isinstance(finished, Finished)
+            assert (words in str(finished.warnings)) if words else not finished.warnings
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize(
+    "request_given",
+    [
+        chat('{"a": 1}', constraint=NOT_ONE),
+        chat("<think>123456 at most 1 times", thinking=Thinking(budget_tokens=3), max_tokens=90),
+        chat("at most 0 times"),
+    ],
+    ids=["what is looked at afterwards", "what is taken up again", "what is begun"],
+)
+def test_what_goes_wrong_aside_is_told_to_its_own_request(request_given: GenerationRequest) -> None:
+    async def main() -> None:
+        given = {"path": "some/model", "args": {"steps_per_second": 500}, "format": "hermes"}
+        made = WorkerEngine("tests.engines.vllm_faults:Faulty", "m", given)
+        await made.start()
+        try:
+            async with asyncio.timeout(20):
+                beside = asyncio.create_task(events(made, chat("count 50")))
+                with pytest.raises(EngineFailed):
+                    await events(made, request_given)
+                assert text_of(await beside) == numbers(50)
+                assert await made.tokenize("", False) == (0, 0)
+        finally:
+            await made.stop()
+
+    asyncio.run(main())
 
 
 def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:

@@ -160,7 +160,12 @@ class VllmEngine(SteppingEngine):
         else:
             work = await self._aside(intake.read_work, key, request)
         self.works[key] = work
-        await self._submit(work)
+        try:
+            await self._submit(work)
+        except BaseException:
+            # Nobody else knows of it.
+            self.drop(key)
+            raise
 
     def drop(self, key: int) -> None:
         work = self.works.pop(key, None)
@@ -269,14 +274,14 @@ class VllmEngine(SteppingEngine):
             self._abort(work)
         if work.bearings.checks and work.guide is not None:
             self.live.pop(work.request.request_id, None)
-            self._keep(self._checked(work, events))
+            self._keep(self._checked(work, events), work)
             return None
         self._forget(work)
         return Portion(work.key, events, ended=True)
 
     def _failed(self, work: Work, error: BaseException) -> Portion:
         if not isinstance(error, DragomanError):
-            log.error("a request's output could not be read", exc_info=error)
+            log.error("a request failed", exc_info=error)
             error = failed(error)
         self._abort(work)
         self._forget(work)
@@ -292,7 +297,7 @@ class VllmEngine(SteppingEngine):
         events = work.close_thought()
         if not work.ended:
             work.request = self._writing().resumed(work)
-            self._keep(self._submit(work))
+            self._keep(self._submit(work), work)
         return events
 
     async def _checked(self, work: Work, events: tuple[Event, ...]) -> None:
@@ -321,11 +326,22 @@ class VllmEngine(SteppingEngine):
         self.works.clear()
         self.receiver.lose(reason)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _keep(self, doing: Coroutine[Any, Any, None], of: Work | None = None) -> asyncio.Task[None]:
+        """`of`: whose it is, and who is told what goes wrong with it."""
+        task = asyncio.get_running_loop().create_task(doing)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda task: self._done(task, of))
         return task
+
+    def _done(self, task: asyncio.Task[None], of: Work | None) -> None:
+        self.tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if of is None:
+            log.error("vLLM could not be told", exc_info=error)
+        elif of.key in self.works:
+            self.receiver.take([self._failed(of, error)])
 
 
 def _readers() -> int:

@@ -1,10 +1,12 @@
 """The engine's client, and the class that holds everything together."""
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +89,7 @@ class AsyncMPClient:
         self.resources = SimpleNamespace(engine_dead=False)
         self.queue: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.times: Counter[bytes] = Counter()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         if self.loop is None:
@@ -114,6 +117,12 @@ class AsyncMPClient:
             pass
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """One whose prompt says "at most N times" is refused after that."""
+        most = re.search(rb"at most (\d) times", bytes(token for token in request.prompt_token_ids if token < 256))
+        if most is not None:
+            self.times[most[0]] += 1
+            if self.times[most[0]] > int(most[1]):
+                raise ValueError("once too often")
         self._send(Add(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
