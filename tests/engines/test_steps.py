@@ -1,6 +1,7 @@
 """An engine that works in steps, read in the same process and through a worker: the same events either way."""
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
@@ -12,6 +13,8 @@ from dragoman.engines.run import run
 from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.errors import BadRequest, EngineDied, EngineFailed
 from dragoman.events import Event, Finished, Started, TextDelta
+from dragoman.worker.child import Child
+from dragoman.worker.messages import HEADER, Cancel, Generate, Progress, Step, decode_to_parent
 from dragoman.worker.parent import WorkerEngine
 
 STEP_SECONDS = 0.005
@@ -130,6 +133,38 @@ def test_one_that_is_left_is_dropped(with_engine: WithEngine) -> None:
             assert not engine._child.streams
 
     with_engine(test)
+
+
+def told_by(output: io.BytesIO) -> list[Progress]:
+    """All that a child has written."""
+    body, told = output.getvalue(), []
+    while body:
+        (length,) = HEADER.unpack_from(body)
+        step = decode_to_parent(body[HEADER.size : HEADER.size + length])
+        assert isinstance(step, Step)
+        told += step.progress
+        body = body[HEADER.size + length :]
+    return told
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_cancel_that_comes_with_its_request_or_soon_after_is_answered(turns: int) -> None:
+    """Whoever waits for the end would wait for ever."""
+
+    async def test() -> None:
+        engine, output = Spelling(), io.BytesIO()
+        child = Child(engine, output)
+        await engine.start()
+        child.handle(Generate(1, GenerationRequest(prompts=("abc",))))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        child.handle(Cancel(1))
+        await asyncio.sleep(10 * STEP_SECONDS)
+        await engine.stop()
+        assert told_by(output) == [Progress(1, ended=True)]
+        assert not engine.left
+
+    asyncio.run(test())
 
 
 def test_the_end_of_the_engine_is_told_to_all(with_engine: WithEngine) -> None:

@@ -56,7 +56,7 @@ class SteppingEngine(Engine):
         raise NotImplementedError
 
     def drop(self, key: int) -> None:
-        """Nobody wants the rest. One that has ended may be dropped too."""
+        """Nobody wants the rest. One that has ended, or was never begun, may be dropped too."""
         raise NotImplementedError
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:

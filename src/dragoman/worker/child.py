@@ -72,6 +72,8 @@ class Child:
 
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Generate) and self._stepping is not None:
+            # Now, and not when the task gets its turn: it may be cancelled before that, and the end has to be told.
+            self._begun.add(message.id)
             self._keep(message.id, self._begin(self._stepping, message.id, message.request), self._forget)
         elif isinstance(message, Generate):
             self._keep(message.id, self._generate(message.id, message.request), self._end)
@@ -112,7 +114,6 @@ class Child:
         self._post(Progress(key, ended=True, failure=failure))
 
     async def _begin(self, engine: SteppingEngine, key: int, request: GenerationRequest) -> None:
-        self._begun.add(key)
         try:
             await engine.begin(key, request)
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
