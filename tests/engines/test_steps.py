@@ -22,7 +22,7 @@ STEP_SECONDS = 0.005
 
 class Spelling(SteppingEngine):
     """Spells the prompts of all requests, a letter of each per step; an exclamation mark fails, a question mark is the
-    end of the engine."""
+    end of the engine, and a number sign becomes what no other process can be told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +58,8 @@ class Spelling(SteppingEngine):
             return Portion(key, ended=True, error=EngineFailed("no shouting"))
         if letter == "?":
             self.receiver.lose("it had doubts")
+        if letter == "#":
+            return Portion(key, (TextDelta("\ud83d"),))
         return Portion(key, (TextDelta(letter),) if letter else (Started(),))
 
 
@@ -135,9 +137,29 @@ def test_one_that_is_left_is_dropped(with_engine: WithEngine) -> None:
     with_engine(test)
 
 
+def test_what_cannot_be_sent_of_a_step_fails_its_own_request() -> None:
+    async def test() -> None:
+        engine = in_a_worker()
+        assert isinstance(engine, WorkerEngine)
+        await engine.start()
+        try:
+            async with asyncio.timeout(30):
+                words = ["undisturbed", "un#ble", "neither", "#" * 10**6, "one!", "x"]
+                told = await asyncio.gather(*(spelt(engine, word) for word in words), return_exceptions=True)
+                assert [told[at] for at in (0, 2, 5)] == [letters(words[at]) for at in (0, 2, 5)]
+                assert [type(told[at]) for at in (1, 3, 4)] == [EngineFailed] * 3
+                assert engine._child is not None
+                assert not engine._child.busy
+        finally:
+            await engine.stop()
+
+    asyncio.run(test())
+
+
 def told_by(output: io.BytesIO) -> list[Progress]:
     """All that a child has written."""
-    body, told = output.getvalue(), []
+    body = output.getvalue()
+    told: list[Progress] = []
     while body:
         (length,) = HEADER.unpack_from(body)
         step = decode_to_parent(body[HEADER.size : HEADER.size + length])

@@ -127,7 +127,20 @@ class Child:
                 self._begun.discard(portion.key)
             # Failures have to be put into words; everything else leaves as it is.
             told.append(portion if portion.error is None else _failed(portion, portion.error))
-        self._write(encode(WholeStep(told, self._engine.kv_used)))
+        try:
+            encoded = encode(WholeStep(told, self._engine.kv_used))
+        except Exception:  # noqa: BLE001 (whose fault it is shows when each is encoded alone)
+            encoded = encode(PackedStep(tuple(map(self._alone, portions, told)), self._engine.kv_used))
+        self._write(encoded)
+
+    def _alone(self, portion: Portion, told: Portion | Progress) -> msgspec.Raw:
+        try:
+            return pack(told)
+        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
+            self._begun.discard(portion.key)
+            if self._stepping is not None:
+                self._stepping.drop(portion.key)
+            return pack(Progress(portion.key, ended=True, failure=failure_of(error)))
 
     def lose(self, reason: str) -> None:
         log.error("the engine is gone: %s", reason)

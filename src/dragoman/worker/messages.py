@@ -177,7 +177,7 @@ def encode(message: ToChild | ToParent | PackedStep | WholeStep | PassedGenerate
     return HEADER.pack(len(body)) + body
 
 
-def pack(progress: Progress) -> msgspec.Raw:
+def pack(progress: Portion | Progress) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(progress))
 
 
