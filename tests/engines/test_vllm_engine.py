@@ -279,14 +279,52 @@ def test_what_goes_wrong_aside_is_told_to_its_own_request(request_given: Generat
     asyncio.run(main())
 
 
+def adapter(folder: Path, rank: int) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    return str(folder)
+
+
 def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"r": 12}')
-
     async def test(made: WorkerEngine) -> None:
-        assert [info.name for info in made.models()] == ["m", "m-legal"]
-        assert text_of(await events(made, chat("hello", model="m-legal"))) == "hello"
+        assert [info.name for info in made.models()] == ["m", "m-legal", "m-poet"]
+        for model, told in (("m", "None"), ("m-legal", "m-legal"), ("m-poet", "m-poet"), ("", "None")):
+            assert text_of(await events(made, chat("what adapter", model=model))) == told
 
-    with_engine(test, adapters={"m-legal": str(tmp_path)})
+    with_engine(test, adapters={"m-legal": adapter(tmp_path / "legal", 12), "m-poet": adapter(tmp_path / "poet", 40)})
+
+
+@pytest.mark.parametrize(
+    ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "no room")]
+)
+def test_an_adapter_that_vllm_refuses_is_named(tmp_path: Path, rank: int, args: dict[str, Any], words: str) -> None:
+    async def main() -> None:
+        given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", rank)}, "args": args}
+        made = WorkerEngine("vllm", "m", given)
+        try:
+            with pytest.raises(ConfigError, match=f"the adapter x cannot be used: .*{words}"):
+                await made.start()
+        finally:
+            await made.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_beginnings_are_shared_between_principals_unless_they_are_kept_apart(isolate: bool) -> None:
+    async def test(made: WorkerEngine) -> None:
+        async def cached(principal: str) -> int:
+            started = (await events(made, chat("the same " * 9, principal=principal)))[0]
+            assert isinstance(started, Started)
+            return started.cached_tokens
+
+        assert await cached("one") == 0
+        assert await cached("one") > 0
+        assert (await cached("other") > 0) is not isolate
+        assert await cached("other") > 0
+        assert await cached("one") > 0
+
+    with_engine(test, isolate=isolate)
 
 
 def test_a_pooling_model_makes_vectors() -> None:

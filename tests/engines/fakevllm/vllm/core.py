@@ -1,7 +1,8 @@
 """The engine process: `python -m vllm.core FD STEPS_PER_SECOND MOST_AT_ONCE CONTEXT`.
 
 The model says what the last user message says; one that begins with "count N" gets the numbers up to N, and "what
-grammar" the one that the reply is to be kept to. The vector of "not a number" has one that is none.
+grammar" the one that the reply is to be kept to, "what adapter" its name. The vector of "not a number" has one that is
+none. Beginnings are known to requests of the same salt and adapter.
 """
 
 import math
@@ -42,6 +43,8 @@ def reply(request: EngineCoreRequest) -> list[int]:
     elif said == b"what grammar":
         shape = None if params is None else params.structured_outputs
         said = str(None if shape is None else shape.grammar).encode()
+    elif said == b"what adapter":
+        said = str(None if request.lora_request is None else request.lora_request.lora_name).encode()
     return [*said, IM_END]
 
 
@@ -97,7 +100,7 @@ class Core:
         self.pipe, self.pace, self.most, self.context = pipe, pace, most, context
         self.waiting: dict[str, EngineCoreRequest] = {}
         self.running: dict[str, Running] = {}
-        self.seen: list[int] = []
+        self.seen: dict[object, list[int]] = {}
         self.decoder = msgspec.msgpack.Decoder(Add | Abort)
         self.buffer = b""
 
@@ -118,12 +121,12 @@ class Core:
     def admit(self) -> None:
         for key, request in list(self.waiting.items())[: self.most - len(self.running)]:
             del self.waiting[key]
-            prompt = request.prompt_token_ids
-            same = next(
-                (at for at, (a, b) in enumerate(zip(prompt, self.seen, strict=False)) if a != b), len(self.seen)
-            )
+            prompt, lora = request.prompt_token_ids, request.lora_request
+            group = request.cache_salt, None if lora is None else lora.lora_int_id
+            seen = self.seen.get(group, [])
+            same = next((at for at, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(seen))
             self.running[key] = Running(request, min(same, len(prompt) - 1) // BLOCK * BLOCK)
-            self.seen = prompt
+            self.seen[group] = prompt
 
     def hear(self, seconds: float | None) -> bool:
         """Whether there is still somebody to work for."""
