@@ -113,7 +113,7 @@ async def _client(pipe: Pipe) -> None:
     while (job := await loop.run_in_executor(None, pipe.recv)) is not None:
         url, route, bodies, moment = job
         connections = Connections(url, None, SILENCE_SECONDS)
-        connections.idle += [await connections._opened() for _ in bodies]
+        connections.idle += [await connections.opened() for _ in bodies]
         await asyncio.sleep(max(0.0, moment - time.perf_counter()))
         asked = [_ask(connections.request("POST", route, body), connections.idle.pop()) for body in bodies]
         pipe.send([tuple(seen) for seen in await asyncio.gather(*asked)])
@@ -391,6 +391,24 @@ def ceiling(load: Load, streams: int) -> float:
     return medians(runs).tokens_per_second
 
 
+def figures_of(name: str, load: Load, asked: argparse.Namespace, scratch: Path) -> Any:
+    if name == "ceiling":
+        most = ceiling(load, max(asked.streams))
+        print(f"  {most:,.0f} tok/s by {CLIENTS} clients", flush=True)
+        return most
+    if name == "offline":
+        return offline(asked.folder, asked.streams, asked.rounds, scratch)
+    port, begun = free_port(), time.monotonic()
+    if name == "dragoman":
+        command, ready = dragoman_command(asked.folder, port, scratch), "ready"
+    else:
+        command, ready = vllm_command(asked.folder, port, VARIANTS[name]), "health"
+    with server(command, f"http://127.0.0.1:{port}/{ready}", scratch / f"{name}.log") as pid:
+        print(f"  ready after {time.monotonic() - begun:.0f} s", flush=True)
+        figures = of_server(load, f"http://127.0.0.1:{port}", pid, asked.streams, asked.rounds)
+        return {level: one._asdict() for level, one in figures.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -400,29 +418,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where the figures go, after each server")
     arguments = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp())
     load = Load()
     found: dict[str, Any] = {}
-    for name in arguments.only:
-        print(f"{name}:", flush=True)
-        begun = time.monotonic()
-        if name == "ceiling":
-            found[name] = ceiling(load, max(arguments.streams))
-            print(f"  {found[name]:,.0f} tok/s by {CLIENTS} clients", flush=True)
-        elif name == "offline":
-            found[name] = offline(arguments.folder, arguments.streams, arguments.rounds, scratch)
-        else:
-            port = free_port()
-            if name == "dragoman":
-                command, ready = dragoman_command(arguments.folder, port, scratch), "ready"
-            else:
-                command, ready = vllm_command(arguments.folder, port, VARIANTS[name]), "health"
-            with server(command, f"http://127.0.0.1:{port}/{ready}", scratch / f"{name}.log") as pid:
-                print(f"  ready after {time.monotonic() - begun:.0f} s", flush=True)
-                figures = of_server(load, f"http://127.0.0.1:{port}", pid, arguments.streams, arguments.rounds)
-                found[name] = {level: one._asdict() for level, one in figures.items()}
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1))
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in arguments.only:
+            print(f"{name}:", flush=True)
+            found[name] = figures_of(name, load, arguments, Path(scratch))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1))
     load.close()
 
 

@@ -1,9 +1,11 @@
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.badserver import BadServer
 from tests.engines.running import halves_path, with_engine, with_halves
+from tests.engines.vllm_stand_in import STAND_IN
 
 __all__ = ["halves_path", "with_engine", "with_halves"]
 
@@ -18,3 +20,9 @@ def server() -> Iterator[BadServer]:
 def other() -> Iterator[BadServer]:
     with BadServer() as server:
         yield server
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(STAND_IN), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

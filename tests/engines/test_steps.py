@@ -1,6 +1,7 @@
 """An engine that works in steps, read in the same process and through a worker: the same events either way."""
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
@@ -12,6 +13,8 @@ from dragoman.engines.run import run
 from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.errors import BadRequest, EngineDied, EngineFailed
 from dragoman.events import Event, Finished, Started, TextDelta
+from dragoman.worker.child import Child
+from dragoman.worker.messages import HEADER, Cancel, Generate, Progress, Step, decode_to_parent
 from dragoman.worker.parent import WorkerEngine
 
 STEP_SECONDS = 0.005
@@ -19,7 +22,7 @@ STEP_SECONDS = 0.005
 
 class Spelling(SteppingEngine):
     """Spells the prompts of all requests, a letter of each per step; an exclamation mark fails, a question mark is the
-    end of the engine."""
+    end of the engine, and a number sign becomes what no other process can be told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +58,8 @@ class Spelling(SteppingEngine):
             return Portion(key, ended=True, error=EngineFailed("no shouting"))
         if letter == "?":
             self.receiver.lose("it had doubts")
+        if letter == "#":
+            return Portion(key, (TextDelta("\ud83d"),))
         return Portion(key, (TextDelta(letter),) if letter else (Started(),))
 
 
@@ -130,6 +135,58 @@ def test_one_that_is_left_is_dropped(with_engine: WithEngine) -> None:
             assert not engine._child.streams
 
     with_engine(test)
+
+
+def test_what_cannot_be_sent_of_a_step_fails_its_own_request() -> None:
+    async def test() -> None:
+        engine = in_a_worker()
+        assert isinstance(engine, WorkerEngine)
+        await engine.start()
+        try:
+            async with asyncio.timeout(30):
+                words = ["undisturbed", "un#ble", "neither", "#" * 10**6, "one!", "x"]
+                told = await asyncio.gather(*(spelt(engine, word) for word in words), return_exceptions=True)
+                assert [told[at] for at in (0, 2, 5)] == [letters(words[at]) for at in (0, 2, 5)]
+                assert [type(told[at]) for at in (1, 3, 4)] == [EngineFailed] * 3
+                assert engine._child is not None
+                assert not engine._child.busy
+        finally:
+            await engine.stop()
+
+    asyncio.run(test())
+
+
+def told_by(output: io.BytesIO) -> list[Progress]:
+    """All that a child has written."""
+    body = output.getvalue()
+    told: list[Progress] = []
+    while body:
+        (length,) = HEADER.unpack_from(body)
+        step = decode_to_parent(body[HEADER.size : HEADER.size + length])
+        assert isinstance(step, Step)
+        told += step.progress
+        body = body[HEADER.size + length :]
+    return told
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_cancel_that_comes_with_its_request_or_soon_after_is_answered(turns: int) -> None:
+    """Whoever waits for the end would wait for ever."""
+
+    async def test() -> None:
+        engine, output = Spelling(), io.BytesIO()
+        child = Child(engine, output)
+        await engine.start()
+        child.handle(Generate(1, GenerationRequest(prompts=("abc",))))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        child.handle(Cancel(1))
+        await asyncio.sleep(10 * STEP_SECONDS)
+        await engine.stop()
+        assert told_by(output) == [Progress(1, ended=True)]
+        assert not engine.left
+
+    asyncio.run(test())
 
 
 def test_the_end_of_the_engine_is_told_to_all(with_engine: WithEngine) -> None:

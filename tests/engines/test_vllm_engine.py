@@ -1,13 +1,7 @@
 """The vllm engine in its worker, over a stand-in for vLLM that speaks the same messages per step."""
 
 import asyncio
-import itertools
-import os
 import re
-import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,86 +12,27 @@ from dragoman.conversation import (
     GenerationRequest,
     JsonSchema,
     Logprobs,
-    Message,
     Sampling,
-    Text,
     Thinking,
     Tool,
     ToolChoice,
 )
-from dragoman.engines.run import run
-from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, NotSupported
-from dragoman.events import Event, Finished, Started, TextDelta, Usage
+from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, EngineFailed, NotSupported
+from dragoman.events import Finished, Started, TextDelta, Usage
 from dragoman.worker.parent import WorkerEngine
+from tests.engines.vllm_faults import BELL
+from tests.engines.vllm_stand_in import (
+    IM_END,
+    IM_START,
+    NOT_ONE,
+    chat,
+    events,
+    numbers,
+    text_of,
+    with_engine,
+)
 
-STAND_IN = Path(__file__).parent / "fakevllm"
-IM_START, IM_END = 256, 257
-
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(STAND_IN), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-
-
-@asynccontextmanager
-async def engine(args: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[WorkerEngine]:
-    given = {"path": "some/model", "args": {"steps_per_second": 500, **(args or {})}, **options}
-    made = WorkerEngine("vllm", "m", given)
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
-
-
-def with_engine(test: Callable[[WorkerEngine], Awaitable[None]], **options: Any) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60), engine(**options) as made:
-            await test(made)
-
-    asyncio.run(main())
-
-
-def chat(text: str, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(id="1", messages=(Message("user", (Text(text),)),), **fields)
-
-
-async def events(made: WorkerEngine, request: GenerationRequest) -> list[Event]:
-    return [event async for batch in run(made, request) for event in batch]
-
-
-def text_of(said: Sequence[Event]) -> str:
-    return "".join(event.text for event in said if isinstance(event, TextDelta))
-
-
-def numbers(count: int) -> str:
-    return " ".join(map(str, range(count)))
-
-
-def helpers_of(pid: int) -> list[int]:
-    """Processes that a process has started, from whichever thread."""
-    found = [children.read_text().split() for children in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for child in itertools.chain(*found)]
-
-
-def engine_process(made: WorkerEngine) -> int:
-    assert made.pid is not None
-    (found,) = helpers_of(made.pid)
-    return found
-
-
-async def gone(pid: int) -> None:
-    async with asyncio.timeout(5):
-        while _runs(pid):  # noqa: ASYNC110 (another process ends)
-            await asyncio.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def test_a_reply_from_started_to_finished() -> None:
@@ -234,14 +169,94 @@ def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:
     with_engine(test, format="hermes")
 
 
-def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"r": 12}')
-
+def test_what_could_not_be_enforced_is_looked_at_afterwards() -> None:
     async def test(made: WorkerEngine) -> None:
-        assert [info.name for info in made.models()] == ["m", "m-legal"]
-        assert text_of(await events(made, chat("hello", model="m-legal"))) == "hello"
+        for text, words in (('{"a": 1}', "should not be valid"), ('{"a": 2}', None)):
+            said = await events(made, chat(text, constraint=NOT_ONE))
+            assert text_of(said) == text
+            finished = said[-1]
+            assert isinstance(finished, Finished)
+            assert (words in str(finished.warnings)) if words else not finished.warnings
 
-    with_engine(test, adapters={"m-legal": str(tmp_path)})
+    with_engine(test)
+
+
+@pytest.mark.parametrize(
+    "request_given",
+    [
+        chat('{"a": 1}', constraint=NOT_ONE),
+        chat("<think>123456 at most 1 times", thinking=Thinking(budget_tokens=3), max_tokens=90),
+        chat("at most 0 times"),
+    ],
+    ids=["what is looked at afterwards", "what is taken up again", "what is begun"],
+)
+def test_what_goes_wrong_aside_is_told_to_its_own_request(request_given: GenerationRequest) -> None:
+    async def test(made: WorkerEngine) -> None:
+        beside = asyncio.create_task(events(made, chat("count 50")))
+        with pytest.raises(EngineFailed):
+            await events(made, request_given)
+        assert text_of(await beside) == numbers(50)
+        assert await made.tokenize("", False) == (0, 0)
+
+    with_engine(test, "tests.engines.vllm_faults:Faulty", format="hermes")
+
+
+def test_a_step_that_cannot_be_handed_on_is_the_end_of_the_engine_and_not_its_silence() -> None:
+    async def test(made: WorkerEngine) -> None:
+        readers = (events(made, chat(text)) for text in ("count 999", f"ring {BELL}", "count 999"))
+        ends = await asyncio.gather(*readers, return_exceptions=True)
+        assert {type(end) for end in ends} == {EngineDied}
+        assert text_of(await events(made, chat("count 3"))) == numbers(3)
+
+    with_engine(test, "tests.engines.vllm_faults:Faulty")
+
+
+def adapter(folder: Path, rank: int) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    return str(folder)
+
+
+def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
+    async def test(made: WorkerEngine) -> None:
+        assert [info.name for info in made.models()] == ["m", "m-legal", "m-poet"]
+        for model, told in (("m", "None"), ("m-legal", "m-legal"), ("m-poet", "m-poet"), ("", "None")):
+            assert text_of(await events(made, chat("what adapter", model=model))) == told
+
+    with_engine(test, adapters={"m-legal": adapter(tmp_path / "legal", 12), "m-poet": adapter(tmp_path / "poet", 40)})
+
+
+@pytest.mark.parametrize(
+    ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "no room")]
+)
+def test_an_adapter_that_vllm_refuses_is_named(tmp_path: Path, rank: int, args: dict[str, Any], words: str) -> None:
+    async def main() -> None:
+        given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", rank)}, "args": args}
+        made = WorkerEngine("vllm", "m", given)
+        try:
+            with pytest.raises(ConfigError, match=f"the adapter x cannot be used: .*{words}"):
+                await made.start()
+        finally:
+            await made.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_beginnings_are_shared_between_principals_unless_they_are_kept_apart(isolate: bool) -> None:
+    async def test(made: WorkerEngine) -> None:
+        async def cached(principal: str) -> int:
+            started = (await events(made, chat("the same " * 9, principal=principal)))[0]
+            assert isinstance(started, Started)
+            return started.cached_tokens
+
+        assert await cached("one") == 0
+        assert await cached("one") > 0
+        assert (await cached("other") > 0) is not isolate
+        assert await cached("other") > 0
+        assert await cached("one") > 0
+
+    with_engine(test, isolate=isolate)
 
 
 def test_a_pooling_model_makes_vectors() -> None:
@@ -257,6 +272,18 @@ def test_a_pooling_model_makes_vectors() -> None:
             await made.embed([(10**6,)])
         with pytest.raises(NotSupported):
             await events(made, chat("hello"))
+
+    with_engine(test, args={"runner": "pooling"})
+
+
+def test_a_vector_that_is_none_fails_its_own_request() -> None:
+    async def test(made: WorkerEngine) -> None:
+        wanted = [["abba"], ["x", "not a number", "y"], ["not a number"], ["abba"]]
+        told = await asyncio.gather(*(made.embed(texts) for texts in wanted), return_exceptions=True)
+        assert [type(each) for each in told] == [tuple, EngineFailed, EngineFailed, tuple]
+        assert len(await made.embed(["abba"])) == 1
+        assert made._child is not None
+        assert not made._child.busy
 
     with_engine(test, args={"runner": "pooling"})
 
@@ -278,78 +305,5 @@ def test_what_an_operator_has_to_mend(options: dict[str, Any], words: str) -> No
                 await made.start()
         finally:
             await made.stop()
-
-    asyncio.run(main())
-
-
-def test_512_streams_at_100_steps_a_second_are_in_order_and_complete() -> None:
-    async def test(made: WorkerEngine) -> None:
-        lengths = [20 + at % 40 for at in range(512)]
-        begun = time.monotonic()
-        said = await asyncio.gather(*(events(made, chat(f"count {length}")) for length in lengths))
-        assert [text_of(each) for each in said] == [numbers(length) for length in lengths]
-        for each in said:
-            assert isinstance(each[-1], Finished)
-            assert each[-1].usage is not None
-            assert each[-1].usage.completion == len(text_of(each))
-        # The longest has 169 tokens: nobody was held up by the others.
-        assert time.monotonic() - begun < 30
-
-    with_engine(test, args={"steps_per_second": 100})
-
-
-def test_each_of_512_streams_can_be_left() -> None:
-    """In decode and in the queue alike; those who stay get all of theirs."""
-
-    async def test(made: WorkerEngine) -> None:
-        async def leave_after(batches: int) -> None:
-            async with aclosing(run(made, chat("count 999", max_tokens=3000))) as stream:
-                for _ in range(batches):
-                    await anext(stream)
-
-        waiting = [asyncio.create_task(leave_after(10**6)) for _ in range(100)]
-        leaving = [leave_after(1 + at % 5) for at in range(256)]
-        staying = [events(made, chat("count 30")) for _ in range(156)]
-        said = await asyncio.gather(*leaving, *staying)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert [text_of(each) for each in said[256:] if each is not None] == [numbers(30)] * 156
-        # All of them are gone, or this one would wait for a place.
-        assert text_of(await asyncio.wait_for(events(made, chat("count 3")), 3)) == numbers(3)
-        assert made.kv_used is not None
-        assert made._child is not None
-        assert not made._child.streams
-
-    with_engine(test, args={"steps_per_second": 100, "max_num_seqs": 384})
-
-
-def test_a_killed_engine_process_is_told_at_once_and_comes_back_by_itself() -> None:
-    async def test(made: WorkerEngine) -> None:
-        readers = [asyncio.create_task(events(made, chat("count 999", max_tokens=3000))) for _ in range(256)]
-        await asyncio.sleep(1)
-        assert not any(reader.done() for reader in readers)
-        worker, process = made.pid, engine_process(made)
-        os.kill(process, signal.SIGKILL)
-        begun = time.monotonic()
-        ends = await asyncio.gather(*readers, return_exceptions=True)
-        assert time.monotonic() - begun < 2
-        assert {type(end) for end in ends} == {EngineDied}
-        assert text_of(await events(made, chat("count 3"))) == numbers(3)
-        assert made.pid != worker
-
-    with_engine(test, args={"steps_per_second": 100})
-
-
-def test_the_engine_process_ends_with_the_worker_however_that_ends() -> None:
-    async def main() -> None:
-        async with engine() as made:
-            stopped = engine_process(made)
-        await gone(stopped)
-        async with engine() as made:
-            assert made.pid is not None
-            orphan = engine_process(made)
-            os.kill(made.pid, signal.SIGKILL)
-            await gone(orphan)
 
     asyncio.run(main())

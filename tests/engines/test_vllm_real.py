@@ -28,8 +28,8 @@ from dragoman.engines.run import run
 from dragoman.errors import BadRequest, ConfigError, EngineDied
 from dragoman.events import Event, Finished, Started, TextDelta
 from dragoman.worker.parent import WorkerEngine
-from tests.engines.test_vllm_engine import helpers_of
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
+from tests.engines.vllm_stand_in import helpers_of
 
 pytestmark = [pytest.mark.skipif(not WITH_VLLM, reason="run by make test-vllm"), pytest.mark.timeout(600)]
 

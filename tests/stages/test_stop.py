@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, ToolCallStart
+from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, Usage, ToolCallStart
 from dragoman.stages.stop import Stop, StopMatcher
 from tests.cuttings import cut, cuttings
 
@@ -99,6 +99,14 @@ def test_other_events_keep_their_place() -> None:
     stage = Stop(["END"])
     out = stage([Started(3), TextDelta("E"), ToolCallStart("call_1", "f")])
     assert out == [Started(3), TextDelta("E"), ToolCallStart("call_1", "f")]
+
+
+def test_what_comes_with_the_end_of_the_engine_counts_as_if_it_came_later() -> None:
+    told = Finished(usage=Usage(prompt=3, completion=9))
+    stopped = Stop(["END"])([TextDelta("an "), TextDelta("END"), TextDelta(" and more"), told])
+    assert stopped == [TextDelta("an "), TextDelta("", 1), Finished("stop", stop="END")]
+    uncounted = Stop(["END"])([TextDelta("an END and more", 0), told])
+    assert uncounted == [TextDelta("an ", 0), Finished("stop", stop="END", usage=told.usage)]
 
 
 def test_tokens_go_with_the_text_they_begin_in() -> None:

@@ -11,7 +11,7 @@ Rules
 1. What the receiver gets for a key is what `generate` would yield, from `Started` to `Finished`; the portion with which
    it `ended` is the last. One that failed ends with `error`.
 2. `begin` raises what is wrong with the request; then nothing is ever received for its key.
-3. After `drop` nothing is received for the key any more.
+3. After `drop` nothing is received for the key any more. A receiver may drop while it takes.
 """
 
 import itertools
@@ -56,7 +56,7 @@ class SteppingEngine(Engine):
         raise NotImplementedError
 
     def drop(self, key: int) -> None:
-        """Nobody wants the rest. One that has ended may be dropped too."""
+        """Nobody wants the rest. One that has ended, or was never begun, may be dropped too."""
         raise NotImplementedError
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:

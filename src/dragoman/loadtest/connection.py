@@ -129,7 +129,7 @@ class Connections:
 
     async def ask(self, request: bytes, feed: Feed) -> int:
         while True:
-            connection = self._kept() or await self._opened()
+            connection = self._kept() or await self.opened()
             try:
                 status = await connection.ask(request, feed, self.silence_seconds)
             except Stale:
@@ -149,7 +149,7 @@ class Connections:
                 return connection
         return None
 
-    async def _opened(self) -> Connection:
+    async def opened(self) -> Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):

@@ -1,8 +1,8 @@
 """The Engine that the app holds for a model whose replicas run somewhere in the cluster.
 
 Rules
-1. As long as nothing of a reply has been told, the death of a replica is another one's chance. After that the caller is
-   told: nobody gets two halves of different replies.
+1. As long as nothing of a reply has been told, the death of a replica is another one's chance, a few times over. After
+   that the caller is told: nobody gets two halves of different replies.
 2. Where there is no replica, or none with room, a request waits for one; how many may wait, the app's queue says.
 3. Closing a generation cancels it in the replica.
 """
@@ -31,6 +31,7 @@ from dragoman.worker.process import UNSENDABLE
 log = logging.getLogger("dragoman.ray")
 
 MOST_TRIES = 3
+"""Counted here and not by the replicas that it has been to: one may die before a request is on its way to any."""
 DIED = "the replica of the model that had the request died; the request can be sent again"
 NOBODY = "no replica of this model can be asked now; try again later"
 
@@ -57,7 +58,9 @@ class ReplicaEngine(Engine):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         asked = Asked(_encoded(request), chain(request))
         begun = False
+        tries = 0
         while True:
+            tries += 1
             try:
                 async with aclosing(_held(self._stream(asked))) as batches:
                     async for events in batches:
@@ -65,7 +68,7 @@ class ReplicaEngine(Engine):
                         yield events
                 return
             except EngineDied:
-                if begun or len(asked.tried) >= MOST_TRIES:
+                if begun or tries >= MOST_TRIES:
                     raise
                 log.warning("request %s: its replica died before it said anything; another is asked", request.id)
                 asked = asked.again()
@@ -117,11 +120,13 @@ class ReplicaEngine(Engine):
     async def _once(self, method: Any, body: bytes) -> bytes:
         """What a replica answers; nothing of it is told before all of it is there, so another may be asked."""
         asked = Asked(body)
+        tries = 0
         while True:
+            tries += 1
             try:
                 return await _result(method.remote, asked)
             except EngineDied:
-                if len(asked.tried) >= MOST_TRIES:
+                if tries >= MOST_TRIES:
                     raise
                 asked = asked.again()
 

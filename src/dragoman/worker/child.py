@@ -72,6 +72,8 @@ class Child:
 
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Generate) and self._stepping is not None:
+            # Now, and not when the task gets its turn: it may be cancelled before that, and the end has to be told.
+            self._begun.add(message.id)
             self._keep(message.id, self._begin(self._stepping, message.id, message.request), self._forget)
         elif isinstance(message, Generate):
             self._keep(message.id, self._generate(message.id, message.request), self._end)
@@ -112,7 +114,6 @@ class Child:
         self._post(Progress(key, ended=True, failure=failure))
 
     async def _begin(self, engine: SteppingEngine, key: int, request: GenerationRequest) -> None:
-        self._begun.add(key)
         try:
             await engine.begin(key, request)
         except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
@@ -126,7 +127,20 @@ class Child:
                 self._begun.discard(portion.key)
             # Failures have to be put into words; everything else leaves as it is.
             told.append(portion if portion.error is None else _failed(portion, portion.error))
-        self._write(encode(WholeStep(told, self._engine.kv_used)))
+        try:
+            encoded = encode(WholeStep(told, self._engine.kv_used))
+        except Exception:  # noqa: BLE001 (whose fault it is shows when each is encoded alone)
+            encoded = encode(PackedStep(tuple(map(self._alone, portions, told)), self._engine.kv_used))
+        self._write(encoded)
+
+    def _alone(self, portion: Portion, told: Portion | Progress) -> msgspec.Raw:
+        try:
+            return pack(told)
+        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
+            self._begun.discard(portion.key)
+            if self._stepping is not None:
+                self._stepping.drop(portion.key)
+            return pack(Progress(portion.key, ended=True, failure=failure_of(error)))
 
     def lose(self, reason: str) -> None:
         log.error("the engine is gone: %s", reason)

@@ -23,8 +23,7 @@ HEADER = struct.Struct("<I")
 KEY_BITS = 32
 """Of the number of a request; above them is that of the process that counts them."""
 OWN_NUMBER = 1
-"""Of the worker's parent. Nobody has 0: so every key has nine bytes, and is found where `key_of` looks."""
-KEY = struct.Struct(">Q")
+"""Of the worker's parent."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -130,6 +129,14 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
+class Head(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one who passes a `Progress` on has to know of it."""
+
+    id: int
+    events: msgspec.Raw
+    ended: bool
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     progress: tuple[Progress, ...]
     kv_used: float | None = None
@@ -170,6 +177,7 @@ _to_child = msgspec.msgpack.Decoder(ToChild)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 _to_passer = msgspec.msgpack.Decoder(ToPasser)
 _progress = msgspec.msgpack.Decoder(Progress)
+_head = msgspec.msgpack.Decoder(Head)
 
 
 def encode(message: ToChild | ToParent | PackedStep | WholeStep | PassedGenerate) -> bytes:
@@ -177,7 +185,7 @@ def encode(message: ToChild | ToParent | PackedStep | WholeStep | PassedGenerate
     return HEADER.pack(len(body)) + body
 
 
-def pack(progress: Progress) -> msgspec.Raw:
+def pack(progress: Portion | Progress) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(progress))
 
 
@@ -185,10 +193,8 @@ def unpack(progress: msgspec.Raw) -> Progress:
     return _progress.decode(progress)
 
 
-def key_of(progress: msgspec.Raw) -> int:
-    """Without decoding it: a mark for the array, one for the integer, and the integer."""
-    key: int = KEY.unpack_from(progress, 2)[0]
-    return key
+def head_of(progress: msgspec.Raw) -> Head:
+    return _head.decode(progress)
 
 
 def _sendable(text: str) -> str:

@@ -4,6 +4,7 @@ Rules
 1. What a child says of a generation goes to whoever began it: to a mailbox here, or, as it came, to a follower that
    passes it on to another process.
 2. Whoever still waits when it dies is told its last words.
+3. It is busy as long as something is expected of it: a reply that it has told to its end is none of its work any more.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ from dragoman.worker.messages import (
     decode_to_parent,
     decode_to_passer,
     encode,
-    key_of,
+    head_of,
     pack,
     unpack,
 )
@@ -72,7 +73,7 @@ class ChildProcess:
         self._buried = False
         self.streams: dict[int, Mailbox] = {}
         self.followed: dict[int, Follower] = {}
-        """Streams that are passed on, each until its follower lets go of it."""
+        """Streams that are passed on, each until its end or until its follower lets go of it."""
         self.answers: dict[int, asyncio.Future[Answer]] = {}
         self.heard = time.monotonic()
         self.last_words = Failure.of(EngineDied("the engine's process died; the request can be sent again"))
@@ -173,11 +174,15 @@ class ChildProcess:
     def _pass_on(self, step: PackedStep) -> None:
         followed = self.followed
         for packed in step.progress:
-            follower = followed.get(key_of(packed))
+            head = head_of(packed)
+            follower = followed.get(head.id)
             if follower is None:
                 self._put(unpack(packed))
-            else:
-                follower.put(packed)
+                continue
+            follower.put(packed)
+            if head.ended:
+                # However long its reader takes to read the rest, nothing more is expected of the child.
+                del followed[head.id]
 
     def _put(self, progress: Progress) -> None:
         stream = self.streams.get(progress.id)

@@ -1,8 +1,10 @@
 """Models in folders as Hugging Face lays them out, run by vLLM: its engine, not its server.
 
-engine   what the server sees: options, the start of vLLM, requests on their way in, steps on their way out
+engine   what the server sees: the start of vLLM, requests on their way in, steps on their way out
+options  what a configuration may say about such a model, and what vLLM is told of it
 parts    everything that is used of vLLM, in one place
 tokens   the tokenizer as a table of bytes, and the ways around where it is none
+cuts     tokens of long pieces that come with every request, which are made once
 intake   from a request to what vLLM's engine takes: its prompt in tokens, its sampling, its grammar
 work     one request's way from the tokens of a step to events
 vectors  texts on their way to vectors

@@ -3,18 +3,18 @@
 Rules
 1. vLLM's own output path is not used: what its engine process sends after a step is read here as it is.
 2. Where the engine process dies, so does everything that it worked on; whoever receives the steps is told at once.
-3. What vLLM refuses fails the request that it belongs to, and no other.
+3. What vLLM refuses, and what cannot be made of its outputs, fails the request that it belongs to, and no other.
+4. Steps are read as long as the engine runs. What goes wrong with a whole one is its end, as that of the process is.
 """
 
 import asyncio
 import gc
-import json
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from dragoman.engines.run import failed
 from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.engines.vllm import parts as vllm
 from dragoman.engines.vllm.intake import Intake
+from dragoman.engines.vllm.options import VllmOptions, arguments
 from dragoman.engines.vllm.tokens import Tokens
 from dragoman.engines.vllm.vectors import Pooled, Texts
 from dragoman.engines.vllm.work import Work
@@ -37,12 +38,8 @@ from dragoman.formats import detect, named
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
 
-HUB = "hf:"
-"""Before the name of a model of the Hugging Face hub."""
 WATCH_SECONDS = 0.2
 MOST_READERS = 4
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM has room of for adapters."""
 
 VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
 FEATURES = frozenset(
@@ -55,29 +52,6 @@ FEATURES = frozenset(
     }
 )
 SHAPE_FEATURES = frozenset({"strict_tools", "constraint"})
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: str
-    """A folder, or a name of the Hugging Face hub."""
-    format: str | None = None
-    """The syntax in which the model writes thoughts and calls; None: what its chat template shows."""
-    template_options: tuple[str, ...] = ()
-    """Variables of the chat template that callers may set."""
-    context: Count | None = None
-    """Tokens of prompt and reply together (vLLM's max_model_len); None: the model's own."""
-    slots: Count | None = None
-    """Generations at once (vLLM's max_num_seqs); None: as many as vLLM takes, and the others queue there."""
-    isolate: bool = False
-    """Beginnings are shared only between requests of one principal."""
-    strict_tools: bool = False
-    """Calls are kept to the schemas of their tools in every reply, not only where a request asks for that."""
-    adapters: Mapping[str, str] = {}
-    """Folders of LoRA adapters, by the name of the model that each makes of this one."""
-    args: Mapping[str, Any] = {}
-    """vLLM's own engine arguments, as they are."""
 
 
 class VllmEngine(SteppingEngine):
@@ -186,7 +160,12 @@ class VllmEngine(SteppingEngine):
         else:
             work = await self._aside(intake.read_work, key, request)
         self.works[key] = work
-        await self._submit(work)
+        try:
+            await self._submit(work)
+        except BaseException:
+            # Nobody else knows of it.
+            self.drop(key)
+            raise
 
     def drop(self, key: int) -> None:
         work = self.works.pop(key, None)
@@ -257,7 +236,13 @@ class VllmEngine(SteppingEngine):
                 return
             if step.scheduler_stats is not None:
                 self.kv_used = step.scheduler_stats.kv_cache_usage
-            self._take(step.outputs)
+            try:
+                self._take(step.outputs)
+            except Exception as error:
+                # Unread, all that comes later would be waited for until somebody loses patience.
+                log.exception("a step of vLLM's could not be handed on")
+                self._lose(str(error))
+                return
 
     def _take(self, outputs: Sequence[vllm.Output]) -> None:
         """A whole step, in one call."""
@@ -279,25 +264,28 @@ class VllmEngine(SteppingEngine):
     def _portion(self, work: Work, output: vllm.Output) -> Portion | None:
         try:
             events = work.take(output)
-        except Exception as error:
-            # Whatever it is, the others of the step go on.
-            if not isinstance(error, DragomanError):
-                log.exception("a request's output could not be read")
-            self._abort(work)
-            self._forget(work)
-            return Portion(work.key, ended=True, error=error if isinstance(error, DragomanError) else failed(error))
-        if work.closing:
-            events = (*events, *self._close_thought(work))
+            if work.closing:
+                events = (*events, *self._close_thought(work))
+        except Exception as error:  # noqa: BLE001 (told to whoever asked, and to the log; the others of the step go on)
+            return self._failed(work, error)
         if not work.ended:
             return Portion(work.key, events)
         if work.given_up:
             self._abort(work)
         if work.bearings.checks and work.guide is not None:
             self.live.pop(work.request.request_id, None)
-            self._keep(self._checked(work, events))
+            self._keep(self._checked(work, events), work)
             return None
         self._forget(work)
         return Portion(work.key, events, ended=True)
+
+    def _failed(self, work: Work, error: BaseException) -> Portion:
+        if not isinstance(error, DragomanError):
+            log.error("a request failed", exc_info=error)
+            error = failed(error)
+        self._abort(work)
+        self._forget(work)
+        return Portion(work.key, ended=True, error=error)
 
     def _forget(self, work: Work) -> None:
         self.live.pop(work.request.request_id, None)
@@ -309,7 +297,7 @@ class VllmEngine(SteppingEngine):
         events = work.close_thought()
         if not work.ended:
             work.request = self._writing().resumed(work)
-            self._keep(self._submit(work))
+            self._keep(self._submit(work), work)
         return events
 
     async def _checked(self, work: Work, events: tuple[Event, ...]) -> None:
@@ -338,11 +326,22 @@ class VllmEngine(SteppingEngine):
         self.works.clear()
         self.receiver.lose(reason)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _keep(self, doing: Coroutine[Any, Any, None], of: Work | None = None) -> asyncio.Task[None]:
+        """`of`: whose it is, and who is told what goes wrong with it."""
+        task = asyncio.get_running_loop().create_task(doing)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda task: self._done(task, of))
         return task
+
+    def _done(self, task: asyncio.Task[None], of: Work | None) -> None:
+        self.tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if of is None:
+            log.error("vLLM could not be told", exc_info=error)
+        elif of.key in self.works:
+            self.receiver.take([self._failed(of, error)])
 
 
 def _readers() -> int:
@@ -353,7 +352,7 @@ def _readers() -> int:
 def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
     parts = vllm.parts()
     try:
-        args = parts.engine_args(**_arguments(options))
+        args = parts.engine_args(**arguments(options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vllm: args: {_first_line(error)}") from error
     try:
@@ -367,29 +366,6 @@ def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
         llm.shutdown()
         words = "its tokenizer is not one of Hugging Face's fast ones"
         raise ConfigError(f"vllm: {options.path} cannot be used: {words} ({_first_line(error)})") from error
-
-
-def _arguments(options: VllmOptions) -> dict[str, Any]:
-    """For vLLM: what we have words for, and the operator's own."""
-    ours = {"model": options.path.removeprefix(HUB), "max_model_len": options.context, "max_num_seqs": options.slots}
-    given = {name: value for name, value in ours.items() if value is not None}
-    twice = sorted(given.keys() & options.args.keys())
-    if twice:
-        raise ConfigError(f"vllm: args: {', '.join(twice)} is set by source, context or slots; give it once")
-    adapting = _room_for(options.adapters) if options.adapters else {}
-    return {"disable_log_stats": True, **adapting, **given, **options.args}
-
-
-def _room_for(adapters: Mapping[str, str]) -> dict[str, Any]:
-    ranks = []
-    for name, path in adapters.items():
-        file = Path(path) / "adapter_config.json"
-        try:
-            ranks.append(int(json.loads(file.read_text())["r"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"vllm: the adapter {name} is no folder of a LoRA adapter: {file}: {error}") from error
-    most = next((rank for rank in RANKS if rank >= max(ranks)), RANKS[-1])
-    return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": most}
 
 
 def _intake(

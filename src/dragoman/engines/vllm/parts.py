@@ -96,8 +96,6 @@ class Parts(msgspec.Struct, frozen=True):
     lora: Callable[..., Any]
     tokens_input: Callable[..., Any]
     device: str
-    dead: type[BaseException]
-    """The engine process has died."""
     refusals: tuple[type[Exception], ...]
     """What it raises where a request is wrong."""
 
@@ -137,7 +135,6 @@ def _found() -> Parts:
         lora=load("vllm.lora.request").LoRARequest,
         tokens_input=load("vllm.inputs").tokens_input,
         device=str(load("vllm.platforms").current_platform.device_type),
-        dead=load("vllm.v1.engine.exceptions").EngineDeadError,
         refusals=(ValueError, load("vllm.exceptions").VLLMClientError),
     )
 

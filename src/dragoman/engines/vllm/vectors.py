@@ -2,14 +2,18 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from dragoman.embedding import Embedding, Input, each
 from dragoman.engines.reading import check_tokens
+from dragoman.engines.run import failed
 from dragoman.engines.vllm.parts import ABORT, ERROR, Output, Parts
 from dragoman.engines.vllm.tokens import Tokens
 from dragoman.errors import BadRequest, ContextTooLong, EngineFailed
+
+log = logging.getLogger("dragoman.engine")
 
 
 class Pooled:
@@ -25,8 +29,13 @@ class Pooled:
         if output.finish_reason in (ABORT, ERROR) or output.pooling_output is None:
             self.future.set_exception(EngineFailed("vLLM made no vector; its log may say why"))
             return
-        values = output.pooling_output.flatten().tolist()
-        self.future.set_result(Embedding.of(values, len(self.request.prompt_token_ids)))
+        try:
+            values = output.pooling_output.flatten().tolist()
+            self.future.set_result(Embedding.of(values, len(self.request.prompt_token_ids)))
+        except Exception as error:
+            # In half floats, for one, a pooler gets to numbers that are none.
+            log.exception("a vector could not be read")
+            self.future.set_exception(failed(error))
 
 
 class Texts:

@@ -1,11 +1,15 @@
 """The engine's client, and the class that holds everything together."""
 
 import asyncio
+import json
+import re
 import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +31,8 @@ from .values import (
     VLLMValidationError,
 )
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
 
 @dataclass
 class AsyncEngineArgs:
@@ -40,6 +46,10 @@ class AsyncEngineArgs:
     max_lora_rank: int = 16
     steps_per_second: float = 100
     """The stand-in's own."""
+
+    def __post_init__(self) -> None:
+        if self.max_lora_rank not in LORA_RANKS:
+            raise ValueError(f"max_lora_rank ({self.max_lora_rank}) must be one of {LORA_RANKS}.")
 
 
 class ModelConfig:
@@ -58,6 +68,9 @@ class ModelConfig:
 
 
 class InputProcessor:
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self.args = args
+
     def process_inputs(
         self,
         request_id: str,
@@ -71,6 +84,8 @@ class InputProcessor:
             raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
         if isinstance(params, PoolingParams):
             return EngineCoreRequest(request_id, tokens, pooling_params=params)
+        if lora_request is not None and not self.args.enable_lora:
+            raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
         params.verify()
         return EngineCoreRequest(request_id, tokens, params, lora_request=lora_request, cache_salt=prompt["cache_salt"])
 
@@ -87,6 +102,8 @@ class AsyncMPClient:
         self.resources = SimpleNamespace(engine_dead=False)
         self.queue: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.times: Counter[bytes] = Counter()
+        self.loras: set[int] = set()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         if self.loop is None:
@@ -114,12 +131,24 @@ class AsyncMPClient:
             pass
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """One whose prompt says "at most N times" is refused after that."""
+        most = re.search(rb"at most (\d) times", bytes(token for token in request.prompt_token_ids if token < 256))
+        if most is not None:
+            self.times[most[0]] += 1
+            if self.times[most[0]] > int(most[1]):
+                raise ValueError("once too often")
         self._send(Add(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self._send(Abort(request_ids))
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        rank = json.loads((Path(lora_request.lora_path) / "adapter_config.json").read_text())["r"]
+        self.loras.add(lora_request.lora_int_id)
+        if not self.args.enable_lora or len(self.loras) > self.args.max_loras:
+            raise RuntimeError("there is no room for this LoRA")
+        if rank > self.args.max_lora_rank:
+            raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {self.args.max_lora_rank}.")
         return True
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
@@ -139,7 +168,7 @@ class AsyncLLM:
     def __init__(self, args: AsyncEngineArgs) -> None:
         self.model_config = ModelConfig(args)
         self.tokenizer = Tokenizer()
-        self.input_processor = InputProcessor()
+        self.input_processor = InputProcessor(args)
         self.engine_core = AsyncMPClient(args)
         self.output_handler: Any = None
 

@@ -1,9 +1,12 @@
 """The engine process: `python -m vllm.core FD STEPS_PER_SECOND MOST_AT_ONCE CONTEXT`.
 
 The model says what the last user message says; one that begins with "count N" gets the numbers up to N, and "what
-grammar" the one that the reply is to be kept to.
+grammar" the one that the reply is to be kept to, "what adapter" its name. The vector of "not a number" has one that is
+none. Beginnings are known to requests of the same salt and adapter. Who asks "how many" is told how many others it
+works on, and how many it has been told to give up.
 """
 
+import math
 import re
 import select
 import socket
@@ -30,7 +33,7 @@ BLOCK = 16
 WIDTH = 16
 
 
-def reply(request: EngineCoreRequest) -> list[int]:
+def reply(request: EngineCoreRequest, others: int, given_up: int) -> list[int]:
     prompt, params = request.prompt_token_ids, request.sampling_params
     text = b"".join(bytes([token]) if token < 256 else b"\x00" for token in prompt)
     users = re.findall(rb"\x00user\n(.*?)\x00", text, re.DOTALL)
@@ -41,13 +44,17 @@ def reply(request: EngineCoreRequest) -> list[int]:
     elif said == b"what grammar":
         shape = None if params is None else params.structured_outputs
         said = str(None if shape is None else shape.grammar).encode()
+    elif said == b"how many":
+        said = f"{others} running, {given_up} given up".encode()
+    elif said == b"what adapter":
+        said = str(None if request.lora_request is None else request.lora_request.lora_name).encode()
     return [*said, IM_END]
 
 
 class Running:
-    def __init__(self, request: EngineCoreRequest, cached: int) -> None:
+    def __init__(self, request: EngineCoreRequest, cached: int, said: list[int]) -> None:
         self.request = request
-        self.left = iter(reply(request))
+        self.left = iter(said)
         self.made = 0
         self.cached = cached
 
@@ -76,6 +83,8 @@ class Running:
 
     def _vector(self) -> EngineCoreOutput:
         counts = [float(self.request.prompt_token_ids.count(ord("a") + at)) + 0.5 for at in range(WIDTH)]
+        if bytes(self.request.prompt_token_ids) == b"not a number":
+            counts[0] = math.nan
         return EngineCoreOutput(self.request.request_id, [], pooling_output=counts, finish_reason=FinishReason.STOP)
 
     def _logprobs(self, token: int, top: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -94,7 +103,8 @@ class Core:
         self.pipe, self.pace, self.most, self.context = pipe, pace, most, context
         self.waiting: dict[str, EngineCoreRequest] = {}
         self.running: dict[str, Running] = {}
-        self.seen: list[int] = []
+        self.seen: dict[object, list[int]] = {}
+        self.given_up = 0
         self.decoder = msgspec.msgpack.Decoder(Add | Abort)
         self.buffer = b""
 
@@ -115,12 +125,13 @@ class Core:
     def admit(self) -> None:
         for key, request in list(self.waiting.items())[: self.most - len(self.running)]:
             del self.waiting[key]
-            prompt = request.prompt_token_ids
-            same = next(
-                (at for at, (a, b) in enumerate(zip(prompt, self.seen, strict=False)) if a != b), len(self.seen)
-            )
-            self.running[key] = Running(request, min(same, len(prompt) - 1) // BLOCK * BLOCK)
-            self.seen = prompt
+            prompt, lora = request.prompt_token_ids, request.lora_request
+            group = request.cache_salt, None if lora is None else lora.lora_int_id
+            seen = self.seen.get(group, [])
+            same = next((at for at, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(seen))
+            said = reply(request, len(self.running) + len(self.waiting), self.given_up)
+            self.running[key] = Running(request, min(same, len(prompt) - 1) // BLOCK * BLOCK, said)
+            self.seen[group] = prompt
 
     def hear(self, seconds: float | None) -> bool:
         """Whether there is still somebody to work for."""
@@ -141,8 +152,8 @@ class Core:
             self.waiting[message.request.request_id] = message.request
             return
         for key in message.request_ids:
-            self.waiting.pop(key, None)
-            self.running.pop(key, None)
+            had = self.waiting.pop(key, None) or self.running.pop(key, None)
+            self.given_up += had is not None
 
     def send(self, outputs: EngineCoreOutputs) -> None:
         body = msgspec.msgpack.encode(outputs)

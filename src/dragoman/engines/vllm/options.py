@@ -1,0 +1,60 @@
+"""What a configuration may say about a model of vLLM, beside its name, and what vLLM is told of it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dragoman.bounds import Count
+from dragoman.errors import ConfigError
+
+HUB = "hf:"
+"""Before the name of a model of the Hugging Face hub."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM has room of for adapters."""
+
+
+class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    """A folder, or a name of the Hugging Face hub."""
+    format: str | None = None
+    """The syntax in which the model writes thoughts and calls; None: what its chat template shows."""
+    template_options: tuple[str, ...] = ()
+    """Variables of the chat template that callers may set."""
+    context: Count | None = None
+    """Tokens of prompt and reply together (vLLM's max_model_len); None: the model's own."""
+    slots: Count | None = None
+    """Generations at once (vLLM's max_num_seqs); None: as many as vLLM takes, and the others queue there."""
+    isolate: bool = False
+    """Beginnings are shared only between requests of one principal."""
+    strict_tools: bool = False
+    """Calls are kept to the schemas of their tools in every reply, not only where a request asks for that."""
+    adapters: Mapping[str, str] = {}
+    """Folders of LoRA adapters, by the name of the model that each makes of this one."""
+    args: Mapping[str, Any] = {}
+    """vLLM's own engine arguments, as they are."""
+
+
+def arguments(options: VllmOptions) -> dict[str, Any]:
+    """For vLLM: what we have words for, and the operator's own."""
+    ours = {"model": options.path.removeprefix(HUB), "max_model_len": options.context, "max_num_seqs": options.slots}
+    given = {name: value for name, value in ours.items() if value is not None}
+    twice = sorted(given.keys() & options.args.keys())
+    if twice:
+        raise ConfigError(f"vllm: args: {', '.join(twice)} is set by source, context or slots; give it once")
+    adapting = _room_for(options.adapters) if options.adapters else {}
+    return {"disable_log_stats": True, **adapting, **given, **options.args}
+
+
+def _room_for(adapters: Mapping[str, str]) -> dict[str, Any]:
+    ranks = []
+    for name, path in adapters.items():
+        file = Path(path) / "adapter_config.json"
+        try:
+            ranks.append(int(json.loads(file.read_text())["r"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"vllm: the adapter {name} is no folder of a LoRA adapter: {file}: {error}") from error
+    most = next((rank for rank in RANKS if rank >= max(ranks)), RANKS[-1])
+    return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": most}

@@ -1,1 +1,0 @@
-from ...values import EngineDeadError as EngineDeadError

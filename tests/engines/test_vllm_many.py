@@ -1,0 +1,99 @@
+"""Hundreds of streams over the stand-in for vLLM, and its death in the midst of them."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import aclosing
+
+import pytest
+
+from dragoman.engines.run import run
+from dragoman.errors import EngineDied
+from dragoman.events import Finished
+from dragoman.worker.parent import WorkerEngine
+from tests.engines.vllm_stand_in import (
+    chat,
+    engine,
+    engine_process,
+    events,
+    gone,
+    numbers,
+    text_of,
+    with_engine,
+)
+
+pytestmark = pytest.mark.usefixtures("stand_in")
+
+
+def test_512_streams_at_100_steps_a_second_are_in_order_and_complete() -> None:
+    async def test(made: WorkerEngine) -> None:
+        lengths = [20 + at % 40 for at in range(512)]
+        begun = time.monotonic()
+        said = await asyncio.gather(*(events(made, chat(f"count {length}")) for length in lengths))
+        assert [text_of(each) for each in said] == [numbers(length) for length in lengths]
+        for each in said:
+            assert isinstance(each[-1], Finished)
+            assert each[-1].usage is not None
+            assert each[-1].usage.completion == len(text_of(each))
+        # The longest has 169 tokens: nobody was held up by the others.
+        assert time.monotonic() - begun < 30
+
+    with_engine(test, args={"steps_per_second": 100})
+
+
+def test_each_of_512_streams_can_be_left() -> None:
+    """In decode and in the queue alike; those who stay get all of theirs."""
+
+    async def test(made: WorkerEngine) -> None:
+        async def leave_after(batches: int) -> None:
+            async with aclosing(run(made, chat("count 999", max_tokens=3000))) as stream:
+                for _ in range(batches):
+                    await anext(stream)
+
+        waiting = [asyncio.create_task(leave_after(10**6)) for _ in range(100)]
+        leaving = [leave_after(1 + at % 5) for at in range(256)]
+        staying = [events(made, chat("count 30")) for _ in range(156)]
+        said = await asyncio.gather(*leaving, *staying)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert [text_of(each) for each in said[256:] if each is not None] == [numbers(30)] * 156
+        # All of them are gone, or this one would wait for a place.
+        assert text_of(await asyncio.wait_for(events(made, chat("count 3")), 3)) == numbers(3)
+        assert made.kv_used is not None
+        assert made._child is not None
+        assert not made._child.streams
+
+    with_engine(test, args={"steps_per_second": 100, "max_num_seqs": 384})
+
+
+def test_a_killed_engine_process_is_told_at_once_and_comes_back_by_itself() -> None:
+    async def test(made: WorkerEngine) -> None:
+        readers = [asyncio.create_task(events(made, chat("count 999", max_tokens=3000))) for _ in range(256)]
+        await asyncio.sleep(1)
+        assert not any(reader.done() for reader in readers)
+        worker, process = made.pid, engine_process(made)
+        os.kill(process, signal.SIGKILL)
+        begun = time.monotonic()
+        ends = await asyncio.gather(*readers, return_exceptions=True)
+        assert time.monotonic() - begun < 2
+        assert {type(end) for end in ends} == {EngineDied}
+        assert text_of(await events(made, chat("count 3"))) == numbers(3)
+        assert made.pid != worker
+
+    with_engine(test, args={"steps_per_second": 100})
+
+
+def test_the_engine_process_ends_with_the_worker_however_that_ends() -> None:
+    async def main() -> None:
+        async with engine() as made:
+            stopped = engine_process(made)
+        await gone(stopped)
+        async with engine() as made:
+            assert made.pid is not None
+            orphan = engine_process(made)
+            os.kill(made.pid, signal.SIGKILL)
+            await gone(orphan)
+
+    asyncio.run(main())

@@ -1,0 +1,130 @@
+"""512 sequences at a hundred steps a second, over HTTP, through two front ends: the stand-in's steps may be late on a
+busy machine, but nothing of them is lost, and who leaves is given up in the engine."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.talking import CHAT, ask, eventually, talking, text_of
+from tests.server.test_vllm import STAND_IN
+from tests.serving import Running, serving
+
+STREAMS = 512
+ENDLESS = "count 3000"
+"""At a hundred steps a second it would go on for two minutes."""
+MODEL = {
+    "engine": "vllm",
+    "path": "some/model",
+    "context": 16_384,
+    "args": {"steps_per_second": 100, "max_num_seqs": STREAMS},
+}
+
+
+class Heard(msgspec.Struct):
+    """What one client got, frame by frame."""
+
+    pieces: list[str] = []
+    finish: str | None = None
+    tokens: int | None = None
+    is_done: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def take(self, data: bytes) -> None:
+        assert not self.is_done
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        frame: dict[str, Any] = json.loads(data)
+        assert "error" not in frame, frame
+        for choice in frame["choices"]:
+            assert self.finish is None
+            self.pieces += [choice["delta"]["content"]] if choice["delta"].get("content") else []
+            self.finish = choice["finish_reason"]
+        if frame.get("usage"):
+            self.tokens = frame["usage"]["completion_tokens"]
+
+
+def leaves_after(at: int) -> int | None:
+    """Every fourth leaves, in the midst of it: the first before it has heard a word."""
+    return (at * 7) % 60 if at % 4 == 0 else None
+
+
+def said_to(at: int) -> str:
+    """What nobody else is told."""
+    return " ".join(f"{at}-{number}" for number in range(10 + at % 10))
+
+
+def request(text: str) -> bytes:
+    asked = {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 16_000}
+    body = json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def listen(running: Running, at: int, begun: asyncio.Barrier) -> Heard:
+    heard, leaving = Heard(), leaves_after(at)
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(request(said_to(at) if leaving is None else ENDLESS))
+    # Nobody leaves, and nobody reads on, before all of them have an answer.
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    await begun.wait()
+    async for line in reader:
+        if line.startswith(b"data: "):
+            heard.take(line.removeprefix(b"data: ").strip())
+        if leaving is not None and len(heard.pieces) >= leaving:
+            break
+    if at % 8:
+        writer.transport.abort()
+    writer.close()
+    return heard
+
+
+async def listen_to_all(running: Running) -> Sequence[Heard]:
+    begun = asyncio.Barrier(STREAMS + 1)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        listening = [group.create_task(listen(running, at, begun)) for at in range(STREAMS)]
+        await begun.wait()
+        # The system spreads connections evenly.
+        assert min(sockets_of(pid) for pid in running.fronts()) > STREAMS // 4
+    return [task.result() for task in listening]
+
+
+def sockets_of(pid: int) -> int:
+    return sum("socket:" in str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def test_512_streams_are_in_order_and_complete_and_each_can_be_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    counted = " ".join(map(str, range(3000)))
+    left = [at for at in range(STREAMS) if leaves_after(at) is not None]
+    with serving(tmp_path, {"models": {"m": MODEL}}, "--workers", "2") as running:
+        for at, heard in enumerate(asyncio.run(listen_to_all(running))):
+            if at in left:
+                assert (heard.finish, heard.is_done) == (None, False)
+                assert counted.startswith(heard.text)
+            else:
+                assert heard.text == said_to(at)
+                assert (heard.finish, heard.tokens, heard.is_done) == ("stop", len(said_to(at)), True)
+        with talking(running) as client:
+
+            def how_many() -> str:
+                asked = [{"role": "user", "content": "how many"}]
+                return text_of(ask(client, CHAT, model="m", messages=asked))
+
+            assert eventually(lambda: how_many() == f"0 running, {len(left)} given up", 20)
+            assert client.get("/stats").json()["models"]["m"]["running"] == 0
+        assert running.stop() == 0
+        ends = [event["status"] for event in running.events() if event["event"] == "request"]
+        assert ends.count(499) == len(left)
+        assert "Traceback" not in running.log.read_text()
