@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, Usage, ToolCallStart
+from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, ToolCallStart, Usage
 from dragoman.stages.stop import Stop, StopMatcher
 from tests.cuttings import cut, cuttings
 
