@@ -16,8 +16,8 @@ without them.
     original          a reply of 200 tokens drawn by chance, which repeats nothing
     cancel            how long until a slot is free whose request, being decoded or taken in, is not wanted any more
 
-Those three, `shared` and `conversations` are also measured with `layout: auto`, which is what users get. What a schema
-costs is in bench/constraints.py.
+All that is held against llama.cpp is also measured with `layout: auto`, which is what users get. What a schema costs is
+in bench/constraints.py.
 """
 
 import argparse
@@ -334,7 +334,7 @@ def measured_by(workload: str) -> Sequence[str]:
         return (ONE_SLOT,)
     if workload in DRAFTING:
         return (OURS, PLAIN)
-    return (OURS, PEER, PEER_256) if workload == "arrival" else (OURS, AUTO, PEER, PEER_256)
+    return (OURS, AUTO, PEER, PEER_256)
 
 
 def bare(workloads: Sequence[str], size: Size) -> Mapping[str, float]:
@@ -366,11 +366,8 @@ def comparisons(workload: str, figure: str) -> Sequence[tuple[str, Sequence[str]
         return [(OURS, (PLAIN,), TARGETS[workload, figure])]
     if figure == DECODED:
         return [(OURS, (BARE,), "at least 0.93")]
-    target = TARGETS[workload, figure]
-    found = [(OURS, (PEER, PEER_256), target)]
-    if workload == "arrival":
-        return found
-    return [*found, (AUTO, (PEER, PEER_256), "at least 1.4" if workload in STREAMS else target)]
+    target, peers = TARGETS[workload, figure], (PEER, PEER_256)
+    return [(OURS, peers, target), (AUTO, peers, "at least 1.4" if workload in ("eight", "many") else target)]
 
 
 def main() -> None:
