@@ -10,6 +10,7 @@ up to there may differ by TOLERANCE. The last test shows that one wrong token in
 import asyncio
 import random
 
+import msgspec
 import pytest
 
 from dragoman.conversation import GenerationRequest, Logprobs
@@ -124,6 +125,37 @@ def test_a_prefix_is_taken_from_a_job_that_is_still_running(with_halves: Run) ->
         assert_same(await fresh(engine, [asked(SEA + ENDS[0])]), [answer])
 
     with_halves(test, context=256)
+
+
+def test_replies_go_on_where_their_texts_were_moved_to(with_halves: Run) -> None:
+    """Four decode side by side, the second leaves, and another one moves into its place."""
+    texts = (SEA, CITY, SEA[20:], CITY[20:])
+    requests = [msgspec.structs.replace(asked(text), max_tokens=40) for text in texts]
+
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.loaded is not None
+        alone = await fresh(engine, [request for at, request in enumerate(requests) if at != 1])
+        await forget(engine)
+        scheduler = engine.loaded.runner.scheduler
+        taken = scheduler.sequences.taken
+        others = [asyncio.create_task(collect(engine, requests[0]))]
+        while not taken:  # noqa: ASYNC110  (it fills in another thread)
+            await asyncio.sleep(0)
+        leaving = engine.generate(requests[1])
+        await anext(leaving)
+        others += [asyncio.create_task(collect(engine, request)) for request in requests[2:]]
+        while len(taken) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert [slot.sequence for slot in scheduler.slots.values()] == [0, 1, 2, 3]
+        await leaving.aclose()
+        seen = []
+        while not all(other.done() for other in others):
+            seen.append(frozenset(taken))
+            await asyncio.sleep(0.001)
+        assert frozenset({0, 1, 2}) in seen
+        assert_same(alone, [await other for other in others])
+
+    with_halves(test, slots=4, context=256)
 
 
 def test_principals_may_be_kept_apart(with_halves: Run) -> None:
