@@ -293,6 +293,8 @@ def test_a_vector_that_is_none_fails_its_own_request() -> None:
     [
         ({"args": {"no_such_argument": 1}}, "no_such_argument"),
         ({"path": "broken"}, "no such model"),
+        ({"path": "starved"}, "vllm: starved: ValueError: No available memory for the cache blocks."),
+        ({"path": "silent"}, "vllm: silent: Engine core initialization failed."),
         ({"context": 5, "args": {"max_model_len": 6}}, "give it once"),
         ({"adapters": {"x": "/nowhere"}}, "the adapter x"),
     ],

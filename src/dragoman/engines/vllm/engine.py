@@ -28,6 +28,7 @@ from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.engines.vllm import parts as vllm
 from dragoman.engines.vllm.intake import Intake
 from dragoman.engines.vllm.options import VllmOptions, arguments
+from dragoman.engines.vllm.overheard import Overheard, overhearing, refers
 from dragoman.engines.vllm.tokens import Tokens
 from dragoman.engines.vllm.vectors import Pooled, Texts
 from dragoman.engines.vllm.work import Work
@@ -356,9 +357,12 @@ def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vllm: args: {_first_line(error)}") from error
     try:
-        llm = parts.load(args)
+        with overhearing() as overheard:
+            llm = parts.load(args)
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"vllm: {options.path}: {_first_line(error)}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"vllm: {options.path}: {_reason(error, overheard)}") from error
     config = llm.model_config
     try:
         return parts, llm, Tokens(llm.tokenizer, config.get_vocab_size(), vllm.end_tokens(config))
@@ -390,6 +394,15 @@ def _intake(
         isolate=options.isolate,
         strict_tools=options.strict_tools,
     )
+
+
+def _reason(error: RuntimeError, overheard: Overheard) -> str:
+    if refers(str(error)):
+        overheard.wait()
+        if overheard.reason is not None:
+            return overheard.reason
+    log.error("vLLM could not be loaded", exc_info=error)
+    return _last_line(error)
 
 
 def _first_line(error: Exception) -> str:

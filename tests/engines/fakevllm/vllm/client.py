@@ -33,6 +33,15 @@ from .values import (
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
+LOGGED = "(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:1510] "
+FAILING = {
+    "starved": f"{LOGGED}Traceback (most recent call last):\n{LOGGED}    raise ValueError(\n"
+    f"{LOGGED}ValueError: No available memory for the cache blocks.\n"
+    "Exception: WorkerProc initialization failed. See stack trace for root cause.\n",
+    "silent": "",
+}
+"""What its processes print, by the model, where they do not start."""
+
 
 @dataclass
 class AsyncEngineArgs:
@@ -180,6 +189,9 @@ class AsyncLLM:
             raise ValueError("max_num_batched_tokens would be that of no server")
         if args.model == "broken":
             raise ValueError("no such model")
+        if args.model in FAILING:
+            subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write(sys.argv[1])", FAILING[args.model]])
+            raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
         return cls(args)
 
     def shutdown(self) -> None:
