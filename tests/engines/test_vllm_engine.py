@@ -291,11 +291,18 @@ def test_a_vector_that_is_none_fails_its_own_request() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"args": {"no_such_argument": 1}}, "no_such_argument"),
+        ({"args": {"no_such_argument": 1}}, "vllm: args.no_such_argument: vLLM has no such engine argument"),
+        (
+            {"args": {"max_num_sequences": 1}},
+            "args.max_num_sequences: vLLM has no such engine argument; did you mean max_",
+        ),
+        ({"args": {"max-num-seqs": 0}}, "vllm: some/model: args.max-num-seqs: Input should be greater"),
         ({"path": "broken"}, "no such model"),
         ({"path": "starved"}, "vllm: starved: ValueError: No available memory for the cache blocks."),
         ({"path": "silent"}, "vllm: silent: Engine core initialization failed."),
-        ({"context": 5, "args": {"max_model_len": 6}}, "give it once"),
+        ({"context": 5, "args": {"max_model_len": 6}}, "vllm: args.max_model_len: context sets it; give it once"),
+        ({"slots": 5, "args": {"max-num-seqs": 6}}, "vllm: args.max-num-seqs: slots sets it; give it once"),
+        ({"args": {"model": "other"}}, "vllm: args.model: source sets it; give it once"),
         ({"adapters": {"x": "/nowhere"}}, "the adapter x"),
     ],
 )

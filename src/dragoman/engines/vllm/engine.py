@@ -27,10 +27,11 @@ from dragoman.engines.run import failed
 from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.engines.vllm import parts as vllm
 from dragoman.engines.vllm.intake import Intake
-from dragoman.engines.vllm.options import VllmOptions, arguments
+from dragoman.engines.vllm.options import VllmOptions, arguments, check_names
 from dragoman.engines.vllm.overheard import Overheard, overhearing, refers
 from dragoman.engines.vllm.tokens import Tokens
 from dragoman.engines.vllm.vectors import Pooled, Texts
+from dragoman.engines.vllm.wording import last_line, refusal
 from dragoman.engines.vllm.work import Work
 from dragoman.errors import ConfigError, DragomanError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished
@@ -137,7 +138,7 @@ class VllmEngine(SteppingEngine):
             try:
                 await core.add_lora_async(lora)
             except Exception as error:
-                raise ConfigError(f"vllm: the adapter {name} cannot be used: {_last_line(error)}") from error
+                raise ConfigError(f"vllm: the adapter {name} cannot be used: {last_line(error)}") from error
             loras[name] = lora
         return loras
 
@@ -351,16 +352,18 @@ def _readers() -> int:
 
 
 def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
+    given = arguments(options)
     parts = vllm.parts()
+    check_names(options, parts.arguments)
     try:
-        args = parts.engine_args(**arguments(options))
+        args = parts.engine_args(**given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"vllm: args: {_first_line(error)}") from error
+        raise ConfigError(f"vllm: {refusal(error, options)}") from error
     try:
         with overhearing() as overheard:
             llm = parts.load(args)
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"vllm: {options.path}: {_first_line(error)}") from error
+        raise ConfigError(f"vllm: {options.path}: {refusal(error, options)}") from error
     except RuntimeError as error:
         raise ConfigError(f"vllm: {options.path}: {_reason(error, overheard)}") from error
     config = llm.model_config
@@ -369,7 +372,7 @@ def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
     except (AttributeError, msgspec.MsgspecError) as error:
         llm.shutdown()
         words = "its tokenizer is not one of Hugging Face's fast ones"
-        raise ConfigError(f"vllm: {options.path} cannot be used: {words} ({_first_line(error)})") from error
+        raise ConfigError(f"vllm: {options.path} cannot be used: {words} ({refusal(error, options)})") from error
 
 
 def _intake(
@@ -402,15 +405,4 @@ def _reason(error: RuntimeError, overheard: Overheard) -> str:
         if overheard.reason is not None:
             return overheard.reason
     log.error("vLLM could not be loaded", exc_info=error)
-    return _last_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    """pydantic's errors have one line that counts, and others about where to read more."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return last_line(error)
