@@ -214,6 +214,7 @@ def test_a_step_that_cannot_be_handed_on_is_the_end_of_the_engine_and_not_its_si
 def adapter(folder: Path, rank: int) -> str:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    (folder / "adapter_model.bin").touch()
     return str(folder)
 
 

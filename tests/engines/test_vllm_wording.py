@@ -6,7 +6,6 @@ import pytest
 
 from dragoman.engines.vllm.options import VllmOptions, arguments
 from dragoman.engines.vllm.wording import refusal
-from dragoman.errors import ConfigError
 
 
 class Refused(ValueError):
@@ -42,7 +41,5 @@ def test_every_error_is_told_with_its_argument(error: Exception, words: str) -> 
     assert refusal(error, options) == words
 
 
-def test_arguments_may_be_written_as_on_a_command_line_and_once() -> None:
+def test_arguments_may_be_written_as_on_a_command_line() -> None:
     assert arguments(VllmOptions("hf:a/b", args={"max-num-seqs": 4}))["max_num_seqs"] == 4
-    with pytest.raises(ConfigError, match=r"args\.max-num-seqs: given twice, also as max_num_seqs"):
-        arguments(VllmOptions("hf:a/b", args={"max-num-seqs": 4, "max_num_seqs": 5}))

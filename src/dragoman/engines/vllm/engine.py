@@ -27,6 +27,7 @@ from dragoman.engines.run import failed
 from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.engines.vllm import parts as vllm
 from dragoman.engines.vllm.intake import Intake
+from dragoman.engines.vllm.mistakes import mistakes
 from dragoman.engines.vllm.options import VllmOptions, arguments, check_names
 from dragoman.engines.vllm.overheard import Overheard, overhearing, refers
 from dragoman.engines.vllm.tokens import Tokens
@@ -91,6 +92,12 @@ class VllmEngine(SteppingEngine):
     @classmethod
     def needs_worker(cls, options: msgspec.Struct) -> bool:
         return True
+
+    @classmethod
+    def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+        assert isinstance(options, VllmOptions)
+        missing = [] if vllm.is_installed() else [("engine", vllm.NOT_INSTALLED)]
+        return [*missing, *mistakes(options)]
 
     @classmethod
     def is_installed(cls) -> bool:
@@ -352,11 +359,13 @@ def _readers() -> int:
 
 
 def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
-    given = arguments(options)
+    found = [f"{key}: {words}" for key, words in mistakes(options)]
+    if found:
+        raise ConfigError(f"vllm: {'; '.join(found)}")
     parts = vllm.parts()
     check_names(options, parts.arguments)
     try:
-        args = parts.engine_args(**given)
+        args = parts.engine_args(**arguments(options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vllm: {refusal(error, options)}") from error
     try:

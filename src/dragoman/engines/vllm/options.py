@@ -1,6 +1,5 @@
 """What a configuration may say about a model of vLLM, beside its name, and what vLLM is told of it."""
 
-import json
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dragoman.bounds import Count
+from dragoman.engines.vllm import loras
 from dragoman.errors import ConfigError
 
 HUB = "hf:"
@@ -42,9 +42,6 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def arguments(options: VllmOptions) -> dict[str, Any]:
     """For vLLM: what we have words for, and the operator's own."""
-    twice = collisions(options)
-    if twice:
-        raise ConfigError(f"vllm: {'; '.join(f'{key}: {words}' for key, words in twice)}")
     adapting = _room_for(options.adapters) if options.adapters else {}
     args = {name: options.args[written] for name, written in names(options.args).items()}
     return {"disable_log_stats": True, **adapting, **_ours(options), **args}
@@ -83,12 +80,11 @@ def _ours(options: VllmOptions) -> dict[str, Any]:
 
 
 def _room_for(adapters: Mapping[str, str]) -> dict[str, Any]:
-    ranks = []
+    widest = 0
     for name, path in adapters.items():
-        file = Path(path) / "adapter_config.json"
         try:
-            ranks.append(int(json.loads(file.read_text())["r"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"vllm: the adapter {name} is no folder of a LoRA adapter: {file}: {error}") from error
-    most = next((rank for rank in RANKS if rank >= max(ranks)), RANKS[-1])
+            widest = max(widest, loras.rank(Path(path)))
+        except ConfigError as error:
+            raise ConfigError(f"vllm: the adapter {name}: {error}") from error
+    most = next((rank for rank in RANKS if rank >= widest), RANKS[-1])
     return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": most}

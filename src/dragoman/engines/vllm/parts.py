@@ -33,6 +33,7 @@ import msgspec
 
 from dragoman.errors import ConfigError
 
+NOT_INSTALLED = "vllm is not installed: pip install 'dragoman[vllm]'"
 STOP, LENGTH, ABORT, ERROR, REPETITION = range(5)
 """vLLM's reasons to end."""
 
@@ -112,7 +113,7 @@ def is_installed() -> bool:
 def parts() -> Parts:
     """Imports vLLM, which takes seconds."""
     if not is_installed():
-        raise ConfigError("vllm is not installed: pip install 'dragoman[vllm]'")
+        raise ConfigError(NOT_INSTALLED)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
