@@ -78,6 +78,10 @@ def text_of(said: Sequence[Event]) -> str:
     return "".join(event.text for event in said if isinstance(event, TextDelta))
 
 
+def test_its_format_is_the_one_that_it_has_as_a_file(served: Served) -> None:
+    assert [info.format for info in served.engine.models()] == ["hermes"]
+
+
 def test_it_knows_the_capital_of_france(served: Served) -> None:
     async def test(engine: WorkerEngine) -> None:
         said = await events(engine, chat("What is the capital of France?"))
