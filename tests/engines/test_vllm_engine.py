@@ -12,6 +12,7 @@ from dragoman.conversation import (
     GenerationRequest,
     JsonSchema,
     Logprobs,
+    OneOf,
     Sampling,
     Thinking,
     Tool,
@@ -167,6 +168,19 @@ def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:
         assert finished.usage.completion == sum(event.count for event in said if isinstance(event, TextDelta))
 
     with_engine(test, format="hermes")
+
+
+@pytest.mark.parametrize("constraint", [OneOf(("yes", "no")), None])
+def test_log_probabilities_that_are_not_the_models_own_are_reported(constraint: OneOf | None) -> None:
+    async def test(made: WorkerEngine) -> None:
+        asked = Asked("logprobs", "top_logprobs"), Asked("logprobs", "best_of")
+        started, first, *_ = await events(made, chat("yes", constraint=constraint, logprobs=Logprobs(2), asked=asked))
+        assert isinstance(started, Started)
+        assert isinstance(first, TextDelta)
+        assert started.ignored == (() if constraint is None else ("top_logprobs",))
+        assert len(first.logprobs[0].top) == 2
+
+    with_engine(test)
 
 
 def test_what_could_not_be_enforced_is_looked_at_afterwards() -> None:
