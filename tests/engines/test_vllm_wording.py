@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dragoman.engines.vllm.options import VllmOptions, arguments
-from dragoman.engines.vllm.wording import refusal
+from dragoman.engines.vllm.wording import last_line, refusal
 
 
 class Refused(ValueError):
@@ -43,3 +43,18 @@ def test_every_error_is_told_with_its_argument(error: Exception, words: str) -> 
 
 def test_arguments_may_be_written_as_on_a_command_line() -> None:
     assert arguments(VllmOptions("hf:a/b", args={"max-num-seqs": 4}))["max_num_seqs"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "Call failed: Worker failed with error 'it's for others', please check the stack trace above",
+            "it's for others",
+        ),
+        ("LoRA rank 600\nis greater", "is greater"),
+        ("", "ValueError"),
+    ],
+)
+def test_what_a_worker_says_is_told_without_what_is_around_it(text: str, words: str) -> None:
+    assert last_line(ValueError(text)) == words

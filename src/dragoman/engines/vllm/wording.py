@@ -6,11 +6,13 @@ Rules
 2. Everything that is wrong is told, and nothing of where to read more about the library that checks.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from dragoman.engines.vllm.options import OURS, VllmOptions, names
 
+_QUOTED = re.compile(r"Worker failed with error '(.+)', please check")
 MOST_CHARACTERS = 60
 """Of a value that is shown."""
 
@@ -46,5 +48,9 @@ def _shown(value: object) -> str:
 
 
 def last_line(error: Exception) -> str:
+    """Of what its workers say, where vLLM puts it between words of its own."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    quoted = _QUOTED.search(lines[-1])
+    return quoted[1] if quoted else lines[-1]
