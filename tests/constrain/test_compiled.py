@@ -220,3 +220,24 @@ def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InvalidSchema, match="too complex") as raised:
         grammars().guide('start: "a"', "response_format")
     assert raised.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (Regex("[0-9"), 'invalid regex "[0-9": unclosed character class'),
+        (
+            Regex("(?=a)a"),
+            'invalid regex "(?=a)a": look-around, including look-ahead and look-behind, is not supported',
+        ),
+        (Regex("(" + "a" * 1000), ": unclosed group"),
+        (Regex(r"[^\s\S]"), "no character is let through"),
+        (Grammar('start: "a" foo'), 'unknown name: "foo"'),
+    ],
+)
+def test_what_is_wrong_is_told_to_its_end(constraint: Constraint, words: str) -> None:
+    made = shaped("hermes", constraint=constraint)
+    with pytest.raises(InvalidSchema) as raised:
+        grammars().guide(made.grammar, made.param)
+    assert str(raised.value).endswith(words)
+    assert len(str(raised.value).splitlines()) == 1

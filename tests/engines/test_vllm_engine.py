@@ -12,6 +12,7 @@ from dragoman.conversation import (
     GenerationRequest,
     JsonSchema,
     Logprobs,
+    OneOf,
     Sampling,
     Thinking,
     Tool,
@@ -169,6 +170,19 @@ def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:
     with_engine(test, format="hermes")
 
 
+@pytest.mark.parametrize("constraint", [OneOf(("yes", "no")), None])
+def test_log_probabilities_that_are_not_the_models_own_are_reported(constraint: OneOf | None) -> None:
+    async def test(made: WorkerEngine) -> None:
+        asked = Asked("logprobs", "top_logprobs"), Asked("logprobs", "best_of")
+        started, first, *_ = await events(made, chat("yes", constraint=constraint, logprobs=Logprobs(2), asked=asked))
+        assert isinstance(started, Started)
+        assert isinstance(first, TextDelta)
+        assert started.ignored == (() if constraint is None else ("top_logprobs",))
+        assert len(first.logprobs[0].top) == 2
+
+    with_engine(test)
+
+
 def test_what_could_not_be_enforced_is_looked_at_afterwards() -> None:
     async def test(made: WorkerEngine) -> None:
         for text, words in (('{"a": 1}', "should not be valid"), ('{"a": 2}', None)):
@@ -214,6 +228,7 @@ def test_a_step_that_cannot_be_handed_on_is_the_end_of_the_engine_and_not_its_si
 def adapter(folder: Path, rank: int) -> str:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    (folder / "adapter_model.bin").touch()
     return str(folder)
 
 
@@ -291,9 +306,18 @@ def test_a_vector_that_is_none_fails_its_own_request() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"args": {"no_such_argument": 1}}, "no_such_argument"),
+        ({"args": {"no_such_argument": 1}}, "vllm: args.no_such_argument: vLLM has no such engine argument"),
+        (
+            {"args": {"max_num_sequences": 1}},
+            "args.max_num_sequences: vLLM has no such engine argument; did you mean max_",
+        ),
+        ({"args": {"max-num-seqs": 0}}, "vllm: some/model: args.max-num-seqs: Input should be greater"),
         ({"path": "broken"}, "no such model"),
-        ({"context": 5, "args": {"max_model_len": 6}}, "give it once"),
+        ({"path": "starved"}, "vllm: starved: ValueError: No available memory for the cache blocks."),
+        ({"path": "silent"}, "vllm: silent: Engine core initialization failed."),
+        ({"context": 5, "args": {"max_model_len": 6}}, "vllm: args.max_model_len: context sets it; give it once"),
+        ({"slots": 5, "args": {"max-num-seqs": 6}}, "vllm: args.max-num-seqs: slots sets it; give it once"),
+        ({"args": {"model": "other"}}, "vllm: args.model: source sets it; give it once"),
         ({"adapters": {"x": "/nowhere"}}, "the adapter x"),
     ],
 )

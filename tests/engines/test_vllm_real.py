@@ -78,6 +78,10 @@ def text_of(said: Sequence[Event]) -> str:
     return "".join(event.text for event in said if isinstance(event, TextDelta))
 
 
+def test_its_format_is_the_one_that_it_has_as_a_file(served: Served) -> None:
+    assert [info.format for info in served.engine.models()] == ["hermes"]
+
+
 def test_it_knows_the_capital_of_france(served: Served) -> None:
     async def test(engine: WorkerEngine) -> None:
         said = await events(engine, chat("What is the capital of France?"))
@@ -215,5 +219,10 @@ def test_vllm_checks_its_arguments(smollm2_path: Path) -> None:
             await engine.stop()
 
     asyncio.run(main({"no_such_argument": 1}, "no_such_argument"))
-    asyncio.run(main({"dtype": "float1"}, "dtype|float1"))
+    asyncio.run(main({"dtype": "float1"}, "args.dtype: .*, not 'float1'$"))
+    asyncio.run(main({"max-num-seqs": 0}, "args.max-num-seqs: Input should be .*, not 0; "))
     asyncio.run(main({"max_model_len": 10**9}, "max_model_len"))
+    # What its processes find, and only print.
+    asyncio.run(
+        main({**CPU_ARGS, "kv_cache_memory_bytes": 100_000, "max_model_len": 512}, "ValueError: No available memory")
+    )

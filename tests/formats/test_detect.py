@@ -63,6 +63,8 @@ def test_a_template_nobody_knows_is_json(template: str | None) -> None:
 
 def test_a_model_may_be_known_by_name() -> None:
     assert detect("<|im_start|>", "SmolLM2-135M-Instruct") == "hermes"
+    # A folder may be called anything.
+    assert detect("<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>", "mine") == "hermes"
     # What the template shows counts for more.
     assert detect("[TOOL_CALLS][ARGS]", "SmolLM2") == "mistral"
 

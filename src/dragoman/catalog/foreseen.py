@@ -67,10 +67,14 @@ def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
 
 def unfit(specs: Sequence[ModelSpec]) -> list[Mistake]:
     """What their engines find wrong with files that are there."""
-    return [Mistake(f"models.{spec.name}", words) for spec in specs for words in _mistakes(spec)]
+    return [
+        Mistake(f"models.{spec.name}.{key}" if key else f"models.{spec.name}", words)
+        for spec in specs
+        for key, words in _mistakes(spec)
+    ]
 
 
-def _mistakes(spec: ModelSpec) -> Sequence[str]:
+def _mistakes(spec: ModelSpec) -> Sequence[tuple[str, str]]:
     try:
         here = None if spec.file is None else sources.locate(spec.file)
     except ConfigError:

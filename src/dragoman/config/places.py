@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-_MODEL = re.compile(r"models\.(.+?)(\.source|\.adapters\..*)?")
+_MODEL = re.compile(r"models\.(.+?)(\.source|\.engine|\.(adapters|args)\..*)?")
 _LAST = re.compile(r"(\.[^.\[]*|\[[^\[]*|^[^.\[]*)$")
 
 

@@ -7,6 +7,7 @@ Rules
 3. What takes too long at its beginning, or at any token, is refused: others decode in the same step.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,11 @@ MOST_TEXT = 4 * 1024 * 1024
 COMPILE_SECONDS = 1.5
 SPARE_SECONDS, TOKEN_SECONDS = 1.0, 0.002
 """A reply's masks may take so long together, and so much longer with each token; of the processor's time."""
+
+MOST_SHOWN = 160
+"""Characters of an expression that is wrong."""
+_INVALID = re.compile(r'invalid regex ".*"(?= \(in regex\))')
+_WRONG = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 CONTROL = b"\xff"
 """Before the name of a control token: no text can be mistaken for it."""
@@ -147,11 +153,19 @@ class Grammars:
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
-            problem = _first_line(matcher.get_error())
+            problem = _reason(matcher.get_error())
             raise InvalidSchema(f"{param}: nothing can be written to fit this: {problem}", param=param)
         if time.thread_time() - begun > COMPILE_SECONDS:
             raise InvalidSchema(f"{param}: this is too complex to be enforced", param=param)
         return _Compiled(matcher, mask)
+
+
+def _reason(text: str) -> str:
+    """llguidance's words in one line: what is wrong with an expression stands below it."""
+    if text.startswith("NoExtensionBias"):
+        return "no character is let through"
+    invalid, wrong = _INVALID.search(text), _WRONG.search(text)
+    return f"{invalid[0][:MOST_SHOWN]}: {wrong[1]}" if invalid and wrong else _first_line(text)
 
 
 def _first_line(text: str) -> str:

@@ -109,8 +109,9 @@ class Engine:
         return 0
 
     @classmethod
-    def mistakes(cls, options: msgspec.Struct) -> Sequence[str]:
-        """What would keep it from starting, and can be seen in its files without loading them; for `dragoman check`."""
+    def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+        """What would keep it from starting, and can be seen in its files without loading them; for `dragoman check`.
+        Each with the key that is to blame, as `adapters.legal`, or "" for all of the model's entry."""
         return ()
 
     @classmethod

@@ -60,9 +60,12 @@ def named(name: str) -> ModelFormat:
 
 
 def detect(template: str | None, model: str = "") -> str:
-    """The name of the format that a chat template speaks, or that a model of this name is known for."""
+    """The name of the format that a chat template speaks, or that a model of this name, or one that the template names,
+    is known for."""
     for known in FORMATS.values():
         if template and any(all(sign in template for sign in group) for group in known.signs):
             return known.name
-    families = (known for known in FORMATS.values() if any(name in model.lower() for name in known.families))
+    # A file has its model's name, a folder may be called anything; the template often says who is speaking.
+    said = f"{model}\n{template or ''}".lower()
+    families = (known for known in FORMATS.values() if any(name in said for name in known.families))
     return next((known.name for known in families), FALLBACK)

@@ -129,9 +129,9 @@ class LlamaEngine(Engine):
         return beside + expected_bytes(metadata, *room, times=1 + len(options.adapters))
 
     @classmethod
-    def mistakes(cls, options: msgspec.Struct) -> Sequence[str]:
+    def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         assert isinstance(options, LlamaOptions)
-        return adapters.mistakes(Path(options.path).expanduser(), options.adapters)
+        return [("", words) for words in adapters.mistakes(Path(options.path).expanduser(), options.adapters)]
 
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:

@@ -27,9 +27,12 @@ from dragoman.engines.run import failed
 from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.engines.vllm import parts as vllm
 from dragoman.engines.vllm.intake import Intake
-from dragoman.engines.vllm.options import VllmOptions, arguments
+from dragoman.engines.vllm.mistakes import mistakes
+from dragoman.engines.vllm.options import VllmOptions, arguments, check_names
+from dragoman.engines.vllm.overheard import Overheard, overhearing, refers
 from dragoman.engines.vllm.tokens import Tokens
 from dragoman.engines.vllm.vectors import Pooled, Texts
+from dragoman.engines.vllm.wording import last_line, refusal
 from dragoman.engines.vllm.work import Work
 from dragoman.errors import ConfigError, DragomanError, EngineFailed, NotSupported
 from dragoman.events import Event, Finished
@@ -91,6 +94,12 @@ class VllmEngine(SteppingEngine):
         return True
 
     @classmethod
+    def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+        assert isinstance(options, VllmOptions)
+        missing = [] if vllm.is_installed() else [("engine", vllm.NOT_INSTALLED)]
+        return [*missing, *mistakes(options)]
+
+    @classmethod
     def is_installed(cls) -> bool:
         return vllm.is_installed()
 
@@ -136,7 +145,7 @@ class VllmEngine(SteppingEngine):
             try:
                 await core.add_lora_async(lora)
             except Exception as error:
-                raise ConfigError(f"vllm: the adapter {name} cannot be used: {_last_line(error)}") from error
+                raise ConfigError(f"vllm: the adapter {name} cannot be used: {last_line(error)}") from error
             loras[name] = lora
         return loras
 
@@ -350,22 +359,29 @@ def _readers() -> int:
 
 
 def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
+    found = [f"{key}: {words}" for key, words in mistakes(options)]
+    if found:
+        raise ConfigError(f"vllm: {'; '.join(found)}")
     parts = vllm.parts()
+    check_names(options, parts.arguments)
     try:
         args = parts.engine_args(**arguments(options))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"vllm: args: {_first_line(error)}") from error
+        raise ConfigError(f"vllm: {refusal(error, options)}") from error
     try:
-        llm = parts.load(args)
+        with overhearing() as overheard:
+            llm = parts.load(args)
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"vllm: {options.path}: {_first_line(error)}") from error
+        raise ConfigError(f"vllm: {options.path}: {refusal(error, options)}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"vllm: {options.path}: {_reason(error, overheard)}") from error
     config = llm.model_config
     try:
         return parts, llm, Tokens(llm.tokenizer, config.get_vocab_size(), vllm.end_tokens(config))
     except (AttributeError, msgspec.MsgspecError) as error:
         llm.shutdown()
         words = "its tokenizer is not one of Hugging Face's fast ones"
-        raise ConfigError(f"vllm: {options.path} cannot be used: {words} ({_first_line(error)})") from error
+        raise ConfigError(f"vllm: {options.path} cannot be used: {words} ({refusal(error, options)})") from error
 
 
 def _intake(
@@ -392,12 +408,10 @@ def _intake(
     )
 
 
-def _first_line(error: Exception) -> str:
-    """pydantic's errors have one line that counts, and others about where to read more."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def _reason(error: RuntimeError, overheard: Overheard) -> str:
+    if refers(str(error)):
+        overheard.wait()
+        if overheard.reason is not None:
+            return overheard.reason
+    log.error("vLLM could not be loaded", exc_info=error)
+    return last_line(error)

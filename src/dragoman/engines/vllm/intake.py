@@ -9,6 +9,8 @@ Rules
    as it has learnt to.
 5. A thought whose budget is 0 is closed in the prompt. Where a reply is kept to a shape, a larger one is
    named among what was ignored.
+6. vLLM takes away what a shape does not allow before it computes log probabilities: those of such a reply are among
+   what is allowed, not the model's own. They are given, and whoever asked for them is told.
 """
 
 import itertools
@@ -201,4 +203,10 @@ def _ignored(request: GenerationRequest, kept: Shape | None, thought: bool) -> t
         return ()
     stops = ("stop_token_ids",) if request.stop_token_ids else ()
     budgets = [asked.param for asked in request.asked if asked.feature == "thinking"] if thought else []
-    return (*kept.relaxed, *stops, *budgets)
+    return (*kept.relaxed, *stops, *budgets, *_masked_logprobs(request))
+
+
+def _masked_logprobs(request: GenerationRequest) -> list[str]:
+    """The fields that asked for log probabilities, of which those that only compare replies do not count."""
+    wanted = [asked for asked in request.asked if asked.feature in ("logprobs", "prompt_logprobs")]
+    return [asked.param for asked in wanted if asked.param != "best_of"]

@@ -1,19 +1,22 @@
 """What a configuration may say about a model of vLLM, beside its name, and what vLLM is told of it."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dragoman.bounds import Count
+from dragoman.engines.vllm import loras
 from dragoman.errors import ConfigError
 
 HUB = "hf:"
 """Before the name of a model of the Hugging Face hub."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has room of for adapters."""
+OURS = {"model": "source", "max_model_len": "context", "max_num_seqs": "slots"}
+"""Our words for arguments of vLLM's."""
 
 
 class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,22 +42,49 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def arguments(options: VllmOptions) -> dict[str, Any]:
     """For vLLM: what we have words for, and the operator's own."""
-    ours = {"model": options.path.removeprefix(HUB), "max_model_len": options.context, "max_num_seqs": options.slots}
-    given = {name: value for name, value in ours.items() if value is not None}
-    twice = sorted(given.keys() & options.args.keys())
-    if twice:
-        raise ConfigError(f"vllm: args: {', '.join(twice)} is set by source, context or slots; give it once")
     adapting = _room_for(options.adapters) if options.adapters else {}
-    return {"disable_log_stats": True, **adapting, **given, **options.args}
+    args = {name: options.args[written] for name, written in names(options.args).items()}
+    return {"disable_log_stats": True, **adapting, **_ours(options), **args}
+
+
+def names(args: Mapping[str, Any]) -> dict[str, str]:
+    """How each was written: who comes from a command line has `max-num-seqs`."""
+    return {written.replace("-", "_"): written for written in args}
+
+
+def collisions(options: VllmOptions) -> list[tuple[str, str]]:
+    """Arguments that are given twice, and how."""
+    ours, args = _ours(options), names(options.args)
+    twice = [
+        (f"args.{args[name]}", f"{OURS[name]} sets it; give it once") for name in sorted(ours.keys() & args.keys())
+    ]
+    spelt = [written for written in options.args if args[written.replace("-", "_")] != written]
+    return twice + [(f"args.{written}", f"given twice, also as {args[written.replace('-', '_')]}") for written in spelt]
+
+
+def check_names(options: VllmOptions, known: Collection[str]) -> None:
+    """`known` are the names of vLLM's engine arguments."""
+    wrong = []
+    for name, written in names(options.args).items():
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            wrong.append(f"args.{written}: vLLM has no such engine argument{meant}")
+    if wrong:
+        raise ConfigError(f"vllm: {'; '.join(wrong)}")
+
+
+def _ours(options: VllmOptions) -> dict[str, Any]:
+    ours = {"model": options.path.removeprefix(HUB), "max_model_len": options.context, "max_num_seqs": options.slots}
+    return {name: value for name, value in ours.items() if value is not None}
 
 
 def _room_for(adapters: Mapping[str, str]) -> dict[str, Any]:
-    ranks = []
+    widest = 0
     for name, path in adapters.items():
-        file = Path(path) / "adapter_config.json"
         try:
-            ranks.append(int(json.loads(file.read_text())["r"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"vllm: the adapter {name} is no folder of a LoRA adapter: {file}: {error}") from error
-    most = next((rank for rank in RANKS if rank >= max(ranks)), RANKS[-1])
+            widest = max(widest, loras.rank(Path(path)))
+        except ConfigError as error:
+            raise ConfigError(f"vllm: the adapter {name}: {error}") from error
+    most = next((rank for rank in RANKS if rank >= widest), RANKS[-1])
     return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": most}

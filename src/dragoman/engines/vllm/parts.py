@@ -1,6 +1,7 @@
 """Everything that is used of vLLM. A new release is checked here, and against the stand-in of the tests.
 
-    AsyncEngineArgs(**args)                     what an operator may set; wrong ones raise
+    AsyncEngineArgs(**args)                     what an operator may set, a dataclass; wrong ones raise, pydantic's
+                                                errors among others
     AsyncLLM.from_engine_args(args, ...)        loads: blocks, and raises where that fails; `shutdown()` ends it
       usage_context=OPENAI_API_SERVER           what vLLM's defaults go by; without it a step takes 2,048 tokens of
                                                 prompts, where `vllm serve` takes 8,192 on the same GPU
@@ -20,6 +21,7 @@ vLLM brings no types that could be checked here without it, and it is not instal
 objects are Any, and the few that cross modules have protocols.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -31,6 +33,7 @@ import msgspec
 
 from dragoman.errors import ConfigError
 
+NOT_INSTALLED = "vllm is not installed: pip install 'dragoman[vllm]'"
 STOP, LENGTH, ABORT, ERROR, REPETITION = range(5)
 """vLLM's reasons to end."""
 
@@ -89,6 +92,8 @@ class Llm(Protocol):
 class Parts(msgspec.Struct, frozen=True):
     version: str
     engine_args: Callable[..., Any]
+    arguments: frozenset[str]
+    """Their names."""
     load: Callable[[Any], Llm]
     sampling: Callable[..., Any]
     pooling: Callable[..., Any]
@@ -108,7 +113,7 @@ def is_installed() -> bool:
 def parts() -> Parts:
     """Imports vLLM, which takes seconds."""
     if not is_installed():
-        raise ConfigError("vllm is not installed: pip install 'dragoman[vllm]'")
+        raise ConfigError(NOT_INSTALLED)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -122,9 +127,11 @@ def parts() -> Parts:
 def _found() -> Parts:
     load = importlib.import_module
     sampling = load("vllm.sampling_params")
+    engine_args = load("vllm.engine.arg_utils").AsyncEngineArgs
     return Parts(
         version=str(load("vllm").__version__),
-        engine_args=load("vllm.engine.arg_utils").AsyncEngineArgs,
+        engine_args=engine_args,
+        arguments=frozenset(field.name for field in dataclasses.fields(engine_args)),
         load=partial(
             load("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args,
             usage_context=load("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER,

@@ -33,6 +33,29 @@ from .values import (
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
+LOGGED = "(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:1510] "
+FAILING = {
+    "starved": f"{LOGGED}Traceback (most recent call last):\n{LOGGED}    raise ValueError(\n"
+    f"{LOGGED}ValueError: No available memory for the cache blocks.\n"
+    "Exception: WorkerProc initialization failed. See stack trace for root cause.\n",
+    "silent": "",
+}
+"""What its processes print, by the model, where they do not start."""
+
+
+class ValidationError(ValueError):
+    """As pydantic's."""
+
+    def __init__(self, title: str, fields: tuple[str, ...], given: object) -> None:
+        super().__init__(f"{len(fields)} validation errors for {title}")
+        self.title = title
+        self.fields = fields
+        self.given = given
+
+    def errors(self) -> list[dict[str, Any]]:
+        msg = "Input should be greater than or equal to 1"
+        return [{"loc": (field,), "msg": msg, "input": self.given} for field in self.fields]
+
 
 @dataclass
 class AsyncEngineArgs:
@@ -180,6 +203,11 @@ class AsyncLLM:
             raise ValueError("max_num_batched_tokens would be that of no server")
         if args.model == "broken":
             raise ValueError("no such model")
+        if args.max_num_seqs < 1:
+            raise ValidationError("SchedulerConfig", ("max_num_batched_tokens", "max_num_seqs"), args.max_num_seqs)
+        if args.model in FAILING:
+            subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write(sys.argv[1])", FAILING[args.model]])
+            raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
         return cls(args)
 
     def shutdown(self) -> None:

@@ -1,0 +1,48 @@
+"""What would keep a model of vLLM from being loaded, and can be seen without vLLM, whose import takes seconds. That a
+folder is not there is for others to say."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dragoman.engines.vllm import loras
+from dragoman.engines.vllm.options import HUB, VllmOptions, collisions
+from dragoman.errors import ConfigError
+from dragoman.sources import BUILT_IN
+
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""Of a model of the hub; the oldest are of no organisation."""
+DESCRIPTIONS = ("config.json", "params.json")
+"""As Hugging Face has them, and Mistral."""
+
+
+def mistakes(options: VllmOptions) -> Iterator[tuple[str, str]]:
+    """Each with the key of the option that it is about."""
+    words = _wrong_source(options.path)
+    if words is not None:
+        yield "source", words
+    yield from collisions(options)
+    for name, path in options.adapters.items():
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            continue
+        try:
+            loras.check(folder, Path(options.path))
+        except ConfigError as error:
+            yield f"adapters.{name}", str(error)
+
+
+def _wrong_source(path: str) -> str | None:
+    folder = Path(path)
+    if not path.startswith(HUB) and folder.is_dir():
+        if any((folder / name).is_file() for name in DESCRIPTIONS):
+            return None
+        return f"the folder {path} has no config.json; vllm takes folders as Hugging Face lays them out"
+    if path.startswith(("/", ".", "~")):
+        return None
+    name = path.removeprefix(HUB)
+    if name in BUILT_IN:
+        return f"{name} is a GGUF file, for `engine: llama`; vllm takes a folder, or ORG/REPO of the hub"
+    if not NAME.fullmatch(name):
+        return f"{name!r} is neither a folder nor ORG/REPO of the hub"
+    return None
