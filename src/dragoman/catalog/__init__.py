@@ -20,6 +20,7 @@ Rules
     residency.py  which models are in memory: pure decisions
     lifecycle.py  the decisions, carried out
     memory.py     how much memory a model needs
+    footprint.py  how much processes have
     foreseen.py   what is known before a model is loaded
 """
 

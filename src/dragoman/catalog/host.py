@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Literal, Protocol
 
 from dragoman.admission import Admission
-from dragoman.catalog.memory import resident
+from dragoman.catalog.footprint import taken
 from dragoman.catalog.residency import Seat
 from dragoman.config import Limits
 from dragoman.config.quantities import shown_size
@@ -238,7 +238,7 @@ class Host:
         self.supports = engine.supports()
         self.is_known = True
         self.admission.resize(engine.slots)
-        self.memory = await asyncio.to_thread(resident, self.pid)
+        self.memory = await asyncio.to_thread(taken, self.pid)
         self._load_seconds = time.monotonic() - self._begun
         log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
         return self.memory
@@ -252,7 +252,7 @@ class Host:
 
     async def measure(self) -> int:
         """The memory it takes now; what it has once taken still counts when it has gone."""
-        now = await asyncio.to_thread(resident, self.pid)
+        now = await asyncio.to_thread(taken, self.pid)
         self.memory = max(self.memory, now)
         return now
 

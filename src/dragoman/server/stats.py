@@ -11,7 +11,7 @@ import msgspec
 from dragoman import __version__
 from dragoman.address import public
 from dragoman.catalog import Model
-from dragoman.catalog.memory import resident
+from dragoman.catalog.footprint import resident
 from dragoman.config import Settings
 from dragoman.errors import NotFound
 from dragoman.server.exchange import Exchange
