@@ -240,6 +240,8 @@ class WorkerEngine(Engine):
             raise
         self._facts, self._child = answer, child
         self.device, self.slots = answer.device, answer.slots
+        if self._started:
+            log.info("model %s: there again after %.1f s", self._start.name, self.away_seconds)
         follower = asyncio.create_task(self._follow(child))
         self._followers.add(follower)
         follower.add_done_callback(self._followers.discard)
