@@ -41,6 +41,10 @@ class Running:
         """Those of the children that clients talk to."""
         return sorted(pid for pid in self.children() if b"fronts.main" in command_of(pid))
 
+    def workers(self) -> list[int]:
+        """Those in which engines run."""
+        return sorted(pid for pid in self.children() if b"worker.child" in command_of(pid))
+
     def stop(self, timeout: float = 40) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)

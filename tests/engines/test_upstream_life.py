@@ -98,6 +98,42 @@ def test_a_place_that_comes_late_is_found() -> None:
     asyncio.run(wait_for_it())
 
 
+def test_places_that_are_started_with_the_pool_are_found_at_once() -> None:
+    async def start_together() -> None:
+        ports = free_port(), free_port()
+        urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+        engine = UpstreamEngine("m", UpstreamOptions(urls=urls, protocol="chat", health_seconds=60))
+        await engine.start()
+        assert [place.state for place in engine.states()] == ["out", "out"]
+        for at, port in enumerate(ports):
+            await asyncio.sleep(0.7)
+            async with await asyncio.start_server(greeted, "127.0.0.1", port):
+                async with asyncio.timeout(2):
+                    while engine.states()[at].state != "up":  # noqa: ASYNC110 (it is looked at now and then)
+                        await asyncio.sleep(0.02)
+                assert await heard(engine) == ("Hello", True)
+        await engine.stop()
+
+    asyncio.run(start_together())
+
+
+@pytest.mark.parametrize("early", [0.0, 0.3])
+def test_what_does_not_come_is_not_looked_for_all_the_time(monkeypatch: pytest.MonkeyPatch, early: float) -> None:
+    monkeypatch.setattr(upstream, "EARLY_SECONDS", early)
+    monkeypatch.setattr(upstream, "EARLY_PAUSE", 0.1)
+
+    async def wait_in_vain() -> int:
+        options = UpstreamOptions(url=f"http://127.0.0.1:{free_port()}", protocol="chat", health_seconds=60)
+        engine = UpstreamEngine("m", options)
+        await engine.start()
+        await asyncio.sleep(1)
+        looks = engine.states()[0].failures
+        await engine.stop()
+        return looks
+
+    assert asyncio.run(wait_in_vain()) in (range(2, 5) if early else [1])
+
+
 def test_a_server_that_is_slow_to_list_its_models_is_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

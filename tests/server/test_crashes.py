@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
 from tests.serving import Running, serving
@@ -84,3 +85,74 @@ def test_one_that_keeps_dying_is_marked_with_the_reason_and_comes_back_on_demand
         assert not running.children()
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
         assert client.get("/admin/models").json()["data"][1].get("failure") is None
+
+
+def kill(running: Running) -> None:
+    for pid in running.workers():
+        os.kill(pid, signal.SIGKILL)
+
+
+def seen(client: httpx.Client, name: str) -> set[str]:
+    """The states that the server tells of a model, wherever it does."""
+    listed = {entry["id"]: entry for entry in client.get("/admin/models").json()["data"]}[name]
+    model = client.get(f"/v1/models/{name}").json()
+    if listed["state"] == "loading":
+        assert listed["loading_seconds"] >= 0
+        assert model["loading_seconds"] >= 0
+        assert listed.get("memory") is None
+    line = next(line for line in client.get("/metrics").text.splitlines() if f'model_state{{model="{name}"' in line)
+    told = line.partition('state="')[2].partition('"')[0]
+    return {listed["state"], model["state"], client.get("/ready").json()["models"][name], told}
+
+
+def test_one_that_is_started_again_is_loading_and_then_answers(tmp_path: Path) -> None:
+    config = {"models": {"a": {**WORKER, "load_seconds": 2}}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        kill(running)
+        assert eventually(lambda: client.get("/ready").status_code == 503, 1)
+        assert seen(client, "a") == {"loading"}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, client, CHAT, model="a")
+            assert eventually(lambda: client.get("/admin/models").json()["data"][0]["waiting"] == 1, 1)
+            assert text_of(waiting.result()) == "a " * 5
+        assert seen(client, "a") == {"ready"}
+        assert client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("patience", [0, 0.5])
+def test_one_that_is_started_again_is_waited_for_no_longer_than_at_first(
+    tmp_path: Path, workers: int, patience: float
+) -> None:
+    models = {
+        "a": {**WORKER, "load_seconds": 4, "slots": 1},
+        "b": {**WORKER, "load_seconds": 4, "fallback": "other"},
+        "other": {"engine": "scripted", "replies": [{"output": "instead"}]},
+    }
+    config = {"models": models, "limits": {"load_seconds": patience}}
+    with serving(tmp_path, config, "--workers", str(workers)) as running, talking(running) as client:
+        for name in ("b", "other"):
+            client.post(f"/admin/models/{name}/load")
+        assert eventually(lambda: set(client.get("/ready").json()["models"].values()) == {"ready"}, 20)
+        kill(running)
+        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "loading", 1)
+        begun = time.monotonic()
+        with ThreadPoolExecutor(3) as pool:
+            for task in [pool.submit(ask, client, CHAT, model="a", stream=at == 1) for at in range(3)]:
+                refused(task.result(), 503, code="model_loading")
+                assert int(task.result().headers["retry-after"]) >= 1
+        assert text_of(ask(client, CHAT, model="b")) == "instead"
+        assert time.monotonic() - begun < 3
+        assert eventually(lambda: client.get("/ready").status_code == 200, 15)
+        assert text_of(ask(client, CHAT, model="a")) == "a " * 5
+
+
+def test_one_that_is_started_again_can_be_unloaded(tmp_path: Path) -> None:
+    config = {"models": {"first": {"engine": "scripted"}, "a": {**WORKER, "load_seconds": 2}}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        client.post("/admin/models/a/load").raise_for_status()
+        kill(running)
+        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "loading", 1)
+        unloaded = client.post("/admin/models/a/unload")
+        assert (unloaded.status_code, unloaded.json()["state"]) == (200, "cold")
+        assert not running.workers()

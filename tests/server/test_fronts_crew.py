@@ -15,6 +15,7 @@ import pytest
 import dragoman.server.fronts.crew
 from dragoman.config import Settings
 from dragoman.server.app import App
+from dragoman.server.fronts import desk
 from dragoman.server.fronts.crew import Crew
 from dragoman.server.fronts.desk import Desk
 from dragoman.server.fronts.link import Link
@@ -120,6 +121,33 @@ def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pyt
 
     monkeypatch.setattr(dragoman.server.fronts.crew, "ADOPT_SECONDS", 60)
     asyncio.run(scenario())
+
+
+def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(desk, "KNOCK_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 2))
+        async with asyncio.timeout(60):
+            await crew.started()
+            before = {process.pid for process in crew._processes}
+            await asyncio.sleep(2.5)
+            assert {process.pid for process in crew._processes} == before
+            os.kill(min(before), signal.SIGSTOP)
+            while crew._listening < 3:  # noqa: ASYNC110 (until another listens)
+                await asyncio.sleep(0.05)
+            now = {process.pid for process in crew._processes}
+            assert (len(now), now & before) == (2, {max(before)})
+            await crew.stop(0)
+        await app.stop()
+
+    asyncio.run(scenario())
+    said = [message for message in caplog.messages if "not answered" in message]
+    assert said == ["a front end has not answered for 1.5 s; ending it"]
 
 
 def test_a_place_that_nobody_mans_any_more_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from dragoman.errors import (
     EngineFailed,
     EngineTimeout,
     ModelFailed,
+    ModelLoading,
     Unavailable,
 )
 from dragoman.events import Event, Finished, Started, TextDelta
@@ -187,6 +188,29 @@ def test_its_death_is_an_error_and_then_a_new_life() -> None:
         assert engine.pid not in (None, first)
 
     run(engine, scenario())
+
+
+def test_a_request_waits_for_a_new_life_as_long_as_it_may(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engine = WorkerEngine("tests.worker.engines:Obedient", "obedient", {}, load_seconds=0.02)
+
+    async def scenario() -> None:
+        await engine.start()
+        assert engine.pid is not None
+        assert not engine.is_away
+        os.kill(engine.pid, signal.SIGKILL)
+        async with asyncio.timeout(5):
+            while not engine.is_away:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        with pytest.raises(ModelLoading):
+            await events(engine, "count 2")
+        assert 0 < engine.away_seconds < 5
+        await engine.back()
+        assert len(await events(engine, "count 2")) == 4
+        assert not engine.is_away
+
+    run(engine, scenario())
+    assert "model obedient: there again after " in caplog.text
 
 
 def test_it_is_started_again_without_being_asked() -> None:

@@ -20,6 +20,7 @@ Rules
     residency.py  which models are in memory: pure decisions
     lifecycle.py  the decisions, carried out
     memory.py     how much memory a model needs
+    footprint.py  how much processes have
     foreseen.py   what is known before a model is loaded
 """
 
@@ -423,7 +424,8 @@ def made_here(spec: ModelSpec, limits: Limits) -> Make:
         except msgspec.ValidationError as error:
             raise ConfigError(f"models.{spec.name}: {error}") from error
         if cls.needs_worker(options):
-            return WorkerEngine(spec.engine, spec.name, options_of(options), limits.stall_seconds, given_up)
+            told = options_of(options)
+            return WorkerEngine(spec.engine, spec.name, told, limits.stall_seconds, given_up, limits.load_seconds)
         return cls.configured(spec.name, options)
 
     return make

@@ -1,6 +1,7 @@
 """An engine on its way from a wish to a running thing, and back.
 
 Who uses an engine enters before and leaves afterwards: in between it stays loaded.
+One whose process has died and is being started again is loading, as the first time, and keeps its place in memory.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Literal, Protocol
 
 from dragoman.admission import Admission
-from dragoman.catalog.memory import resident
+from dragoman.catalog.footprint import taken
 from dragoman.catalog.residency import Seat
 from dragoman.config import Limits
 from dragoman.config.quantities import shown_size
@@ -84,6 +85,8 @@ class Host:
         self._coming: Engine | None = None
         self._begun = 0.0
         self._load_seconds = EXPECTED_SECONDS
+        self._awaiting = 0
+        """Who waits for a process that is being started again."""
 
     def bound(self, limits: Limits) -> None:
         self.limits = limits
@@ -94,18 +97,38 @@ class Host:
         seat = self._lives.seat(self)
         if seat.state == "out":
             return "waiting" if seat.is_wanted else "failed" if self.failure else "cold"
+        if seat.state == "in" and self.is_returning:
+            return "loading"
         states: dict[str, State] = {"loading": "loading", "in": "ready", "leaving": "unloading"}
         return states[seat.state]
 
     @property
     def loading_seconds(self) -> float | None:
         """For how long it has been loading, where it is."""
-        return time.monotonic() - self._begun if self.state == "loading" else None
+        if self.state != "loading":
+            return None
+        away = self._away
+        return time.monotonic() - self._begun if away is None else away.away_seconds
 
     @property
     def progress(self) -> float | None:
         """How much of it has been loaded, from 0 to 1, where its engine tells."""
-        return None if self._coming is None else self._coming.progress
+        coming = self._coming or self._away
+        return None if coming is None else coming.progress
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether it was there, and its process is being started again."""
+        return self._away is not None
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for it to be loaded."""
+        return len(self._lives.seat(self).waiting) + self._awaiting
+
+    @property
+    def _away(self) -> WorkerEngine | None:
+        return self.engine if isinstance(self.engine, WorkerEngine) and self.engine.is_away else None
 
     @property
     def pid(self) -> int | None:
@@ -113,7 +136,9 @@ class Host:
 
     def enter_now(self) -> Engine | None:
         """The engine, if it is there for whoever asks; who got it must `leave`."""
-        return self.engine if self.engine is not None and self._lives.enter(self) else None
+        if self.engine is None or self._away is not None:
+            return None
+        return self.engine if self._lives.enter(self) else None
 
     async def enter(self) -> Engine:
         """The same after a while, or an error that says when to come again."""
@@ -124,7 +149,10 @@ class Host:
             has_failed = self.state == "failed"
             self.load()
             raise ModelFailed(NOT_LOADED, retry_after=10) if has_failed else self._still_loading()
+        patience = time.monotonic() + self.limits.load_seconds
         await self._wait(self.limits.load_seconds)
+        if self._away is not None:
+            await self._wait_for(self._away, patience - time.monotonic())
         if self.engine is None:
             # It was lost in the moment in which it came.
             self.leave()
@@ -133,7 +161,7 @@ class Host:
 
     async def _wait(self, seconds: float) -> None:
         room = self.limits.queue + (self.admission.slots or math.inf)
-        if len(self._lives.seat(self).waiting) >= room:
+        if self.waiting >= room:
             raise QueueFull(f"the queue of this model is full ({self.limits.queue} requests wait); try again later")
         ticket = self._lives.ask(self)
         try:
@@ -144,6 +172,20 @@ class Host:
             if isinstance(error, TimeoutError):
                 raise self._still_loading() from None
             raise
+
+    async def _wait_for(self, engine: WorkerEngine, seconds: float) -> None:
+        """Until its process is there again, for one who has entered."""
+        self._awaiting += 1
+        try:
+            async with asyncio.timeout(seconds):
+                await engine.back()
+        except BaseException as error:
+            self.leave()
+            if isinstance(error, TimeoutError):
+                raise self._still_loading() from None
+            raise
+        finally:
+            self._awaiting -= 1
 
     def _still_loading(self) -> ModelLoading:
         left = self._load_seconds - (self.loading_seconds or 0)
@@ -196,7 +238,7 @@ class Host:
         self.supports = engine.supports()
         self.is_known = True
         self.admission.resize(engine.slots)
-        self.memory = await asyncio.to_thread(resident, self.pid)
+        self.memory = await asyncio.to_thread(taken, self.pid)
         self._load_seconds = time.monotonic() - self._begun
         log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
         return self.memory
@@ -210,7 +252,7 @@ class Host:
 
     async def measure(self) -> int:
         """The memory it takes now; what it has once taken still counts when it has gone."""
-        now = await asyncio.to_thread(resident, self.pid)
+        now = await asyncio.to_thread(taken, self.pid)
         self.memory = max(self.memory, now)
         return now
 

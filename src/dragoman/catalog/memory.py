@@ -7,8 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -61,19 +59,6 @@ def remember(spec: ModelSpec, size: int) -> None:
             fresh.replace(place)
         except OSError as error:
             log.warning("%s cannot be written: %s", place, error.strerror)
-
-
-def resident(pid: int | None) -> int:
-    """Bytes that a process has in memory now; 0 where nobody can tell."""
-    try:
-        if pid is None:
-            return 0
-        if sys.platform.startswith("linux"):
-            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)  # noqa: S603, S607
-        return int(told.stdout.strip() or 0) * 1024
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def in_worker(spec: ModelSpec) -> bool:

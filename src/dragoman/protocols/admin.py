@@ -11,7 +11,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     state: str
     engine: str | None = None
     memory: int | None = None
-    """Bytes that its process takes now."""
+    """Bytes that its processes take now."""
     slots: int | None = None
     running: int = 0
     waiting: int = 0

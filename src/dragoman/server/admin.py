@@ -71,7 +71,7 @@ async def _unload(app: "App", model: Model) -> bool:
     """Whether it has gone; what it is still working on comes to its end, after which it goes all the same."""
     host, before = model.host, model.host.engine
     app.catalog.lifecycle.dismiss(host)
-    patience = time.monotonic() + (0 if host.state == "loading" else UNLOAD_SECONDS)
+    patience = time.monotonic() + (0 if host.state == "loading" and before is None else UNLOAD_SECONDS)
     while not (has_gone := _has_gone(host, before)) and time.monotonic() < patience:  # noqa: ASYNC110 (seldom)
         await asyncio.sleep(LOOK_SECONDS)
     return has_gone
@@ -80,14 +80,14 @@ async def _unload(app: "App", model: Model) -> bool:
 def _has_gone(host: Host, before: Engine | None) -> bool:
     """Whether it was out once since; for those who wait it may be on its way back."""
     if host.state == "loading":
-        return before is not None
+        return before is not None and host.engine is not before
     return host.state != "unloading" and (host.engine is None or host.engine is not before)
 
 
 async def _served(app: "App", model: Model) -> wire.ServedModel:
     host = model.host
     seat = app.catalog.lifecycle.seat(host)
-    is_here = host.engine is not None
+    is_here = host.engine is not None and not host.is_returning
     return wire.ServedModel(
         id=model.name,
         state=host.state,
@@ -95,7 +95,7 @@ async def _served(app: "App", model: Model) -> wire.ServedModel:
         memory=await host.measure() if is_here else None,
         slots=host.admission.slots,
         running=host.admission.running,
-        waiting=host.admission.waiting + len(seat.waiting),
+        waiting=host.admission.waiting + host.waiting,
         tokens_per_second=None if host.tokens_per_second is None else round(host.tokens_per_second, 1),
         keep_alive=None if seat.stays or seat.keep_alive == math.inf else seat.keep_alive,
         idle_seconds=round(time.monotonic() - seat.idle_since, 1) if is_here and not seat.running else None,

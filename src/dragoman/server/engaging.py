@@ -92,8 +92,9 @@ class Engagement:
         others = self._catalog.fallbacks(model)
         self.fallbacks = tuple(other.name for other in others if self._caller.may_ask(other.name))
         self._host = host = model.host
-        if not host.is_known:
-            # What a model supports is known from when it was first loaded.
+        if not host.is_known or host.is_returning:
+            # What a model supports is known from when it was first loaded. Who waits for its process to be started
+            # again needs no slot for that.
             self._engine = await host.enter()
         self._slots = Slots(host.admission, self._caller.principal)
         ignored = check(model.name, wish.asked, host.supports, wish.strict)

@@ -31,13 +31,16 @@ async def health(app: "App", exchange: Exchange) -> None:
 async def ready(app: "App", exchange: Exchange) -> None:
     """Ready: the default model can answer, at once or, where it has been unloaded in between, after a moment.
 
+    One whose process has died and is being started again cannot, unless another answers for it.
+
     Asking is enough for it to be loaded the first time. A server that is stopping is not ready.
     """
     default = await app.catalog.find("")
     host = default.host
     can_answer = host.state == "ready" or (host.is_known and host.state != "failed")
     is_alone = next(app.catalog.fallbacks(default), None) is None
-    is_ready = can_answer and not app.is_stopping and not (is_alone and is_out(host.engine))
+    is_away = host.is_returning or is_out(host.engine)
+    is_ready = can_answer and not app.is_stopping and not (is_alone and is_away)
     if host.state == "cold" and not host.is_known:
         host.load()
     states = {model.name: _state(model) for model in app.catalog.models.values()}

@@ -11,7 +11,7 @@ import msgspec
 from dragoman import __version__
 from dragoman.address import public
 from dragoman.catalog import Model
-from dragoman.catalog.memory import resident
+from dragoman.catalog.footprint import resident
 from dragoman.config import Settings
 from dragoman.errors import NotFound
 from dragoman.server.exchange import Exchange
@@ -51,15 +51,15 @@ async def stats(app: "App", exchange: Exchange) -> None:
 
 async def standings(app: "App") -> dict[str, Standing]:
     """Of the models of the configuration and of those that lie in the folders."""
-    return {model.name: await _standing(app, model) for model in app.catalog.listed()}
+    return {model.name: await _standing(model) for model in app.catalog.listed()}
 
 
-async def _standing(app: "App", model: Model) -> Standing:
+async def _standing(model: Model) -> Standing:
     host = model.host
     return Standing(
         state=host.state,
         running=host.admission.running,
-        waiting=host.admission.waiting + len(app.catalog.lifecycle.seat(host).waiting),
+        waiting=host.admission.waiting + host.waiting,
         slots=host.admission.slots,
         kv_used=None if host.engine is None else host.engine.kv_used,
         # Only of an engine with a process of its own is it known how much is the model's.

@@ -4,8 +4,8 @@ Rules
 1. A child that dies fails the requests it had, with `EngineDied`, and is started again, at once the first time and
    with growing pauses if it keeps dying young. After `MOST_DEATHS` of those it is given up: whoever wants the model
    from then on makes a new worker.
-2. Requests that come while it starts wait for it. A model that cannot be loaded is `ModelFailed`, and is tried again
-   when it is next asked for.
+2. Requests that come while it starts wait for it, for `load_seconds` at most. A model that cannot be loaded is
+   `ModelFailed`, and is tried again when it is next asked for.
 3. A child that says nothing for `stall_seconds` although it has work is killed.
 """
 
@@ -27,6 +27,7 @@ from dragoman.errors import (
     EngineFailed,
     EngineTimeout,
     ModelFailed,
+    ModelLoading,
     Unavailable,
 )
 from dragoman.events import Event
@@ -68,9 +69,11 @@ class WorkerEngine(Engine):
         options: Mapping[str, Any],
         stall_seconds: float = 600.0,
         given_up: Callable[[str], None] | None = None,
+        load_seconds: float | None = None,
     ) -> None:
         self._start = Start(engine, name, options)
         self._stall_seconds = stall_seconds
+        self._load_seconds = load_seconds
         self._facts = Ready((ModelInfo(name),), frozenset(), "cpu", None)
         self._child: ChildProcess | None = None
         self._starting: asyncio.Task[ChildProcess] | None = None
@@ -81,6 +84,7 @@ class WorkerEngine(Engine):
         """Why it was given up."""
         self._started = False
         self._stopped = False
+        self._away_since = 0.0
 
     def models(self) -> Sequence[ModelInfo]:
         return self._facts.models
@@ -105,6 +109,22 @@ class WorkerEngine(Engine):
     @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its child has died, and the next one is not there yet."""
+        return self._started and self._child is None
+
+    @property
+    def away_seconds(self) -> float:
+        return time.monotonic() - self._away_since
+
+    async def back(self) -> None:
+        """When the child is there (again)."""
+        try:
+            await self._running()
+        except ConfigError as error:
+            raise self._failed() from error
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         child = await self._asked()
@@ -159,8 +179,13 @@ class WorkerEngine(Engine):
 
     async def _asked(self) -> ChildProcess:
         """The child, for a request: the operator's mistakes are not the caller's to read."""
+        if self._child is not None and not self._stopped:
+            return self._child
         try:
-            return await self._running()
+            async with asyncio.timeout(self._load_seconds):
+                return await self._running()
+        except TimeoutError:
+            raise ModelLoading("the model is still being loaded; try again later", retry_after=5) from None
         except ConfigError as error:
             raise self._failed() from error
 
@@ -215,6 +240,8 @@ class WorkerEngine(Engine):
             raise
         self._facts, self._child = answer, child
         self.device, self.slots = answer.device, answer.slots
+        if self._started:
+            log.info("model %s: there again after %.1f s", self._start.name, self.away_seconds)
         follower = asyncio.create_task(self._follow(child))
         self._followers.add(follower)
         follower.add_done_callback(self._followers.discard)
@@ -241,7 +268,8 @@ class WorkerEngine(Engine):
                     self.kv_used = message.kv_used
         finally:
             watch.cancel()
-            self._child = None
+            self._child = self.progress = self.kv_used = None
+            self._away_since = time.monotonic()
             await child.kill()
             child.bury()
         if self._stopped:
@@ -267,6 +295,9 @@ class WorkerEngine(Engine):
         if self._given_up is None or self._stopped:
             return False
         self._reason = reason
+        if self._starting is not None:
+            # Somebody asked in the moment of its death: nobody would ever stop what comes of that.
+            self._starting.cancel()
         self._given_up(reason)
         return True
 

@@ -4,13 +4,15 @@ Rules
 1. As long as nothing of a reply has reached our caller, a failure of a place is another place's chance: of a stream
    until the first word, of a reply that is handed over whole until its end. Then it begins again (`events`, rule 3).
 2. A place that is not there when we start may come later: only a mistake of the configuration keeps us from starting.
+   In the first `EARLY_SECONDS` one that could not be reached is looked for again and again, so that servers and their
+   pool may be started at the same moment.
 3. Closing a generation closes the connection to the place: it stops working on it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Self, TypeVar
 
@@ -43,6 +45,8 @@ from dragoman.events import Event, Finished, Listener, Started, Usage
 
 FIRST_SECONDS = 1.0
 """How long a start waits until all servers have been looked at."""
+EARLY_SECONDS = 30.0
+EARLY_PAUSE = 0.25
 log = logging.getLogger("dragoman.upstream")
 T = TypeVar("T")
 
@@ -120,13 +124,29 @@ class UpstreamEngine(Engine):
         await asyncio.gather(*(place.aclose() for place in self.places))
 
     async def _look_on(self) -> None:
+        everywhere = range(len(self.places))
+        await self._look_at(everywhere)
+        self._looked.set_result(None)
+        if not self.options.health_seconds:
+            return
+        await self._look_early()
         while True:
-            await asyncio.gather(*(self._look(at) for at in range(len(self.places))))
-            if not self._looked.done():
-                self._looked.set_result(None)
-            if not self.options.health_seconds:
-                return
             await asyncio.sleep(self.options.health_seconds)
+            await self._look_at(everywhere)
+
+    async def _look_early(self) -> None:
+        """Soon again at those that were not there, and at all others when it is time for that."""
+        now = time.monotonic()
+        until, due = now + EARLY_SECONDS, now + self.options.health_seconds
+        while now < until and (missing := [at for at in range(len(self.places)) if self.pool.state(at) == "out"]):
+            await asyncio.sleep(min(EARLY_PAUSE, self.options.health_seconds))
+            now = time.monotonic()
+            if now >= due:
+                missing, due = list(range(len(self.places))), now + self.options.health_seconds
+            await self._look_at(missing)
+
+    async def _look_at(self, places: Iterable[int]) -> None:
+        await asyncio.gather(*(self._look(at) for at in places))
 
     async def _look(self, at: int) -> None:
         """A place that answers at all is there; what it answers is another matter."""

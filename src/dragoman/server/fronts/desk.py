@@ -6,7 +6,9 @@ Rules
 2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
 3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain, and is
    nobody else's trouble. Only what cannot be read at all ends the link, and with it the front end.
-4. A front end for which more than `MOST_UNSENT` waits is ended: it has not taken anything off its socket for long.
+4. A front end for which more than `MOST_UNSENT` waits is ended: it has not taken anything off its socket for long. So
+   is one that has not answered `MOST_KNOCKS` knocks in a row. They are counted, and not the time: where it was this
+   process that stood still, the answer is there and has only not been read.
 """
 
 import asyncio
@@ -47,9 +49,11 @@ from dragoman.server.fronts.messages import (
     FindResponse,
     GiveBack,
     Granted,
+    Here,
     Hold,
     KeepResponse,
     Kept,
+    Knock,
     Leave,
     Listening,
     PassedGenerate,
@@ -70,6 +74,8 @@ from dragoman.worker.parent import WorkerEngine
 log = logging.getLogger("dragoman.fronts")
 
 MOST_UNSENT = 256 * 1024 * 1024
+KNOCK_SECONDS = 2.0
+MOST_KNOCKS = 5
 
 
 class Desk:
@@ -86,6 +92,8 @@ class Desk:
         self._adopting: deque[asyncio.Future[None]] = deque()
         self._step: list[msgspec.Raw] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unanswered = 0
+        self._knocking: asyncio.TimerHandle | None = None
 
     def begin(self, number: int, settings: Settings) -> None:
         self.send(Begin(number, _for_fronts(settings)))
@@ -114,6 +122,8 @@ class Desk:
     def close(self) -> int:
         """The front end has gone; how many requests went with it."""
         self.link.close()
+        if self._knocking is not None:
+            self._knocking.cancel()
         count = len(self._guests) + len(self._relays)
         for guest in self._guests.values():
             guest.leave(ended=False)
@@ -132,7 +142,7 @@ class Desk:
         try:
             HANDLERS[type(message)](self, message)
         except Exception as error:
-            if isinstance(message, Listening | Adopted):
+            if isinstance(message, Listening | Adopted | Here):
                 # Of no request.
                 raise
             self._refuse(message.id, error)
@@ -159,6 +169,19 @@ class Desk:
 
     def _listening(self, message: Listening) -> None:
         self._listens()
+        self._knocking = self._loop.call_later(KNOCK_SECONDS, self._knock)
+
+    def _knock(self) -> None:
+        if self._unanswered >= MOST_KNOCKS:
+            log.error("a front end has not answered for %g s; ending it", MOST_KNOCKS * KNOCK_SECONDS)
+            self._stuck()
+            return
+        self._unanswered += 1
+        self.send(Knock())
+        self._knocking = self._loop.call_later(KNOCK_SECONDS, self._knock)
+
+    def _here(self, message: Here) -> None:
+        self._unanswered = 0
 
     def _adopted(self, message: Adopted) -> None:
         adopted = self._adopting.popleft()
@@ -351,6 +374,7 @@ class Desk:
 HANDLERS: dict[type, Callable[[Desk, Any], None]] = {
     Listening: Desk._listening,
     Adopted: Desk._adopted,
+    Here: Desk._here,
     Enter: Desk._enter,
     Engage: Desk._engage,
     PassedGenerate: Desk._generate,

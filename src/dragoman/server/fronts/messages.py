@@ -1,7 +1,8 @@
 """The messages between the parent and a front end: framed as those of a worker.
 
-    parent -> front   Begin, then Configured | Stopping | Stop, answers and steps; the end of the socket means: end
-    front -> parent   Listening, Adopted after every Configured, and
+    parent -> front   Begin, then Configured | Stopping | Stop | Knock, answers and steps;
+                      the end of the socket means: end
+    front -> parent   Listening, Adopted after every Configured, Here after every Knock, and
                       [Enter] [Engage (Generate | Cancel | Another | GiveBack | Hold)* Leave] Ended   for a request
                       Relay [Drop]                                                                   for one passed on
                       FindResponse | FindItems | KeepResponse                                        in between
@@ -51,6 +52,14 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Now: nothing new is taken, what runs has its time to finish."""
+
+
+class Knock(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Whether anybody is there."""
+
+
+class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -238,6 +247,7 @@ Question = FindResponse | FindItems | KeepResponse
 ToParent = (
     Listening
     | Adopted
+    | Here
     | Enter
     | Engage
     | PassedGenerate
@@ -252,7 +262,7 @@ ToParent = (
     | Question
 )
 Answer = Entered | Waiting | Engaged | Refused | Granted | Relayed | Kept
-ToFront = Begin | Configured | Stopping | Stop | Answer | Step
+ToFront = Begin | Configured | Stopping | Stop | Knock | Answer | Step
 
 _encoder = msgspec.msgpack.Encoder()
 _to_front = msgspec.msgpack.Decoder(ToFront)

@@ -36,9 +36,11 @@ from dragoman.server.fronts.messages import (
     Generate,
     GiveBack,
     Granted,
+    Here,
     Hold,
     KeepResponse,
     Kept,
+    Knock,
     Leave,
     Listening,
     Question,
@@ -97,6 +99,8 @@ class Parent:
             self._deliver(message)
         elif isinstance(message, Command):
             self._command(message)
+        elif isinstance(message, Knock):
+            self.send(Here())
         else:
             hearer = self._hearers.get(message.id)
             if hearer is not None:
