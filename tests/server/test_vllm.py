@@ -55,6 +55,14 @@ def test_a_folder_is_served_where_vllm_is_installed(folder: Path, monkeypatch: p
         assert running.stop() == 0
 
 
+@pytest.mark.parametrize("engine", [[], ["--engine", "vllm"]])
+def test_a_folder_that_the_command_line_names(folder: Path, monkeypatch: pytest.MonkeyPatch, engine: list[str]) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    with serving(folder, {}, *engine, "--model", f"org/tiny={folder}/models/org/tiny") as running:
+        assert ask(running, "Hello").json()["choices"][0]["message"]["content"] == "Hello"
+        assert running.stop() == 0
+
+
 def test_where_it_is_not_a_folder_is_a_501_that_tells_the_way_out(folder: Path) -> None:
     with serving(folder, {"models_dir": str(folder / "models"), "models": {"s": {"engine": "scripted"}}}) as running:
         refused = ask(running, "Hello")
