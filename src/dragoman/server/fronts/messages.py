@@ -1,6 +1,6 @@
 """The messages between the parent and a front end: framed as those of a worker.
 
-    parent -> front   Begin, then Configured | Stopping | Stop, answers and steps; the end of the socket means: end
+    parent -> front   Begin, then Configured | Stopping | Stop | Hurry, answers and steps; its end means: end
     front -> parent   Listening, Adopted after every Configured, and
                       [Enter] [Engage (Generate | Cancel | Another | GiveBack | Hold)* Leave] Ended   for a request
                       Relay [Drop]                                                                   for one passed on
@@ -51,6 +51,10 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Now: nothing new is taken, what runs has its time to finish."""
+
+
+class Hurry(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The same without the time to finish: what runs is told now."""
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -252,7 +256,7 @@ ToParent = (
     | Question
 )
 Answer = Entered | Waiting | Engaged | Refused | Granted | Relayed | Kept
-ToFront = Begin | Configured | Stopping | Stop | Answer | Step
+ToFront = Begin | Configured | Stopping | Stop | Hurry | Answer | Step
 
 _encoder = msgspec.msgpack.Encoder()
 _to_front = msgspec.msgpack.Decoder(ToFront)

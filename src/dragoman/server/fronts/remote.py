@@ -37,6 +37,7 @@ from dragoman.server.fronts.messages import (
     GiveBack,
     Granted,
     Hold,
+    Hurry,
     KeepResponse,
     Kept,
     Leave,
@@ -62,7 +63,7 @@ from dragoman.worker.process import UNSENDABLE
 BACKLOG = 1024
 """Events of one generation that may wait for their reader before its engine is asked to wait too."""
 
-Command = Begin | Configured | Stopping | Stop
+Command = Begin | Configured | Stopping | Stop | Hurry
 Asking = Enter | Question | Relay
 
 
