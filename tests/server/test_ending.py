@@ -108,7 +108,7 @@ def test_the_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
         began = time.monotonic()
         assert running.process.wait(10) == 0
         assert time.monotonic() - began < 3
-        assert all(eventually(lambda pid=pid: gone(pid), 2) for pid in children)
+        assert eventually(lambda: all(map(gone, children)), 2)
     for at, (status, text) in enumerate(told):
         assert "the server is stopping" in text
         assert status == (503 if at % 2 else 200)

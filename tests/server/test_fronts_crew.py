@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +103,13 @@ def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, worker
         assert "died" not in running.log.read_text()
 
 
-def started(folder: Path, *flags: str) -> "subprocess.Popen[bytes]":
+def started(folder: Path, *flags: str, before: Callable[[], None] | None = None) -> "subprocess.Popen[bytes]":
     """A server with two front ends, and a process group of its own, from its very beginning."""
     file = folder / "dragoman.json"
     file.write_text(json.dumps({"models_dir": [], "models": MODELS}))
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--workers", "2", "--port", "0"]
     with (folder / "log").open("wb") as log:
-        return subprocess.Popen([*command, *flags], stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen([*command, *flags], stdout=log, stderr=log, start_new_session=True, preexec_fn=before)
 
 
 def fronts_of(pid: int) -> list[int]:
@@ -125,6 +125,17 @@ def test_a_signal_for_the_whole_group_while_they_start(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(20) == 0
     assert "a front end" not in (tmp_path / "log").read_text()
+
+
+def test_where_there_are_no_files_left_to_open_for_them(tmp_path: Path) -> None:
+    def short() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+    process = started(tmp_path, "--workers", "16", before=short)
+    assert process.wait(30) == 2
+    told = (tmp_path / "log").read_text().splitlines()[-1]
+    assert told.startswith("dragoman: ")
+    assert told.endswith("Too many open files; allow more (ulimit -n), or start fewer (--workers)")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -32,6 +32,8 @@ log = logging.getLogger("dragoman")
 
 RETRY_SECONDS = 0.2
 MOST_WORKERS, CPUS_PER_WORKER = 4, 4
+WORKERS_PER_CPU, WORKER_MIB = 4, 32
+"""More than so many are hardly meant; what one takes that has nothing to do yet."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -97,6 +99,16 @@ def check_exposure(settings: Settings) -> None:
 
 def remarks(settings: Settings) -> list[str]:
     """What is no mistake, and yet does not do what whoever wrote it may expect."""
+    return [*_idle_isolation(settings), *_too_many(settings.workers or 1, cpus())]
+
+
+def _too_many(workers: int, cpus: int) -> list[str]:
+    if workers <= WORKERS_PER_CPU * cpus:
+        return []
+    return [f"workers: {workers} processes for {cpus} CPUs, each of {WORKER_MIB} MiB or more, are hardly meant"]
+
+
+def _idle_isolation(settings: Settings) -> list[str]:
     isolated = [model.name for model in settings.models if model.options.get("isolate") is True]
     if not isolated or _wants_keys(settings):
         return []

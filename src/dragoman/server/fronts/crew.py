@@ -10,6 +10,7 @@ Rules
 """
 
 import asyncio
+import errno
 import logging
 import socket
 import sys
@@ -77,7 +78,7 @@ class Crew:
             try:
                 words, why = f"died with {await self._serve(sockets)} requests", "; the lines above say why"
             except OSError as error:
-                words, why = f"could not be started: {error.strerror or error}", ""
+                words, why = f"could not be started: {error.strerror or error}", _way_out(error)
             if self._stopping:
                 return
             deaths = deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
@@ -173,6 +174,11 @@ class Crew:
         for post in self._posts:
             post.cancel()
         await asyncio.gather(*self._posts, return_exceptions=True)
+
+
+def _way_out(error: OSError) -> str:
+    is_full = error.errno in (errno.EMFILE, errno.ENFILE)
+    return "; allow more (ulimit -n), or start fewer (--workers)" if is_full else ""
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
