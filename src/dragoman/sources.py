@@ -82,6 +82,8 @@ BUILT_IN = {
     ),
 }
 
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
+"""What the hub calls ORG/REPO, and what a path could be called too."""
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 
 
@@ -184,10 +186,17 @@ def _existing(source: str) -> Path:
         raise ConfigError(f"{source}: an address begins with https: or http:")
     path = Path(source).expanduser()
     if path.is_dir():
+        if (path / "config.json").is_file():
+            raise ConfigError(
+                f"{source} is the folder of a model, which `engine: vllm` serves; llama takes a .gguf file"
+            )
         raise ConfigError(f"{source} is a directory; name the .gguf file in it")
     if not path.is_file():
         known = ", ".join(BUILT_IN)
-        raise ConfigError(f"no file {source}; a source is a path, {KINDS} or a built-in name ({known})")
+        words = f"no file {source}; a source is a path, {KINDS} or a built-in name ({known})"
+        if _REPOSITORY.fullmatch(source):
+            words += f"; if {source} is a repository of the hub, it is for vllm: `engine: vllm`, or --engine vllm"
+        raise ConfigError(words)
     return path
 
 

@@ -147,6 +147,16 @@ def test_what_does_nothing_is_noted(tmp_path: Path) -> None:
     assert run(tmp_path, "check").stderr == ""
 
 
+def test_more_processes_than_anybody_needs(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nworkers: 100000\n")
+    done = run(tmp_path, "check")
+    assert done.returncode == 0
+    assert done.stderr.startswith("dragoman: warning: workers: 100000 processes for ")
+    assert done.stderr.count("\n") == 1
+    (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nworkers: 4\n")
+    assert run(tmp_path, "check").stderr == ""
+
+
 def test_no_such_configuration(tmp_path: Path) -> None:
     assert "cannot read the configuration none.yaml" in refused(run(tmp_path, "check", "--config", "none.yaml"))
 

@@ -131,11 +131,33 @@ def test_wrong_arguments(tmp_path: Path, arguments: list[str]) -> None:
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and no API key is set; give --api-key"),
         (["--engine", "nothing"], "unknown engine 'nothing'"),
         (["--engine", "no_module:Engine"], "engine 'no_module:Engine' cannot be imported"),
-        (["--engine", "llama"], "--engine llama: LlamaEngine must be made without arguments"),
+        (["--engine", "llama"], "--engine llama: of which model? Give --model NAME=SOURCE too"),
+        (["--engine", "upstream"], "--engine upstream: it needs an entry in a configuration file, under `models:`"),
+        (["--model", "mine=org/repo"], "; if org/repo is a repository of the hub, it is for vllm: `engine: vllm`"),
+        (["--engine", "vllm", "--model", "mine=org/repo"], "--model mine=org/repo: org/repo is for vllm, which is not"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
     assert words in refused(run(tmp_path, "serve", *arguments))
+
+
+@pytest.mark.parametrize("engine", [[], ["--engine", "vllm"]])
+def test_the_folder_of_a_model_without_vllm(tmp_path: Path, engine: list[str]) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    told = refused(run(tmp_path, "serve", *engine, "--model", "mine=tiny"))
+    assert told == "--model mine=tiny: tiny is for vllm, which is not installed: pip install 'dragoman[vllm]'"
+    assert "is the folder of a model, which `engine: vllm` serves" in refused(
+        run(tmp_path, "serve", "--engine", "llama", "--model", "mine=tiny")
+    )
+
+
+def test_a_file_for_an_engine_of_folders(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    words = "m.gguf is a GGUF file, which llama runs: leave the engine out; vllm takes a folder or ORG/REPO"
+    assert refused(run(tmp_path, "serve", "--engine", "vllm", "--model", "a=m.gguf")) == f"--model a=m.gguf: {words}"
+    (tmp_path / "dragoman.yaml").write_text("models:\n  a:\n    engine: vllm\n    path: m.gguf\n")
+    assert refused(run(tmp_path, "check")) == f"dragoman.yaml:4: models.a.path: {words}"
 
 
 def test_a_mistake_in_the_file_of_the_working_directory(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 
 from dragoman.config import Flags, load_settings
-from dragoman.ray import application
+from dragoman.errors import ConfigError
+from dragoman.ray import app, application
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
@@ -145,6 +146,28 @@ def test_what_is_wrong_is_told_as_everywhere(client: openai.OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         ask(client, "nobody", "Hello!")
+
+
+def test_a_reply_has_one_request_id(url: str) -> None:
+    body = {"model": "telling", "messages": [{"role": "user", "content": "Hello!"}]}
+    for sent in ({}, {"x-request-id": "mine"}):
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, headers=sent, timeout=60)
+        (told,) = reply.headers.get_list("x-request-id")
+        assert told == sent.get("x-request-id", told)
+        assert reply.headers.get_list("x-dragoman-request-id") == [reply.json()["id"]]
+
+
+def test_the_entrance_reserves_nothing_unless_it_is_told_to(config: Path) -> None:
+    def reserved(built: serve.Application) -> object:
+        return built._bound_deployment.ray_actor_options["num_cpus"]
+
+    assert reserved(app({"config": str(config)})) == 0
+    assert reserved(app({"config": str(config), "entrance_cpus": "1.5"})) == 1.5
+    for wrong in ("many", "-1", "nan", "inf"):
+        with pytest.raises(ConfigError, match=f"entrance_cpus={wrong}: expected a number of CPUs"):
+            app({"config": str(config), "entrance_cpus": wrong})
+    with pytest.raises(ConfigError, match="unknown argument 'confg'; there are config=FILE and entrance_cpus=NUMBER"):
+        app({"confg": "x"})
 
 
 def test_replicas_are_on_both_nodes(url: str) -> None:

@@ -80,7 +80,56 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
     assert events[-1]["requests"] == len(requests)
     for kind in ("completion_tokens", "unfinished_tokens"):
         assert events[-1][kind] == sum(event.get(kind, 0) for event in requests) > 0
-    assert "Traceback" not in running.log.read_text()
+    log = running.log.read_text()
+    assert "requests that could not finish and are told so" in log
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
+    async def whole(running: Running) -> list[tuple[int, str]]:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=30, limits=limits) as client:
+            plan = [(model, stream) for model in ("endless", "in-worker") for stream in (True, False)] * 4
+            bodies = [{"model": model, "messages": HELLO, "stream": stream} for model, stream in plan]
+            tasks = [asyncio.create_task(_ask(client, CHAT, body)) for body in bodies]
+            await asyncio.sleep(1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                running.process.send_signal(number)
+                await asyncio.sleep(0.4)
+            return await asyncio.gather(*tasks)
+
+    with serving(tmp_path, {"models": MODELS}, "--workers", workers) as running:
+        with talking(running) as client:
+            client.post(CHAT, json={"model": "in-worker", "messages": HELLO, "max_tokens": 1})
+        children = running.children()
+        told = asyncio.run(whole(running))
+        began = time.monotonic()
+        assert running.process.wait(10) == 0
+        assert time.monotonic() - began < 3
+        assert eventually(lambda: all(map(gone, children)), 2)
+    for at, (status, text) in enumerate(told):
+        assert "the server is stopping" in text
+        assert status == (503 if at % 2 else 200)
+    log = running.log.read_text()
+    assert "requests that could not finish and are told so" in log
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_second_sigterm_does_not_hurry(tmp_path: Path, workers: str) -> None:
+    with serving(tmp_path, {"models": MODELS}, "--workers", workers) as running, talking(running) as client:
+        body = {"model": "brief", "messages": HELLO, "stream": True}
+        with client.stream("POST", CHAT, json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            for _ in range(2):
+                running.process.send_signal(signal.SIGTERM)
+                time.sleep(0.1)
+            assert "data: [DONE]" in list(lines)
+        assert running.process.wait(10) == 0
 
 
 def test_unready_before_it_is_gone(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import dragoman.server.fronts.crew
@@ -24,7 +28,7 @@ from tests.server.talking import CHAT, ask, eventually, refused, talking, text_o
 from tests.server.test_jwt import SECRET, token
 from tests.server.test_life import gone
 from tests.server.test_workers import each
-from tests.serving import Running, serving
+from tests.serving import Running, command_of, serving
 
 MODELS: dict[str, Any] = {"echo": {"engine": "scripted"}}
 
@@ -98,6 +102,55 @@ def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, worker
         assert running.process.wait(20) == 0
         assert all(gone(pid) for pid in children)
         assert "died" not in running.log.read_text()
+
+
+def started(folder: Path, *flags: str, before: Callable[[], None] | None = None) -> "subprocess.Popen[bytes]":
+    """A server with two front ends, and a process group of its own, from its very beginning."""
+    file = folder / "dragoman.json"
+    file.write_text(json.dumps({"models_dir": [], "models": MODELS}))
+    command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--workers", "2", "--port", "0"]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen([*command, *flags], stdout=log, stderr=log, start_new_session=True, preexec_fn=before)
+
+
+def fronts_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    return [child for child in children if b"fronts.main" in command_of(child)]
+
+
+def test_a_signal_for_the_whole_group_while_they_start(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    # They are there, and have not come to anything yet.
+    assert eventually(lambda: len(fronts_of(process.pid)) == 2, 30)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert "a front end" not in (tmp_path / "log").read_text()
+
+
+def test_where_there_are_no_files_left_to_open_for_them(tmp_path: Path) -> None:
+    def short() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+    process = started(tmp_path, "--workers", "16", before=short)
+    assert process.wait(30) == 2
+    told = (tmp_path / "log").read_text().splitlines()[-1]
+    assert told.startswith("dragoman: ")
+    assert told.endswith("Too many open files; allow more (ulimit -n), or start fewer (--workers)")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_port_is_told_where_any_would_do(tmp_path: Path, workers: str) -> None:
+    process = started(tmp_path, "--workers", workers, "--host", "localhost")
+    try:
+        told = re.compile(r"serving echo on http://localhost:(\d+)/v1")
+        assert eventually(lambda: told.search((tmp_path / "log").read_text()) is not None, 30)
+        found = told.search((tmp_path / "log").read_text())
+        assert found is not None
+        assert httpx.get(f"http://localhost:{found[1]}/health", trust_env=False).status_code == 200
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
 
 
 def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pytest.MonkeyPatch) -> None:

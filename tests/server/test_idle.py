@@ -7,7 +7,7 @@ from uvicorn.server import ServerState
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.server.app import create_app
 from dragoman.server.connection import guarded
-from dragoman.server.serve import server_for
+from dragoman.server.serve import Server
 
 IDLE_SECONDS = 0.3
 
@@ -21,7 +21,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Non
 def test_the_time_of_an_idle_connection_begins_anew_with_every_request() -> None:
     async def scenario() -> None:
         app = create_app(ScriptedEngine())
-        config = server_for(app).config
+        config = Server(app).config
         config.timeout_keep_alive = IDLE_SECONDS  # type: ignore[assignment]
         connection, loop = guarded(app.settings.limits, app.telemetry), asyncio.get_running_loop()
         listening = await loop.create_server(lambda: connection(config, ServerState(), {}), "127.0.0.1")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.serving import Running, serving
 
+PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 STAND_IN = Path(__file__).parent.parent / "engines" / "fakevllm"
 
 
@@ -55,9 +57,42 @@ def test_a_folder_is_served_where_vllm_is_installed(folder: Path, monkeypatch: p
         assert running.stop() == 0
 
 
+@pytest.mark.parametrize("engine", [[], ["--engine", "vllm"]])
+def test_a_folder_that_the_command_line_names(folder: Path, monkeypatch: pytest.MonkeyPatch, engine: list[str]) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    with serving(folder, {}, *engine, "--model", f"org/tiny={folder}/models/org/tiny") as running:
+        assert ask(running, "Hello").json()["choices"][0]["message"]["content"] == "Hello"
+        assert running.stop() == 0
+
+
 def test_where_it_is_not_a_folder_is_a_501_that_tells_the_way_out(folder: Path) -> None:
     with serving(folder, {"models_dir": str(folder / "models"), "models": {"s": {"engine": "scripted"}}}) as running:
         refused = ask(running, "Hello")
         assert refused.status_code == 501
         assert "pip install 'dragoman[vllm]'" in refused.json()["error"]["message"]
+        assert running.stop() == 0
+
+
+def documented(row: str) -> list[str]:
+    """What a row of the page for those who come from vLLM's own server names."""
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {row} |"))
+    return re.findall(r"`([^`]+)`", line.removeprefix(f"| {row} |").partition(" | ")[0])
+
+
+def test_fields_and_routes_are_as_documented(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    everywhere, in_chats = documented("ignored"), documented("ignored in a chat only")
+    assert len(everywhere) > 20
+    odd = {name: [name] for name in everywhere}
+    routes = re.findall(r"^\| (`/[^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    absent = [path for row in routes for path in re.findall(r"`([^`]+)`", row)]
+    assert len(absent) > 20
+    with serving(folder, {"models_dir": str(folder / "models")}) as running:
+        chat = ask(running, "Hello", max_tokens=1, **odd, echo=True, best_of=2, return_token_ids=True)
+        assert {*chat.headers["x-dragoman-ignored"].split(", ")} == {*everywhere, *in_chats}
+        body = {"model": "org/tiny", "prompt": "Hello", "max_tokens": 1, "echo": True, "return_token_ids": True} | odd
+        completion = httpx.post(f"{running.url}/v1/completions", json=body, timeout=30, trust_env=False)
+        assert {*completion.headers["x-dragoman-ignored"].split(", ")} == {*everywhere}
+        for path in absent:
+            assert httpx.post(f"{running.url}{path}", json={}, trust_env=False).status_code == 404, path
         assert running.stop() == 0

@@ -380,6 +380,7 @@ def test_a_clean_end_under_load(tmp_path: Path) -> None:
     assert ready == 503
     assert told[:6] == [(NUMBERS, "done")] * 6
     assert all("the server is stopping" in end or end == "cut off" for _, end in told[6:])
+    assert "ERROR" not in running.log.read_text()
     assert [end for _, end in told[6:12]] == ["the server is stopping"] * 6
     refused(waited, 503)
     events = running.events()

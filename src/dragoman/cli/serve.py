@@ -12,7 +12,7 @@ from dragoman.catalog.foreseen import wrong_files
 from dragoman.cli import layout
 from dragoman.cli.settings import look_here
 from dragoman.config import Flags, Loaded, Settings, load
-from dragoman.engines import engine_class
+from dragoman.engines import ENGINES, engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
 
@@ -21,6 +21,8 @@ examples:
   dragoman serve
   dragoman serve --model mine=./model.gguf --alias 'gpt-*=mine'
   dragoman serve --models-dir ./models --memory 12GiB --keep-alive 10m
+  dragoman serve --model qwen=./Qwen3-8B
+  dragoman serve --engine vllm --model qwen=Qwen/Qwen3-8B
   dragoman serve --engine my_module:MyEngine
   dragoman serve --host 0.0.0.0 --port 9000 --api-key "$(openssl rand -hex 16)"
 
@@ -45,7 +47,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="NAME=SOURCE",
         action="append",
         default=[],
-        help=f"serve a GGUF model under this name; SOURCE is a path, {sources.KINDS}. "
+        help=f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.KINDS}, or the folder of a "
+        "model for vllm, where that is installed. "
         f"NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {many}",
     )
     parser.add_argument(
@@ -55,7 +58,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default=[],
         help=f"answer to other names as well; * and ? stand for anything; {many}",
     )
-    parser.add_argument("--engine", metavar="MODULE:CLASS", help="serve an engine of your own, found from this folder")
+    parser.add_argument(
+        "--engine",
+        metavar="MODULE:CLASS",
+        help="serve an engine of your own, found from this folder; or vllm (or llama): that of every --model",
+    )
     parser.add_argument("--default", metavar="NAME", help="the model for requests that name none")
     parser.add_argument(
         "--models-dir",
@@ -92,7 +99,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     look_here()
-    engines = [] if arguments.engine is None else [_own_engine(arguments.engine)]
+    is_own = arguments.engine is not None and not _takes_models(arguments.engine)
+    engines = [_own_engine(arguments.engine)] if is_own else []
+    if arguments.engine is not None and not engines and not arguments.model:
+        raise ConfigError(f"--engine {arguments.engine}: of which model? Give --model NAME=SOURCE too")
     loaded = _loaded(arguments, engines)
     settings = loaded.settings
     # Imported only here: the other commands and mistakes in flags need no server.
@@ -112,11 +122,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _takes_models(name: str) -> bool:
+    """Whether it is one of ours that runs what `--model` names."""
+    return name in ENGINES and "path" in engine_class(name).Options.__struct_fields__
+
+
 def _own_engine(name: str) -> Engine:
     cls = engine_class(name)
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
+        if name in ENGINES:
+            raise ConfigError(f"--engine {name}: it needs an entry in a configuration file, under `models:`") from error
         raise ConfigError(f"--engine {name}: {cls.__name__} must be made without arguments ({error})") from error
     return cls()
 
@@ -124,6 +141,7 @@ def _own_engine(name: str) -> Engine:
 def _loaded(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Loaded:
     flags = Flags(
         models=arguments.model,
+        engine=None if engines else arguments.engine,
         aliases=arguments.alias,
         default=arguments.default,
         models_dir=arguments.models_dir,

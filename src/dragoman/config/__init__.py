@@ -29,6 +29,7 @@ Rules
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -37,7 +38,7 @@ import msgspec
 from dragoman.bounds import Count, Patience, Seconds, Word
 from dragoman.config.file import File, read
 from dragoman.config.forms import wrong_forms
-from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, read_models
+from dragoman.config.models import MODEL_NAME, ModelSpec, SamplingDefaults, flagged, read_models
 from dragoman.config.paths import keys_located, located, tls_located
 from dragoman.config.places import Mistake, Places
 from dragoman.config.quantities import duration, size
@@ -137,6 +138,8 @@ class Flags(msgspec.Struct, frozen=True):
     """What the command line says; None and empty mean that it does not."""
 
     models: Sequence[str] = ()
+    engine: str | None = None
+    """Of all these models; None: by what their sources are."""
     aliases: Sequence[str] = ()
     default: str | None = None
     models_dir: Sequence[str] = ()
@@ -186,7 +189,7 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
     """`offered` are models of engines that the caller brings along; they need no entry anywhere."""
     file = read(path or environ.get("DRAGOMAN_CONFIG") or (FILE_NAME if Path(FILE_NAME).is_file() else None))
     reading = _Reading(file, flags)
-    models = read_models(file) | reading.flags("--model", flags.models, _model_flag)
+    models = read_models(file) | reading.flags("--model", flags.models, partial(_model_flag, flags.engine))
     settings = reading.settings()
     by_flag = reading.flags("--alias", flags.aliases, _alias_flag)
     if flags.port is not None and not 0 <= flags.port <= 65535:
@@ -229,13 +232,13 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
     return Loaded(result, Places(file.name, file.lines, flags.keys))
 
 
-def _model_flag(flag: str) -> tuple[str, ModelSpec]:
+def _model_flag(engine: str | None, flag: str) -> tuple[str, ModelSpec]:
     name, equals, source = flag.partition("=")
     if not equals and name in BUILT_IN:
         source = name
     if not source or not MODEL_NAME.fullmatch(name):
         raise ConfigError(f"expected NAME=SOURCE, or a built-in name ({', '.join(BUILT_IN)})")
-    return name, ModelSpec(name, "llama", source)
+    return name, flagged(name, source, engine)
 
 
 def _laid_out(model: ModelSpec, by_flag: str | None, otherwise: str) -> ModelSpec:

@@ -29,6 +29,8 @@ from dragoman.formats import named
 from dragoman.hub import PREFIX as HUB
 from dragoman.sources import BUILT_IN, KINDS
 
+FOLDER_ENGINE = "vllm"
+"""For a folder that the command line names without an engine."""
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -107,6 +109,35 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
 
 
+def flagged(name: str, source: str, engine: str | None) -> ModelSpec:
+    """A model of the command line. Without an engine, what lies there decides: a folder of Hugging Face's is vllm's."""
+    if engine is None and not _is_folder(source):
+        return ModelSpec(name, "llama", source)
+    engine = engine or FOLDER_ENGINE
+    cls = engine_class(engine)
+    if not cls.takes_folder:
+        return ModelSpec(name, engine, source)
+    if wrong := _no_folder(source, Path(source), engine):
+        raise ConfigError(wrong)
+    if not cls.is_installed():
+        raise ConfigError(f"{source} is for {engine}, which is not installed: pip install 'dragoman[{engine}]'")
+    return ModelSpec(name, engine, _folder_or_hub(source, Path()))
+
+
+def _is_folder(source: str) -> bool:
+    """Of a model as Hugging Face lays it out."""
+    return (Path(source).expanduser() / "config.json").is_file()
+
+
+def _no_folder(source: str, path: Path, engine: str) -> str | None:
+    """What is wrong with a source that is a file, for an engine of folders."""
+    if source.startswith(HUB) or not path.expanduser().is_file():
+        return None
+    if source.lower().endswith(".gguf"):
+        return f"{source} is a GGUF file, which llama runs: leave the engine out; {engine} takes a folder or ORG/REPO"
+    return f"{source} is a file; {engine} takes the folder of a model, or ORG/REPO of the hub"
+
+
 OURS = ("engine", "source", "path", "sampling", "keep_alive", "fallback", "ray")
 """Keys that are the same for every engine."""
 
@@ -176,9 +207,13 @@ def _placed(file: File, source: str, engine: str | None) -> str:
     """A source from the file's folder. For an engine of folders it may be a name of the hub, which is no path."""
     if engine not in ENGINES or not engine_class(engine).takes_folder:
         return file.from_here(source)
+    return _folder_or_hub(source, file.folder)
+
+
+def _folder_or_hub(source: str, folder: Path) -> str:
     if source.startswith(HUB):
         return source
-    path = located(source, file.folder)
+    path = located(source, folder)
     return path if source.startswith((".", "/", "~")) or Path(path).exists() else f"{HUB}{source}"
 
 
@@ -213,6 +248,10 @@ def _check_options(
         file.note(f"{key}.engine", str(error))
         return {}
     takes_file = "path" in wanted.__struct_fields__
+    if source is not None and engine_class(engine).takes_folder:
+        wrong = _no_folder(source, Path(located(source, file.folder)), engine)
+        if wrong is not None:
+            file.note(f"{key}.{'path' if 'path' in entry else 'source'}", wrong)
     if source is not None and not takes_file:
         file.note(f"{key}.source", f"the engine {engine} takes no source")
     own = [name for name in wanted.__struct_fields__ if name != "path"]

@@ -4,6 +4,7 @@
                                                                      └─> Replica: an engine, on another machine
 
     deployments.py  a deployment for each model, and the entrance
+    naming.py       the id of a request in its reply
     replica.py      what runs in a replica
     engine.py       what the app holds for a model
     router.py       Serve's router, in the order of choosing.py

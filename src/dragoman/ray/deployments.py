@@ -18,9 +18,11 @@ from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
 from dragoman.ray.engine import ReplicaEngine
+from dragoman.ray.naming import Renamed
 from dragoman.ray.replica import Replica
 from dragoman.server.app import App
 
+ARGUMENTS = ("config", "entrance_cpus")
 ONGOING = 16
 """Requests that a replica takes at once where nobody says how many."""
 MOST_AT_THE_DOOR = 100_000
@@ -28,26 +30,41 @@ MOST_AT_THE_DOOR = 100_000
 
 
 def app(args: Mapping[str, str]) -> serve.Application:
-    """For `serve run dragoman.ray:app`, with `config=FILE` or DRAGOMAN_CONFIG."""
-    unknown = [name for name in args if name != "config"]
+    """For `serve run dragoman.ray:app`, with `config=FILE` or DRAGOMAN_CONFIG, and `entrance_cpus=NUMBER`."""
+    unknown = [name for name in args if name not in ARGUMENTS]
     if unknown:
-        raise ConfigError(f"unknown argument {unknown[0]!r}; the only one is config=FILE")
-    return application(load_settings(args.get("config"), Flags(), os.environ))
+        raise ConfigError(f"unknown argument {unknown[0]!r}; there are config=FILE and entrance_cpus=NUMBER")
+    settings = load_settings(args.get("config"), Flags(), os.environ)
+    return application(settings, entrance_cpus=_cpus(args.get("entrance_cpus", "0")))
 
 
-def application(settings: Settings) -> serve.Application:
-    """The models of these settings, for `serve.run`."""
+def _cpus(given: str) -> float:
+    try:
+        cpus = float(given)
+    except ValueError:
+        cpus = math.nan
+    if not 0 <= cpus < math.inf:
+        raise ConfigError(f"entrance_cpus={given}: expected a number of CPUs, 0 or more")
+    return cpus
+
+
+def application(settings: Settings, *, entrance_cpus: float = 0.0) -> serve.Application:
+    """The models of these settings, for `serve.run`. `entrance_cpus` is what Ray reserves for the entrance: nothing,
+    unless somebody says so, for where there is no CPU left for it, no request would ever be answered."""
     # Which models there are and for how long they stay is said by the deployments.
     fixed = msgspec.structs.replace(settings, models_dir=(), memory=None, keep_alive=math.inf)
     spread = [spec for spec in settings.models if engine_class(spec.engine).device != "elsewhere"]
     # Names of models may have characters that names of deployments may not; two could become the same.
     names = {spec.name: f"model-{at}-{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}" for at, spec in enumerate(spread)}
 
-    def build() -> App:
-        return _app(fixed, names)
+    def build() -> Renamed:
+        return Renamed(_app(fixed, names))
 
     entrance = serve.deployment(serve.ingress(build)()).options(
-        name="entrance", num_replicas=1, max_ongoing_requests=MOST_AT_THE_DOOR
+        name="entrance",
+        num_replicas=1,
+        max_ongoing_requests=MOST_AT_THE_DOOR,
+        ray_actor_options={"num_cpus": entrance_cpus},
     )
     return entrance.bind(*(_deployment(spec, names[spec.name]).bind(spec, settings.limits) for spec in spread))
 

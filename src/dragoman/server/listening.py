@@ -1,7 +1,14 @@
-"""How clients are listened to, in whichever process it is done."""
+"""How clients are listened to, in whichever process it is done, and how that ends.
 
+Rules
+1. Nothing new is taken; what runs has the grace time, and what is left then is told that it cannot finish.
+2. Who is in a hurry gives no grace time. Whoever does not read what it is told then is not waited for.
+"""
+
+import asyncio
 import errno
 import gc
+import logging
 import math
 import os
 import socket
@@ -14,6 +21,51 @@ from dragoman.errors import ConfigError
 from dragoman.operation import Tls
 from dragoman.server.connection import guarded
 from dragoman.server.door import Door
+
+log = logging.getLogger("dragoman")
+
+TELL_SECONDS = 2
+"""Beyond the grace time, for those to be told that cannot finish."""
+HURRY_SECONDS = 1.0
+
+
+class Listener(uvicorn.Server):
+    def __init__(self, door: Door) -> None:
+        super().__init__(_uvicorn_config(door))
+        self._grace = math.ceil(door.settings.grace_seconds)
+        self._is_closing = False
+        self._is_hurried = False
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._is_closing = True
+        # Even without any grace it comes after the listeners have been closed, which uvicorn does first of all.
+        due = asyncio.get_running_loop().call_later(0 if self._is_hurried else self._grace, self._end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            due.cancel()
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
+    def hurry(self) -> None:
+        """Who is told twice waits for nobody."""
+        if self._is_hurried:
+            self._leave()
+        self.should_exit = self._is_hurried = True
+        if self._is_closing:
+            self._end_requests()
+
+    def _end_requests(self) -> None:
+        running = list(self.server_state.tasks)
+        if running:
+            log.info("requests that could not finish and are told so: %d", len(running))
+        for task in running:
+            task.cancel()
+        if self._is_hurried:
+            asyncio.get_running_loop().call_later(HURRY_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        self.force_exit = True
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
@@ -47,7 +99,7 @@ def bind_words(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def uvicorn_config(door: Door) -> uvicorn.Config:
+def _uvicorn_config(door: Door) -> uvicorn.Config:
     settings = door.settings
     tls = settings.tls
     return uvicorn.Config(
@@ -63,7 +115,7 @@ def uvicorn_config(door: Door) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=math.ceil(settings.grace_seconds),
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + TELL_SECONDS,
         ssl_context_factory=None if tls is None else lambda config, default: tls_context(tls),
     )
 

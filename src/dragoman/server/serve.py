@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-import uvicorn
 import uvloop
 
 from dragoman.catalog import Host
@@ -25,7 +24,7 @@ from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFo
 from dragoman.server.app import ONLY_ENGINES, App, Reread
 from dragoman.server.fronts.crew import Crew
 from dragoman.server.fronts.places import places
-from dragoman.server.listening import bind_words, settle, tls_context, unix_socket, uvicorn_config
+from dragoman.server.listening import Listener, bind_words, settle, tls_context, unix_socket
 from dragoman.store.keys import KeyStore, store_path
 from dragoman.telemetry.logs import configure
 
@@ -33,6 +32,8 @@ log = logging.getLogger("dragoman")
 
 RETRY_SECONDS = 0.2
 MOST_WORKERS, CPUS_PER_WORKER = 4, 4
+WORKERS_PER_CPU, WORKER_MIB = 4, 32
+"""More than so many are hardly meant; what one takes that has nothing to do yet."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -98,6 +99,16 @@ def check_exposure(settings: Settings) -> None:
 
 def remarks(settings: Settings) -> list[str]:
     """What is no mistake, and yet does not do what whoever wrote it may expect."""
+    return [*_idle_isolation(settings), *_too_many(settings.workers or 1, cpus())]
+
+
+def _too_many(workers: int, cpus: int) -> list[str]:
+    if workers <= WORKERS_PER_CPU * cpus:
+        return []
+    return [f"workers: {workers} processes for {cpus} CPUs, each of {WORKER_MIB} MiB or more, are hardly meant"]
+
+
+def _idle_isolation(settings: Settings) -> list[str]:
     isolated = [model.name for model in settings.models if model.options.get("isolate") is True]
     if not isolated or _wants_keys(settings):
         return []
@@ -168,9 +179,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _tell_place(app: App) -> None:
+def _tell_place(app: App, port: int) -> None:
+    """With the port that it is, where any would do."""
     names = ", ".join(model.name for model in app.catalog.models.values()) or "the models folder"
-    log.info("serving %s on %s", names, _place(app.settings))
+    log.info("serving %s on %s", names, _place(msgspec.structs.replace(app.settings, port=port)))
+
+
+def _port(sockets: Sequence[socket.socket]) -> int:
+    """0 for a Unix socket, which has none."""
+    name = sockets[0].getsockname()
+    return name[1] if isinstance(name, tuple) else 0
 
 
 def _place(settings: Settings) -> str:
@@ -180,28 +198,33 @@ def _place(settings: Settings) -> str:
     return f"{'https' if settings.tls else 'http'}://{host}:{settings.port}/v1"
 
 
-class Server(uvicorn.Server):
+class Server(Listener):
     """Ends with exit code 0 when a signal asks it to; what is running then may finish, or is told that it cannot."""
 
-    def __init__(self, app: App, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, app: App) -> None:
+        super().__init__(app)
         self._app = app
         self._hurried = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            _tell_place(self._app)
+            _tell_place(self._app, _port([one for server in self.servers for one in server.sockets]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.stop_requests()
         await _drained(self._app.settings, self._hurried)
         await super().shutdown(sockets)
 
+    def hurry(self) -> None:
+        super().hurry()
+        self._hurried.set()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        if self.force_exit:
-            asyncio.get_running_loop().call_soon_threadsafe(self._hurried.set)
+        # Supervisors and shells may send SIGTERM twice, to the process and to its group, and mean nothing by it.
+        if self.should_exit and sig == signal.SIGINT:
+            asyncio.get_running_loop().call_soon_threadsafe(self.hurry)
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -229,12 +252,8 @@ async def _drained(settings: Settings, hurried: asyncio.Event) -> None:
     log.info("stopping; running requests have %g s to finish", math.ceil(settings.grace_seconds))
 
 
-def server_for(app: App) -> Server:
-    return Server(app, uvicorn_config(app))
-
-
 async def _serve(app: App) -> None:
-    server = server_for(app)
+    server = Server(app)
 
     def end() -> None:
         server.should_exit = True
@@ -267,8 +286,9 @@ async def _serve_by_fronts(app: App, count: int) -> None:
     preload = asyncio.create_task(_preload(app, ended.set))
     try:
         with _reloading(app), _signals(ended, hurried, crew):
-            await crew.started()
-            _tell_place(app)
+            await crew.started(ended)
+            if not ended.is_set():
+                _tell_place(app, _port(opened[0]))
             await crew.until(ended)
             app.stop_requests()
             crew.tell_stopping()
@@ -283,20 +303,22 @@ async def _serve_by_fronts(app: App, count: int) -> None:
 
 @contextmanager
 def _signals(ended: asyncio.Event, hurried: asyncio.Event, crew: Crew) -> Generator[None, None, None]:
-    """The first asks for a clean end, the second for one at once."""
+    """The first asks for a clean end; a Ctrl-C after it for one at once, and one more waits for nobody."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        if ended.is_set():
-            hurried.set()
+    def hurry() -> None:
+        if hurried.is_set():
             crew.kill()
+        elif ended.is_set():
+            hurried.set()
+            crew.hurry()
         ended.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGINT, hurry)
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
     try:
         yield
     finally:

@@ -3,10 +3,14 @@
 Rules
 1. One that dies soon after its start is started again after a pause, which grows.
 2. Until all of them have listened, the first death is the server's.
-3. They have the grace time, and a little more, to end by themselves; then they are ended.
+3. They have the grace time, and a little more, to end by themselves; then they are ended. In a hurry they have only
+   the little more.
+4. They have sessions of their own: what is sent to the process group of the server is the server's to handle, from the
+   first moment on.
 """
 
 import asyncio
+import errno
 import logging
 import socket
 import sys
@@ -17,7 +21,8 @@ from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from dragoman.server.app import App
 from dragoman.server.fronts.desk import Desk
-from dragoman.server.fronts.messages import Stop, Stopping
+from dragoman.server.fronts.messages import Hurry, Stop, Stopping
+from dragoman.server.listening import HURRY_SECONDS
 from dragoman.worker.messages import OWN_NUMBER
 
 log = logging.getLogger("dragoman.fronts")
@@ -26,7 +31,7 @@ YOUNG_SECONDS = 10.0
 LONGEST_PAUSE = 10.0
 MOST_DOUBLINGS = 6
 ADOPT_SECONDS = 5.0
-END_SECONDS = 6.0
+END_SECONDS = 8.0
 """Beyond the grace time: to tell those that are cancelled, and to end."""
 
 
@@ -48,19 +53,20 @@ class Crew:
     def _stopping(self) -> bool:
         return self._ending.is_set()
 
-    async def started(self) -> None:
-        """Until all of them take connections."""
-        await self.until(self._all_listen)
+    async def started(self, *ends: asyncio.Event) -> None:
+        """Until all of them take connections, or nobody wants them any more."""
+        await self.until(self._all_listen, *ends)
 
-    async def until(self, event: asyncio.Event) -> None:
-        """Until it is set. A place that nobody mans any more before that is the server's end."""
-        waiting = asyncio.create_task(event.wait())
+    async def until(self, *events: asyncio.Event) -> None:
+        """Until one is set. A place that nobody mans any more before that is the server's end."""
+        waiting = {asyncio.create_task(event.wait()) for event in events}
         try:
-            done, _ = await asyncio.wait([waiting, *self._posts], return_when=asyncio.FIRST_COMPLETED)
-            for post in done - {waiting}:
+            done, _ = await asyncio.wait([*waiting, *self._posts], return_when=asyncio.FIRST_COMPLETED)
+            for post in done - waiting:
                 post.result()
         finally:
-            waiting.cancel()
+            for wait in waiting:
+                wait.cancel()
 
     async def _keep(self, sockets: list[socket.socket]) -> None:
         """One place, manned until the server stops."""
@@ -70,14 +76,14 @@ class Crew:
                 await self._pause(min(LONGEST_PAUSE, 0.1 * 2 ** min(deaths, MOST_DOUBLINGS)))
             born = time.monotonic()
             try:
-                words = f"died with {await self._serve(sockets)} requests"
+                words, why = f"died with {await self._serve(sockets)} requests", "; the lines above say why"
             except OSError as error:
-                words = f"could not be started: {error.strerror or error}"
+                words, why = f"could not be started: {error.strerror or error}", _way_out(error)
             if self._stopping:
                 return
             deaths = deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
             if not self._all_listen.is_set():
-                raise ConfigError(f"a front end {words}; the lines above say why")
+                raise ConfigError(f"a front end {words}{why}")
             log.error("a front end %s; starting another", words)
 
     async def _pause(self, seconds: float) -> None:
@@ -97,6 +103,7 @@ class Crew:
                     *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, numbers)),
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=numbers,
+                    start_new_session=True,
                 )
         except BaseException:
             ours.close()
@@ -148,6 +155,13 @@ class Crew:
         await asyncio.wait(self._posts, timeout=grace + END_SECONDS)
         await self.end()
 
+    def hurry(self) -> None:
+        """Who still waits is told now, and they are ended if they do not end."""
+        self._ending.set()
+        for desk in self._desks:
+            desk.send(Hurry())
+        asyncio.get_running_loop().call_later(HURRY_SECONDS + 1, self.kill)
+
     def kill(self) -> None:
         """None of them, and none in its place."""
         self._ending.set()
@@ -160,6 +174,11 @@ class Crew:
         for post in self._posts:
             post.cancel()
         await asyncio.gather(*self._posts, return_exceptions=True)
+
+
+def _way_out(error: OSError) -> str:
+    is_full = error.errno in (errno.EMFILE, errno.ENFILE)
+    return "; allow more (ulimit -n), or start fewer (--workers)" if is_full else ""
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -14,22 +14,21 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
-import uvicorn
 import uvloop
 
 from dragoman.errors import ConfigError
 from dragoman.server.fronts.front import FrontEnd
-from dragoman.server.fronts.messages import Begin, Configured, Stopping
+from dragoman.server.fronts.messages import Begin, Configured, Hurry, Stopping
 from dragoman.server.fronts.remote import Command, Parent
-from dragoman.server.listening import settle, uvicorn_config
+from dragoman.server.listening import Listener, settle
 from dragoman.telemetry.logs import configure_as_parent
 
 log = logging.getLogger("dragoman.fronts")
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, parent: Parent) -> None:
-        super().__init__(config)
+class _Server(Listener):
+    def __init__(self, front: FrontEnd, parent: Parent) -> None:
+        super().__init__(front)
         self._parent = parent
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -59,7 +58,7 @@ class _Process:
         if isinstance(command, Begin):
             self.parent.number(command.number)
             self._front = FrontEnd(command.settings, self.parent)
-            self.server = _Server(uvicorn_config(self._front), self.parent)
+            self.server = _Server(self._front, self.parent)
             self._begun.set()
         elif isinstance(command, Configured):
             assert self._front is not None
@@ -67,6 +66,9 @@ class _Process:
         elif isinstance(command, Stopping):
             assert self._front is not None
             self._front.stop_requests()
+        elif isinstance(command, Hurry):
+            assert self.server is not None
+            self.server.hurry()
         elif self.server is not None:
             self.server.should_exit = True
 

@@ -1,6 +1,6 @@
 """The messages between the parent and a front end: framed as those of a worker.
 
-    parent -> front   Begin, then Configured | Stopping | Stop | Knock, answers and steps;
+    parent -> front   Begin, then Configured | Stopping | Stop | Hurry | Knock, answers and steps;
                       the end of the socket means: end
     front -> parent   Listening, Adopted after every Configured, Here after every Knock, and
                       [Enter] [Engage (Generate | Cancel | Another | GiveBack | Hold)* Leave] Ended   for a request
@@ -52,6 +52,10 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Now: nothing new is taken, what runs has its time to finish."""
+
+
+class Hurry(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The same without the time to finish: what runs is told now."""
 
 
 class Knock(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -262,7 +266,7 @@ ToParent = (
     | Question
 )
 Answer = Entered | Waiting | Engaged | Refused | Granted | Relayed | Kept
-ToFront = Begin | Configured | Stopping | Stop | Knock | Answer | Step
+ToFront = Begin | Configured | Stopping | Stop | Hurry | Knock | Answer | Step
 
 _encoder = msgspec.msgpack.Encoder()
 _to_front = msgspec.msgpack.Decoder(ToFront)

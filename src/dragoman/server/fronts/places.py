@@ -39,7 +39,7 @@ def _listening(sockets: list[socket.socket]) -> list[socket.socket]:
 
 def _bound(host: str, port: int) -> list[socket.socket]:
     """One for each address that the host has."""
-    bound = []
+    bound: list[socket.socket] = []
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
         listener = socket.socket(family, kind, protocol)
@@ -48,6 +48,9 @@ def _bound(host: str, port: int) -> list[socket.socket]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if bound:
+            # One port for all of them, also where any would do.
+            address = (address[0], bound[0].getsockname()[1], *address[2:])
         try:
             listener.bind(address)
         except OSError as error:

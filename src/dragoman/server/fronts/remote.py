@@ -38,6 +38,7 @@ from dragoman.server.fronts.messages import (
     Granted,
     Here,
     Hold,
+    Hurry,
     KeepResponse,
     Kept,
     Knock,
@@ -64,7 +65,7 @@ from dragoman.worker.process import UNSENDABLE
 BACKLOG = 1024
 """Events of one generation that may wait for their reader before its engine is asked to wait too."""
 
-Command = Begin | Configured | Stopping | Stop
+Command = Begin | Configured | Stopping | Stop | Hurry
 Asking = Enter | Question | Relay
 
 
