@@ -13,6 +13,7 @@ from dragoman.conversation import Sampling
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import ABORTED, Model
 from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.errors import ConfigError, EngineFailed
 from tests.engines.running import (
@@ -62,7 +63,7 @@ def test_a_decode_for_nobody_is_broken_off(with_engine: Run) -> None:
 
         expected = await collect(engine, completion())
         context.decode = noting  # type: ignore[method-assign,assignment]
-        engine.loaded.runner.alone.least = engine.loaded.runner.alone.chunk = 512
+        engine.loaded.runner.alone = Pace(60, least=512, most=512)
         prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 600)))))
         async with asyncio.timeout(5):
             while engine.loaded.runner.sole is None:  # noqa: ASYNC110  (it becomes so in another thread)
