@@ -13,8 +13,8 @@ from dragoman.conversation import Sampling
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import ABORTED, Model
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.options import LlamaOptions
+from dragoman.engines.llama.pace import Pace
 from dragoman.errors import ConfigError, EngineFailed
 from tests.engines.running import (
     GREEDY,
