@@ -337,7 +337,8 @@ def test_serve_run_takes_the_configuration_from_the_environment(cluster: str, ur
     )
     small = f"{url}/small/v1"
     try:
-        wait_for(lambda: httpx.get(f"{small}/models").status_code == 401)
+        # Serve keeps a request until there is a replica, which takes its time on a busy machine.
+        wait_for(lambda: httpx.get(f"{small}/models", timeout=60).status_code == 401)
         client = openai.OpenAI(base_url=small, api_key="secret", timeout=60)
         assert ask(client, "small", "Hello!")[0]
     finally:
