@@ -64,7 +64,7 @@ def steps_of(pace: Pace, rows: int, cost: Callable[[int, int], float]) -> list[t
 def looking_back(position: int, rows: int) -> float:
     """As a CPU of two cores does it: what is before the rows costs a third where they are 64 or more."""
     before = position * 3e-6 * (rows if rows <= 64 else rows / 3)
-    return 0.008 + rows * 0.0032 + before
+    return 0.008 + rows * 0.0026 + before
 
 
 def test_a_long_prompt_is_taken_in_by_leaps_once_they_pay() -> None:

@@ -47,7 +47,7 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens that are likely to come as they came before in the text are decoded together, where that pays."""
     gap_ms: Count = 150
     """How long somebody who is being answered may wait for the next token while prompts are taken in: as a rule, and
-    twice as long where that gets long prompts done much sooner."""
+    nearly twice as long where that gets long prompts done much sooner."""
     layout: Layout = "auto"
     """Whether another layout of the weights may be used where it is faster here."""
 

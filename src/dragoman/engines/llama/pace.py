@@ -8,7 +8,7 @@ whole prompt much less.
 
 LEAP = 65
 """One row goes with those who decode; the others are as many as are looked at together."""
-LEAP_SECONDS = 2.0
+LEAP_SECONDS = 1.8
 """How often the wanted time a leap may last."""
 LEAP_COST = 0.8
 """What a row of it may cost at the most, measured by one of a step of the wanted time."""

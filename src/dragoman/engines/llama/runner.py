@@ -9,7 +9,7 @@
 
 Rules
 1. While somebody decodes, a step lasts about as long as the gap that is wanted between two tokens, whatever is being
-   prefilled; up to twice as long where that gets long prompts done much sooner. While nobody does, it is as long as
+   prefilled; nearly twice as long where that gets long prompts done much sooner. While nobody does, it is as long as
    full speed needs and as cancellations and new prompts may wait.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. One that is for a single job is
    broken off when the job is not wanted any more.
