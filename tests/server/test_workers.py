@@ -22,7 +22,6 @@ from tests.server.anthropic_sdk import anthropic_sdk
 from tests.server.sdk import sdk
 from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
 from tests.server.test_connecting import listened_on
-from tests.server.test_life import gone
 from tests.serving import Running, serving, serving_at
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -240,7 +239,7 @@ def test_keys_and_their_limits_hold_for_all_together(tmp_path: Path) -> None:
                 assert eventually(lambda: ask(third, CHAT).status_code == 200, 2)
 
 
-async def _stream(client: httpx.AsyncClient, model: str, leave_after: int | None = None) -> tuple[str, str]:
+async def streamed_text(client: httpx.AsyncClient, model: str, leave_after: int | None = None) -> tuple[str, str]:
     """What was said, and how it ended."""
     text, end = "", "cut off"
     try:
@@ -263,16 +262,16 @@ async def _stream(client: httpx.AsyncClient, model: str, leave_after: int | None
     return text, end
 
 
-def _many(running: Running) -> httpx.AsyncClient:
+def many(running: Running) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=30, limits=limits)
 
 
 def test_five_hundred_streams_are_each_in_order_and_complete(pair: Running) -> None:
     async def whole() -> list[tuple[str, str]]:
-        async with _many(pair) as client:
+        async with many(pair) as client:
             leaving = [5 if at % 8 == 0 else None for at in range(512)]
-            return await asyncio.gather(*(_stream(client, "numbers", after) for after in leaving))
+            return await asyncio.gather(*(streamed_text(client, "numbers", after) for after in leaving))
 
     told = asyncio.run(whole())
     for at, (text, end) in enumerate(told):
@@ -291,9 +290,9 @@ def test_one_dies_and_the_others_do_not_notice(tmp_path: Path) -> None:
         victim, other = running.fronts()
 
         async def whole() -> list[tuple[str, str]]:
-            async with _many(running) as client:
-                tasks = [asyncio.create_task(_stream(client, "numbers")) for _ in range(40)]
-                tasks.append(asyncio.create_task(_stream(client, "single-in-worker")))
+            async with many(running) as client:
+                tasks = [asyncio.create_task(streamed_text(client, "numbers")) for _ in range(40)]
+                tasks.append(asyncio.create_task(streamed_text(client, "single-in-worker")))
                 await asyncio.sleep(0.7)
                 os.kill(victim, signal.SIGKILL)
                 await asyncio.sleep(1.5)
@@ -317,10 +316,10 @@ def test_one_dies_and_the_others_do_not_notice(tmp_path: Path) -> None:
 
 def test_an_engine_dies_and_every_stream_is_told(pair: Running) -> None:
     async def whole() -> list[tuple[str, str]]:
-        async with _many(pair) as client:
+        async with many(pair) as client:
             assert (await client.post(CHAT, json={"messages": HELLO, "model": "numbers"})).status_code == 200
             workers = [pid for pid in pair.children() if pid not in pair.fronts()]
-            tasks = [asyncio.create_task(_stream(client, "numbers")) for _ in range(64)]
+            tasks = [asyncio.create_task(streamed_text(client, "numbers")) for _ in range(64)]
             await asyncio.sleep(1)
             for pid in workers:
                 os.kill(pid, signal.SIGKILL)
@@ -354,47 +353,6 @@ def test_a_new_configuration_holds_at_once_for_all(tmp_path: Path) -> None:
         assert eventually(lambda: running.log.read_text().count("read again") == 2, 5)
         for client in clients:
             refused(ask(client, CHAT), 401)
-
-
-def test_a_clean_end_under_load(tmp_path: Path) -> None:
-    models = {name: MODELS[name] for name in ("echo", "numbers", "endless", "single-in-worker")}
-    config = {"models": models, "grace_seconds": 3, "drain_seconds": 0.5}
-
-    async def whole(running: Running) -> tuple[list[tuple[str, str]], httpx.Response, int]:
-        async with _many(running) as client:
-            await client.post(CHAT, json={"messages": HELLO, "model": "numbers", "max_tokens": 1})
-            names = ["numbers"] * 6 + ["endless"] * 6 + ["single-in-worker"] * 2
-            tasks = [asyncio.create_task(_stream(client, name)) for name in names]
-            waiting = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "model": "endless"}))
-            await asyncio.sleep(0.5)
-            running.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-            ready = await client.get("/ready")
-            return await asyncio.gather(*tasks), await waiting, ready.status_code
-
-    with serving(tmp_path, config, "--workers", "2") as running:
-        children = running.children()
-        told, waited, ready = asyncio.run(whole(running))
-        assert running.process.wait(10) == 0
-        assert all(gone(pid) for pid in children)
-    assert ready == 503
-    assert told[:6] == [(NUMBERS, "done")] * 6
-    assert all("the server is stopping" in end or end == "cut off" for _, end in told[6:])
-    assert "ERROR" not in running.log.read_text()
-    assert [end for _, end in told[6:12]] == ["the server is stopping"] * 6
-    refused(waited, 503)
-    events = running.events()
-    assert events[-1]["event"] == "run_end"
-    assert events[-1]["requests"] == len([event for event in events if event["event"] == "request"])
-    assert "Traceback" not in running.log.read_text()
-
-
-def test_a_parent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
-    with serving(tmp_path, {"models": {"w": IN_WORKER}}, "--workers", "3") as running:
-        children = running.children()
-        assert len(children) == 4
-        running.process.kill()
-        assert eventually(lambda: all(gone(pid) for pid in children), 2)
 
 
 def test_a_real_model(tmp_path: Path, smollm2_path: Path) -> None:
