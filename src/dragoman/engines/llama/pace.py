@@ -1,9 +1,9 @@
 """How long a step lasts, steered by how long the last ones did.
 
 Its time is not proportional to its rows: reading the weights and the memory costs the same for one row as for fifty,
-and from 64 rows of a text on llama.cpp looks through what is before them in another way, which takes a third of the
-time. So where a text is long a step of LEAP rows may be worth its waiting: it takes more than the wanted time, and the
-whole prompt much less.
+and from 64 rows of a text on llama.cpp looks through what is before them in another way: behind 1,000 tokens, 64 rows
+are faster than 48. So where a text is long a step of LEAP rows may be worth its waiting: it takes more than the wanted
+time, and the whole prompt less.
 """
 
 LEAP = 65
