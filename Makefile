@@ -23,7 +23,7 @@ serve: $(VENV)/.installed ## serve the built-in model; ARGS="--port 9000" hands 
 test: lint ## lint, types and all tests
 	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/dragoman pull minilm
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m tests $(ARGS)
 
 test-ray: $(RAY)/.installed ## dragoman.ray on a Ray cluster of two nodes on this machine; in a virtual environment of its own
 	@$(RAY)/bin/dragoman pull --layout as-is smollm2

@@ -11,6 +11,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background makes them deaf to it, and with them every process they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+REAL_MODELS = ("smollm2_path", "minilm_path", "smol")
+"""Fixtures of tests that compute with a real model; a parameter may name one, too."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        asked = getattr(item, "fixturenames", ())
+        if spec := getattr(item, "callspec", None):
+            asked = [*asked, *spec.params.values()]
+        if any(name in REAL_MODELS for name in asked):
+            item.add_marker("model")
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:

@@ -112,21 +112,26 @@ def test_the_least_recently_used_makes_room_in_a_small_budget(tmp_path: Path, ho
 
 def test_two_models_that_do_not_fit_together_take_turns(tmp_path: Path) -> None:
     config = {"models": {"first": FIRST, "a": HEAVY | {"pace": 0.02}, "b": HEAVY | {"pace": 0.02}}}
-    deadline = time.monotonic() + 7
+    turn_seconds = 1.5
+    begun = time.monotonic()
     counts = {"a": 0, "b": 0}
+
+    def loaded(running: Running) -> int:
+        return loads(running, "a") + loads(running, "b")
 
     def keep_asking(running: Running, name: str) -> None:
         with talking(running) as client:
-            while time.monotonic() < deadline:
+            # A busy machine takes its time for a load.
+            while (passed := time.monotonic() - begun) < 7 or (passed < 30 and loaded(running) < 3):
                 assert text_of(ask(client, CHAT, model=name)) == f"{name} " * 5
                 counts[name] += 1
 
-    with serving(tmp_path, config | {"memory": "400MiB", "turn_seconds": 1.5}) as running, many(running, 4) as pool:
+    within = config | {"memory": "400MiB", "turn_seconds": turn_seconds}
+    with serving(tmp_path, within) as running, many(running, 4) as pool:
         for asking in [pool.submit(keep_asking, running, name) for name in "abab"]:
             asking.result()
-        loaded = loads(running, "a") + loads(running, "b")
+        assert 3 <= loaded(running) <= 3 + (time.monotonic() - begun) / turn_seconds
     assert min(counts.values()) > 10
-    assert 3 <= loaded <= 7
 
 
 def test_an_operator_may_prefer_not_to_let_requests_wait(tmp_path: Path) -> None:
