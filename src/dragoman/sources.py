@@ -96,6 +96,19 @@ def is_path(source: str) -> bool:
     return source not in BUILT_IN and not source.startswith(("pypi:", hub.PREFIX, *ADDRESSES))
 
 
+def own_name(source: str) -> str | None:
+    """What a model is called of which nothing but its source is said; None where that is no source by itself."""
+    plain, _ = split_hash(source)
+    path = Path(plain).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    if plain in BUILT_IN or (_REPOSITORY.fullmatch(plain) and not path.exists()):
+        return plain
+    if package := _PYPI.fullmatch(plain):
+        return package["name"]
+    return path.name.removesuffix(".gguf") if "/" in plain or plain.endswith(".gguf") else None
+
+
 def is_address(source: str) -> bool:
     return source.startswith((hub.PREFIX, *ADDRESSES))
 

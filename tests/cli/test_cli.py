@@ -121,8 +121,9 @@ def test_wrong_arguments(tmp_path: Path, arguments: list[str]) -> None:
     ("arguments", "words"),
     [
         (["--config", "none.yaml"], "cannot read the configuration none.yaml: No such file or directory"),
-        (["--model", "mine"], "--model mine: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
+        (["--model", "mine"], "--model mine: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
         (["--model", "mine=nowhere.gguf"], "model mine: no file nowhere.gguf"),
+        (["nowhere.gguf"], "model nowhere: no file nowhere.gguf"),
         (["--model", "mine=."], "model mine: . is a directory"),
         (["--alias", "gpt"], "--alias gpt: expected PATTERN=NAME"),
         (["--alias", "gpt-*=other"], "--alias gpt-*=other: no model is called 'other'; models: smollm2"),

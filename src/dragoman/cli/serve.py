@@ -19,6 +19,7 @@ from dragoman.errors import ConfigError
 EXAMPLES = """\
 examples:
   dragoman serve
+  dragoman serve ./model.gguf
   dragoman serve --model mine=./model.gguf --alias 'gpt-*=mine'
   dragoman serve --models-dir ./models --memory 12GiB --keep-alive 10m
   dragoman serve --model qwen=./Qwen3-8B
@@ -41,6 +42,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         allow_abbrev=False,
     )
     many = "may be given several times"
+    parser.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="*",
+        help="the same as --model; one without a name has that of its file or folder",
+    )
     parser.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
     parser.add_argument(
         "--model",
@@ -101,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     look_here()
     is_own = arguments.engine is not None and not _takes_models(arguments.engine)
     engines = [_own_engine(arguments.engine)] if is_own else []
-    if arguments.engine is not None and not engines and not arguments.model:
+    if arguments.engine is not None and not engines and not _models(arguments):
         raise ConfigError(f"--engine {arguments.engine}: of which model? Give --model NAME=SOURCE too")
     loaded = _loaded(arguments, engines)
     settings = loaded.settings
@@ -127,6 +134,10 @@ def _takes_models(name: str) -> bool:
     return name in ENGINES and "path" in engine_class(name).Options.__struct_fields__
 
 
+def _models(arguments: argparse.Namespace) -> list[str]:
+    return [*arguments.models, *arguments.model]
+
+
 def _own_engine(name: str) -> Engine:
     cls = engine_class(name)
     try:
@@ -140,7 +151,7 @@ def _own_engine(name: str) -> Engine:
 
 def _loaded(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Loaded:
     flags = Flags(
-        models=arguments.model,
+        models=_models(arguments),
         engine=None if engines else arguments.engine,
         aliases=arguments.alias,
         default=arguments.default,

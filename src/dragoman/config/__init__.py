@@ -45,7 +45,7 @@ from dragoman.config.quantities import duration, size
 from dragoman.discovery import names_in
 from dragoman.errors import ConfigError
 from dragoman.operation import Cors, Keys, Telemetry, Tls, network
-from dragoman.sources import BUILT_IN, home
+from dragoman.sources import BUILT_IN, home, is_path, own_name
 
 __all__ = [
     "Flags",
@@ -168,7 +168,7 @@ class Flags(msgspec.Struct, frozen=True):
             "socket": self.socket,
             "tls": self.tls_certificate,
         }
-        models = (f"models.{flag.partition('=')[0]}" for flag in self.models)
+        models = (f"models.{_name_and_source(flag)[0]}" for flag in self.models)
         return frozenset([*(key for key, value in given.items() if value), *models])
 
 
@@ -233,12 +233,16 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
 
 
 def _model_flag(engine: str | None, flag: str) -> tuple[str, ModelSpec]:
-    name, equals, source = flag.partition("=")
-    if not equals and name in BUILT_IN:
-        source = name
+    name, source = _name_and_source(flag)
     if not source or not MODEL_NAME.fullmatch(name):
-        raise ConfigError(f"expected NAME=SOURCE, or a built-in name ({', '.join(BUILT_IN)})")
+        raise ConfigError(f"expected NAME=SOURCE, a path, or a built-in name ({', '.join(BUILT_IN)})")
     return name, flagged(name, source, engine)
+
+
+def _name_and_source(flag: str) -> tuple[str, str]:
+    name, equals, source = flag.partition("=")
+    # What is no path may have one of its own, before a version or a hash.
+    return (name, source) if equals and is_path(flag) else (own_name(flag) or "", flag)
 
 
 def _laid_out(model: ModelSpec, by_flag: str | None, otherwise: str) -> ModelSpec:
