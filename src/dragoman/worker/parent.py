@@ -262,10 +262,10 @@ class WorkerEngine(Engine):
         born = time.monotonic()
         watch = asyncio.create_task(self._watch(child))
         try:
-            while isinstance(message := await child.read(), Step | PackedStep | Answer):
-                child.deliver(message)
-                if isinstance(message, Step | PackedStep):
-                    self.kv_used = message.kv_used
+            await self._hand_out(child)
+        except Exception:
+            # Nobody listens to it any more: that is as good as a death.
+            log.exception("model %s: what the engine's process said could not be handed out", self._start.name)
         finally:
             watch.cancel()
             self._child = self.progress = self.kv_used = None
@@ -289,6 +289,12 @@ class WorkerEngine(Engine):
         except (DragomanError, ConfigError) as error:
             # Logged by `_launched`. Where nobody makes another worker, the next request tries again.
             self._give_up(str(error))
+
+    async def _hand_out(self, child: ChildProcess) -> None:
+        while isinstance(message := await child.read(), Step | PackedStep | Answer):
+            child.deliver(message)
+            if isinstance(message, Step | PackedStep):
+                self.kv_used = message.kv_used
 
     def _give_up(self, reason: str) -> bool:
         """Whether there is somebody who makes another worker when there is need for one."""
