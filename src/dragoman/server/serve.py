@@ -284,8 +284,8 @@ async def _serve_by_fronts(app: App, count: int) -> None:
     ended, hurried = asyncio.Event(), asyncio.Event()
     crew = Crew(app, opened)
     preload = asyncio.create_task(_preload(app, ended.set))
-    try:
-        with _reloading(app), _signals(ended, hurried, crew):
+    with _reloading(app), _signals(ended, hurried, crew):
+        try:
             await crew.started(ended)
             if not ended.is_set():
                 _tell_place(app, _port(opened[0]))
@@ -294,10 +294,10 @@ async def _serve_by_fronts(app: App, count: int) -> None:
             crew.tell_stopping()
             await _drained(app.settings, hurried)
             await crew.stop(begun.grace_seconds)
-    finally:
-        preload.cancel()
-        await crew.end()
-        await app.stop()
+        finally:
+            preload.cancel()
+            await crew.end()
+            await app.stop()
     _raise_failure(preload)
 
 
