@@ -24,7 +24,7 @@ from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFo
 from dragoman.server.app import ONLY_ENGINES, App, Reread
 from dragoman.server.fronts.crew import Crew
 from dragoman.server.fronts.places import places
-from dragoman.server.listening import Listener, bind_words, settle, tls_context, unix_socket
+from dragoman.server.listening import Listener, SocketFile, bind_words, settle, tls_context, unix_socket
 from dragoman.store.keys import KeyStore, store_path
 from dragoman.telemetry.logs import configure
 
@@ -60,13 +60,9 @@ def run(settings: Settings, engines: Sequence[Engine] = (), reread: Reread | Non
     for words in remarks(settings):
         log.warning("%s", words)
     app = App(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
-    try:
-        with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-            count = settings.workers or default_workers(cpus())
-            runner.run(_serve(app) if count == 1 else _serve_by_fronts(app, count))
-    finally:
-        if settings.socket is not None:
-            Path(settings.socket).unlink(missing_ok=True)
+    with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
+        count = settings.workers or default_workers(cpus())
+        runner.run(_serve(app) if count == 1 else _serve_by_fronts(app, count))
 
 
 def default_workers(cpus: int) -> int:
@@ -201,9 +197,10 @@ def _place(settings: Settings) -> str:
 class Server(Listener):
     """Ends with exit code 0 when a signal asks it to; what is running then may finish, or is told that it cannot."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, file: SocketFile | None = None) -> None:
         super().__init__(app)
         self._app = app
+        self._file = file
         self._hurried = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -214,6 +211,8 @@ class Server(Listener):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.stop_requests()
         await _drained(self._app.settings, self._hurried)
+        if self._file is not None:
+            self._file.remove()
         await super().shutdown(sockets)
 
     def hurry(self) -> None:
@@ -253,18 +252,20 @@ async def _drained(settings: Settings, hurried: asyncio.Event) -> None:
 
 
 async def _serve(app: App) -> None:
-    server = Server(app)
+    path = app.settings.socket
+    sockets = None if path is None else [unix_socket(Path(path))]
+    file = SocketFile(path)
+    server = Server(app, file)
 
     def end() -> None:
         server.should_exit = True
 
     preload = asyncio.create_task(_preload(app, end))
-    path = app.settings.socket
-    sockets = None if path is None else [unix_socket(Path(path))]
     try:
         with _reloading(app):
             await server.serve(sockets)
     finally:
+        file.remove()
         preload.cancel()
         # Where somebody was in a hurry and sent the signal twice, nobody else has done it.
         await app.stop()
@@ -280,6 +281,7 @@ async def _serve_by_fronts(app: App, count: int) -> None:
     """The parent has everything but connections."""
     begun = app.settings
     opened = places(begun, count)
+    file = SocketFile(begun.socket)
     app.start()
     ended, hurried = asyncio.Event(), asyncio.Event()
     crew = Crew(app, opened)
@@ -293,8 +295,10 @@ async def _serve_by_fronts(app: App, count: int) -> None:
             app.stop_requests()
             crew.tell_stopping()
             await _drained(app.settings, hurried)
+            file.remove()
             await crew.stop(begun.grace_seconds)
         finally:
+            file.remove()
             preload.cancel()
             await crew.end()
             await app.stop()
