@@ -2,7 +2,8 @@
 
 Rules
 1. One that dies soon after its start is started again after a pause, which grows.
-2. Until all of them have listened, the first death is the server's.
+2. Until all of them have listened, the first death is the server's. One that hangs then has not died of anything: it
+   is ended, and another started.
 3. They have the grace time, and a little more, to end by themselves; then they are ended. In a hurry they have only
    the little more.
 4. They have sessions of their own: what is sent to the process group of the server is the server's to handle, from the
@@ -75,14 +76,17 @@ class Crew:
             if deaths > 1:
                 await self._pause(min(LONGEST_PAUSE, 0.1 * 2 ** min(deaths, MOST_DOUBLINGS)))
             born = time.monotonic()
+            is_late = False
             try:
-                words, why = f"died with {await self._serve(sockets)} requests", "; the lines above say why"
+                desk, count = await self._serve(sockets)
+                is_late = desk.is_late
+                words, why = f"died with {count} requests", "; the lines above say why"
             except OSError as error:
                 words, why = f"could not be started: {error.strerror or error}", _way_out(error)
             if self._stopping:
                 return
             deaths = deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
-            if not self._all_listen.is_set():
+            if not self._all_listen.is_set() and not is_late:
                 raise ConfigError(f"a front end {words}{why}")
             log.error("a front end %s; starting another", words)
 
@@ -93,8 +97,8 @@ class Crew:
         except TimeoutError:
             pass
 
-    async def _serve(self, sockets: list[socket.socket]) -> int:
-        """From the start of a process to its end; how many requests ended with it."""
+    async def _serve(self, sockets: list[socket.socket]) -> tuple[Desk, int]:
+        """From the start of a process to its end: where its requests were, and how many ended with it."""
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), *(one.fileno() for one in sockets)]
         try:
@@ -120,7 +124,7 @@ class Crew:
             if self._stopping:
                 desk.send(Stop())
             await closed.wait()
-            return desk.close()
+            return desk, desk.close()
         finally:
             desk.close()
             self._desks.discard(desk)
