@@ -6,7 +6,9 @@ Rules
    is ended, and another started.
 3. They have the grace time, and a little more, to end by themselves; then they are ended. In a hurry they have only
    the little more.
-4. They have sessions of their own: what is sent to the process group of the server is the server's to handle, from the
+4. One that has not adopted a new configuration within `ADOPT_SECONDS` is ended, so that nobody is let in by the old
+   one. It need not where it does not listen yet: what it was sent it reads before it takes connections.
+5. They have sessions of their own: what is sent to the process group of the server is the server's to handle, from the
    first moment on.
 """
 
@@ -140,10 +142,14 @@ class Crew:
             self._all_listen.set()
 
     async def _configure(self, settings: Settings) -> None:
-        adopting = [desk.configure(settings) for desk in self._desks]
-        if adopting:
-            # One that hangs is no reason for whoever asked to wait for ever.
-            await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
+        adopting = {desk.configure(settings): desk for desk in self._desks}
+        if not adopting:
+            return
+        # One that hangs is no reason for whoever asked to wait for ever.
+        _, late = await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
+        for desk in map(adopting.__getitem__, late):
+            if desk.is_listening:
+                desk.end(f"has not taken over the configuration within {ADOPT_SECONDS:g} s")
 
     def tell_stopping(self) -> None:
         for desk in self._desks:
