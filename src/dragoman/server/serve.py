@@ -219,6 +219,11 @@ class Server(Listener):
         super().hurry()
         self._hurried.set()
 
+    def give_up(self) -> None:
+        """There is nothing to serve, and no reason to take new requests for a while."""
+        self.should_exit = True
+        self._hurried.set()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Supervisors and shells may send SIGTERM twice, to the process and to its group, and mean nothing by it.
         if self.should_exit and sig == signal.SIGINT:
@@ -240,6 +245,8 @@ class Server(Listener):
 
 async def _drained(settings: Settings, hurried: asyncio.Event) -> None:
     """Until new requests are not taken any more."""
+    if hurried.is_set():
+        return
     if settings.drain_seconds:
         log.info("stopping; new requests are taken for another %g s", settings.drain_seconds)
         try:
@@ -256,11 +263,7 @@ async def _serve(app: App) -> None:
     sockets = None if path is None else [unix_socket(Path(path))]
     file = SocketFile(path)
     server = Server(app, file)
-
-    def end() -> None:
-        server.should_exit = True
-
-    preload = asyncio.create_task(_preload(app, end))
+    preload = asyncio.create_task(_preload(app, server.give_up))
     try:
         with _reloading(app):
             await server.serve(sockets)
@@ -269,12 +272,12 @@ async def _serve(app: App) -> None:
         preload.cancel()
         # Where somebody was in a hurry and sent the signal twice, nobody else has done it.
         await app.stop()
-    _raise_failure(preload)
-
-
-def _raise_failure(preload: "asyncio.Task[None]") -> None:
-    if preload.done() and not preload.cancelled() and (error := preload.exception()):
+    if error := _failure(preload):
         raise error
+
+
+def _failure(preload: "asyncio.Task[None]") -> BaseException | None:
+    return preload.exception() if preload.done() and not preload.cancelled() else None
 
 
 async def _serve_by_fronts(app: App, count: int) -> None:
@@ -294,7 +297,8 @@ async def _serve_by_fronts(app: App, count: int) -> None:
             await crew.until(ended)
             app.stop_requests()
             crew.tell_stopping()
-            await _drained(app.settings, hurried)
+            if _failure(preload) is None:
+                await _drained(app.settings, hurried)
             file.remove()
             await crew.stop(begun.grace_seconds)
         finally:
@@ -302,7 +306,8 @@ async def _serve_by_fronts(app: App, count: int) -> None:
             preload.cancel()
             await crew.end()
             await app.stop()
-    _raise_failure(preload)
+    if error := _failure(preload):
+        raise error
 
 
 @contextmanager
