@@ -2,7 +2,7 @@
 
 Rules
 1. What a request holds (a lease, slots, an engine) it holds here, and gives it back when it leaves or its front end
-   dies, whichever comes first.
+   dies, whichever comes first. The tokens that one who died had reserved count as spent: they may have been.
 2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
 3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain, and is
    nobody else's trouble. Only what cannot be read at all ends the link, and with it the front end.
@@ -135,7 +135,7 @@ class Desk:
         for guest in self._guests.values():
             guest.leave(ended=False)
             if guest.lease is not None:
-                guest.lease.settle(0)
+                guest.lease.abandon()
         self._guests.clear()
         for passing in self._relays.values():
             passing.leave()
