@@ -26,13 +26,12 @@ from dragoman.server.app import App
 from dragoman.server.fronts.desk import Desk
 from dragoman.server.fronts.messages import Hurry, Stop, Stopping
 from dragoman.server.listening import HURRY_SECONDS
+from dragoman.worker.deaths import Deaths
 from dragoman.worker.messages import OWN_NUMBER
 
 log = logging.getLogger("dragoman.fronts")
 
-YOUNG_SECONDS = 10.0
-LONGEST_PAUSE = 10.0
-MOST_DOUBLINGS = 6
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.4, 10.0
 ADOPT_SECONDS = 5.0
 END_SECONDS = 8.0
 """Beyond the grace time: to tell those that are cancelled, and to end."""
@@ -73,10 +72,10 @@ class Crew:
 
     async def _keep(self, sockets: list[socket.socket]) -> None:
         """One place, manned until the server stops."""
-        deaths = 0
+        deaths = Deaths(SHORTEST_PAUSE, LONGEST_PAUSE)
         while not self._stopping:
-            if deaths > 1:
-                await self._pause(min(LONGEST_PAUSE, 0.1 * 2 ** min(deaths, MOST_DOUBLINGS)))
+            if deaths.pause:
+                await self._pause(deaths.pause)
             born = time.monotonic()
             is_late = False
             try:
@@ -87,7 +86,7 @@ class Crew:
                 words, why = f"could not be started: {error.strerror or error}", _way_out(error)
             if self._stopping:
                 return
-            deaths = deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
+            deaths.note(age=time.monotonic() - born)
             if not self._all_listen.is_set() and not is_late:
                 raise ConfigError(f"a front end {words}{why}")
             log.error("a front end %s; starting another", words)
