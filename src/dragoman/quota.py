@@ -151,8 +151,8 @@ class Holding(Protocol):
 
 
 class Lease:
-    """What one request has taken of a quota, from its first moment to its last. `limited` counts, by kind, what was
-    not let in."""
+    """What one request has taken of a quota, from its first moment to its last. `limited` counts refusals, by the kind
+    of limit."""
 
     def __init__(self, quota: Quota, limited: Counter[str]) -> None:
         self._quota = quota

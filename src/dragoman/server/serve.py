@@ -94,7 +94,7 @@ def check_exposure(settings: Settings) -> None:
 
 
 def remarks(settings: Settings) -> list[str]:
-    """What is no mistake, and yet does not do what whoever wrote it may expect."""
+    """What is allowed, and hardly what was meant."""
     return [*_idle_isolation(settings), *_too_many(settings.workers or 1, cpus())]
 
 
