@@ -21,9 +21,9 @@ from cryptography.x509.oid import NameOID
 from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
+from dragoman.server.beforehand import check_place
 from dragoman.server.listening import SocketFile, unix_socket
 from dragoman.server.proxies import Proxies
-from dragoman.server.serve import check_place
 from tests.server.talking import CHAT, HELLO, ask, eventually, recorded, refused, request_bytes, talking, text_of
 from tests.serving import Running, serving, serving_at
 
