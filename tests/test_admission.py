@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from dragoman.admission import Admission
+from dragoman.admission import Admission, Slots
 from dragoman.errors import QueueFull
 
 
@@ -160,3 +160,16 @@ def test_who_is_turned_away_is_told_how_long_it_takes() -> None:
             task.cancel()
 
     asyncio.run(work())
+
+
+def test_nobody_gives_back_more_than_they_have() -> None:
+    admission = Admission(2, 10, 10)
+    one, other = Slots(admission, "a"), Slots(admission, "b")
+    assert one.take_first()
+    assert other.take_first()
+    one.give_back()
+    one.give_back()
+    one.close()
+    assert admission.running == 1
+    other.close()
+    assert admission.running == 0

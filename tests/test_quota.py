@@ -112,6 +112,15 @@ def test_tokens_are_reserved_and_settled() -> None:
     assert remaining(lease) == {"tokens": 20}
 
 
+def test_what_nobody_knows_the_end_of_is_spent() -> None:
+    limited = quota(tokens_per_minute=100, concurrency=1)
+    lease = entered(limited)
+    lease.reserve(60)
+    lease.abandon()
+    assert remaining(lease) == {"tokens": 40}
+    entered(limited)
+
+
 def test_what_was_too_little_keeps_the_next_out() -> None:
     limited = quota(tokens_per_minute=100)
     lease = entered(limited)

@@ -138,9 +138,11 @@ class Slots:
         self._held += 1
 
     def give_back(self) -> None:
-        self._held -= 1
-        self._admission.leave()
+        """One of them; whoever has none has none to give."""
+        if self._held > 0:
+            self._held -= 1
+            self._admission.leave()
 
     def close(self) -> None:
-        while self._held:
+        while self._held > 0:
             self.give_back()

@@ -4,7 +4,7 @@ Rules
 1. In any sixty seconds no more requests are let in, and no more tokens reserved, than the limit says.
 2. Tokens are reserved before a request runs, by an estimate, and settled when it has ended, however it ended: by the
    true count, or by what was heard where nobody counted. What was too much goes back; what was too little counts from
-   then on.
+   then on. Where nobody is left who heard anything, what was reserved counts as spent.
 3. An estimate above the whole limit reserves the whole limit: such a request runs when nothing else has, not never.
 4. Nothing here waits, and nothing is done in two steps: on one event loop no race can exceed a limit.
 5. Time is monotonic. A clock that is set changes nothing.
@@ -151,8 +151,8 @@ class Holding(Protocol):
 
 
 class Lease:
-    """What one request has taken of a quota, from its first moment to its last. `limited` counts, by kind, what was
-    not let in."""
+    """What one request has taken of a quota, from its first moment to its last. `limited` counts refusals, by the kind
+    of limit."""
 
     def __init__(self, quota: Quota, limited: Counter[str]) -> None:
         self._quota = quota
@@ -204,6 +204,10 @@ class Lease:
             window.take(surplus, self._quota.clock())
         elif surplus < 0:
             window.give_back(-surplus, self._reserved_at)
+
+    def abandon(self) -> None:
+        """The request has ended, and nobody knows what it came to."""
+        self.settle(self._reserved)
 
     def rates(self) -> list[Rate]:
         now, quota = self._quota.clock(), self._quota

@@ -47,6 +47,14 @@ class NeverStops(Engine):
         yield "here"
 
 
+class SlowToStop(Engine):
+    async def stop(self) -> None:
+        await asyncio.sleep(2)
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
 class Nameless(Engine):
     def models(self) -> list[ModelInfo]:
         return []

@@ -7,6 +7,7 @@ import ssl
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from cryptography.x509.oid import NameOID
 from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
-from dragoman.server.listening import unix_socket
+from dragoman.server.beforehand import check_place
+from dragoman.server.listening import SocketFile, unix_socket
 from dragoman.server.proxies import Proxies
-from dragoman.server.serve import check_place
 from tests.server.talking import CHAT, HELLO, ask, eventually, recorded, refused, request_bytes, talking, text_of
 from tests.serving import Running, serving, serving_at
 
@@ -119,6 +120,50 @@ def test_a_unix_socket(tmp_path: Path) -> None:
             check_place(Settings(socket=str(path)))
         assert running.stop() == 0
     assert not path.exists()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_socket_of_whoever_comes_next_is_left_alone(tmp_path: Path, workers: str) -> None:
+    path = tmp_path / "dragoman.sock"
+    endless = {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 4000}]}
+    config = {"models": {"slow": endless}, "socket": str(path)}
+
+    def connect(_: int) -> httpx.Client:
+        assert listened_on(path)
+        return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(path)), timeout=30)
+
+    def is_refused() -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(path)) != 0
+
+    with ExitStack() as stack:
+        old, client = stack.enter_context(serving_at(tmp_path, config, connect, "--workers", workers))
+        with client.stream("POST", CHAT, json=STREAM) as stream:
+            # A reader that is let go of closes its connection.
+            reader = stream.iter_raw()
+            assert next(reader)
+            old.process.terminate()
+            assert eventually(is_refused, 10)
+            (tmp_path / "next").mkdir()
+            new, _ = stack.enter_context(serving_at(tmp_path / "next", config, connect, "--workers", workers))
+            assert old.process.poll() is None
+        assert old.process.wait(20) == 0
+        with connect(0) as third:
+            assert third.get("/health").status_code == 200
+        assert new.stop() == 0
+    assert not path.exists()
+
+
+def test_a_socket_that_somebody_else_has_bound_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "dragoman.sock"
+    with unix_socket(path):
+        ours = SocketFile(str(path))
+        path.unlink()
+        with unix_socket(path):
+            ours.remove()
+            assert path.exists()
+            SocketFile(str(path)).remove()
+            assert not path.exists()
 
 
 def test_what_is_in_the_way_of_a_socket(tmp_path: Path) -> None:

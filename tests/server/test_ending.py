@@ -132,6 +132,20 @@ def test_a_second_sigterm_does_not_hurry(tmp_path: Path, workers: str) -> None:
         assert running.process.wait(10) == 0
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_another_signal_while_the_engines_end_changes_nothing(tmp_path: Path, workers: str) -> None:
+    config = {"models": {"slow": {"engine": "tests.server.engines:SlowToStop"}}}
+    with serving(tmp_path, config, "--workers", workers) as running:
+        running.process.send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            # The front ends have ended by then, and the engine has not.
+            time.sleep(0.6 if number == signal.SIGTERM else 0)
+            running.process.send_signal(number)
+        assert running.process.wait(10) == 0
+    assert running.events()[-1]["event"] == "run_end"
+    assert "Traceback" not in running.log.read_text()
+
+
 def test_unready_before_it_is_gone(tmp_path: Path) -> None:
     config = {"models": {"echo": {"engine": "scripted"}}, "drain_seconds": 1}
     with serving(tmp_path, config) as running, talking(running) as client:

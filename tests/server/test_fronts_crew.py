@@ -203,6 +203,64 @@ def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
     assert said == ["a front end has not answered for 1.5 s; ending it"]
 
 
+def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(desk, "LISTEN_SECONDS", 4)
+
+    async def stopped(crew: Crew, others: set[int]) -> int:
+        """A front end that has just been started, and comes to nothing."""
+        while not (new := {process.pid for process in crew._processes} - others):  # noqa: ASYNC110 (one comes)
+            await asyncio.sleep(0.001)
+        os.kill(min(new), signal.SIGSTOP)
+        return min(new)
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 1))
+        async with asyncio.timeout(60):
+            first = await stopped(crew, set())
+            await crew.started()
+            second = {process.pid for process in crew._processes}
+            assert first not in second
+            os.kill(min(second), signal.SIGKILL)
+            third = await stopped(crew, second)
+            while crew._listening < 2:  # noqa: ASYNC110 (until another listens)
+                await asyncio.sleep(0.05)
+            assert third not in {process.pid for process in crew._processes}
+            await crew.stop(0)
+        await app.stop()
+
+    asyncio.run(scenario())
+    assert caplog.messages.count("a front end does not listen, 4 s after its start; ending it") >= 2
+
+
+def test_one_that_does_not_adopt_new_keys_in_time_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dragoman.server.fronts.crew, "ADOPT_SECONDS", 1)
+    monkeypatch.setattr(desk, "KNOCK_SECONDS", 60)
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 2))
+        async with asyncio.timeout(30):
+            await crew.started()
+            before = {process.pid for process in crew._processes}
+            os.kill(min(before), signal.SIGSTOP)
+            await app.followers[0](settings)
+            while crew._listening < 3:  # noqa: ASYNC110 (until another listens)
+                await asyncio.sleep(0.05)
+            assert {process.pid for process in crew._processes} & before == {max(before)}
+            await crew.stop(0)
+        await app.stop()
+
+    asyncio.run(scenario())
+    assert "a front end has not taken over the configuration within 1 s; ending it" in caplog.messages
+
+
 def test_a_place_that_nobody_mans_any_more_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("nobody expected this")

@@ -10,15 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from dragoman.config import Settings
 from dragoman.conversation import GenerationRequest, Message, Text
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.errors import EngineFailed
 from dragoman.events import Started
+from dragoman.operation import KeyLimits, Keys
 from dragoman.quota import Lease
 from dragoman.server.app import ONLY_ENGINES, App
 from dragoman.server.engaging import Wish
+from dragoman.server.estimate import Estimate
 from dragoman.server.fronts.desk import Desk
-from dragoman.server.fronts.messages import Answer, Engage, Engaged, Enter, Refused, Relay
+from dragoman.server.fronts.messages import Answer, Engage, Engaged, Enter, Entered, Refused, Relay
 from dragoman.server.fronts.remote import Parent, RemoteResponses, relayed
 from dragoman.store import KeptResponse
 from dragoman.store.memory import MemoryResponses
@@ -71,10 +74,10 @@ async def linked(app: App) -> AsyncIterator[Parent]:
         await app.stop()
 
 
-async def engage(parent: Parent) -> None:
+async def engage(parent: Parent, estimate: Estimate | None = None) -> None:
     told: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     parent.hear(ID, lambda message: None if told.done() else told.set_result(message))
-    parent.send(Engage(ID, "anonymous", None, Wish("", (), None, strict=False), None, None))
+    parent.send(Engage(ID, "anonymous", None, Wish("", (), estimate, strict=False), None, None))
     assert isinstance(await told, Engaged)
 
 
@@ -108,6 +111,24 @@ def test_what_nobody_wants_any_more_is_not_begun_when_its_worker_is_there() -> N
             for choice in choices:
                 choice.cancel()
             await asyncio.gather(*choices, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_tokens_of_a_front_end_that_died_are_spent_and_its_place_is_not() -> None:
+    limits = KeyLimits(concurrency=1, tokens_per_minute=1000)
+    settings = Settings(models_dir=(), api_keys=("a",), keys=Keys(limits=limits))
+    headers = {b"authorization": b"", b"x-api-key": b"a"}
+
+    async def scenario() -> None:
+        app = App(settings, [ScriptedEngine()])
+        async with linked(app) as parent, asyncio.timeout(SOON):
+            assert isinstance(await parent.ask(Enter(ID, b"", b"a")), Entered)
+            await engage(parent, Estimate(100, 1, 500))
+        lease = app.lease_for(headers)
+        assert lease is not None
+        assert [rate.remaining for rate in lease.rates()] == [400]
+        lease.enter()
 
     asyncio.run(scenario())
 

@@ -17,7 +17,7 @@ from dragoman.config import Settings
 from dragoman.errors import ConfigError, StorageUnavailable, Unauthorized
 from dragoman.operation import KeyLimits, Keys, RouteScope
 from dragoman.server.auth import Access
-from dragoman.server.serve import check_exposure
+from dragoman.server.beforehand import check_exposure
 from dragoman.store.keys import KeyStore
 from tests.server.anthropic_sdk import anthropic_sdk
 from tests.server.sdk import sdk

@@ -22,13 +22,16 @@ EXPLODING = {"engine": "tests.server.engines:Exploding"}
 SLOW = {"engine": "tests.server.engines:SlowToLoad"}
 
 
-def test_the_only_model_that_fails_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_only_model_that_fails_ends_the_server(tmp_path: Path, workers: str) -> None:
     config = tmp_path / "dragoman.yaml"
-    config.write_text("models: {bad: {engine: 'tests.server.engines:Exploding'}}")
+    # Nobody is to wait so long to be told.
+    config.write_text("{models: {bad: {engine: 'tests.server.engines:Exploding'}}, drain_seconds: 60}")
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([*command, "--workers", workers], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "dragoman: no such device"
+    assert "new requests are taken" not in done.stderr
     # Whoever wrote the engine wants to know where.
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count('raise RuntimeError("no such device")') == 1

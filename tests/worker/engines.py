@@ -13,7 +13,7 @@ from dragoman.embedding import Embedding as Made
 from dragoman.embedding import Input
 from dragoman.engines.interface import Engine, ModelInfo, Output, Rendered
 from dragoman.errors import BadRequest, ConfigError
-from dragoman.events import TextDelta
+from dragoman.events import Finished, TextDelta
 
 
 class Obedient(Engine):
@@ -41,6 +41,12 @@ class Obedient(Engine):
             yield ["a", 3]  # type: ignore[list-item]
         if command == "wrong":
             yield TextDelta(None)  # type: ignore[arg-type]
+        if command == "eos":
+            yield ["all ", Finished("eos")]  # type: ignore[arg-type]
+        if command == "full":
+            self.kv_used = "very"  # type: ignore[assignment]
+            yield "x"
+            await asyncio.sleep(1)
         if command == "print":
             print("this must not get among the messages", flush=True)
         for at in range(int(rest)):
@@ -59,6 +65,8 @@ class Obedient(Engine):
     def tokenize(self, text: str, special: bool) -> Sequence[int]:
         if text == "numpy":
             return list(np.array([1, 2, 3]))
+        if text == "words":
+            return ["one"]  # type: ignore[list-item]
         if text == "hang":
             time.sleep(60)
         return [len(text), int(special)]
@@ -67,6 +75,14 @@ class Obedient(Engine):
         if not tokens:
             raise BadRequest("nothing to detokenize", param="tokens")
         return " ".join(map(str, tokens))
+
+
+class Apart(Obedient):
+    """In a process of its own."""
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return True
 
 
 class Embedding(Engine):

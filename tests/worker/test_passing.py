@@ -1,12 +1,14 @@
 """Generations that are passed on to another process, as their parent sees them."""
 
 import asyncio
+from typing import Any
 
 import msgspec
+import pytest
 
 from dragoman.errors import EngineDied
 from dragoman.events import Finished, TextDelta
-from dragoman.worker.messages import Progress, unpack
+from dragoman.worker.messages import PackedStep, Progress, pack, unpack
 from tests.worker.test_worker import ask, events, run, worker
 
 OTHERS = 2 << 32
@@ -26,6 +28,15 @@ class Following:
             while not self.told.get(key, [Progress(key)])[-1].ended:  # noqa: ASYNC110 (another process tells)
                 await asyncio.sleep(0.01)
         return self.told[key]
+
+
+class Deaf(Following):
+    """Cannot take the first thing that it is told."""
+
+    def put(self, progress: msgspec.Raw) -> None:
+        super().put(progress)
+        if len(self.told) == 1 and not self.told[OTHERS][1:]:
+            raise RuntimeError("nobody expected this")
 
 
 def packed(text: str) -> msgspec.Raw:
@@ -74,3 +85,37 @@ def test_one_that_is_let_go_of_is_cancelled_and_the_others_are_told_of_a_death()
         assert not any(part.ended for part in follower.told[OTHERS])
 
     run(engine, scenario())
+
+
+def test_what_cannot_be_handed_out_is_a_death_and_then_a_new_life(caplog: pytest.LogCaptureFixture) -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        first, follower = engine.pid, Deaf()
+        await engine.pass_on(follower, OTHERS, packed("slowly 10000"))
+        failure = (await follower.until_ended(OTHERS))[-1].failure
+        assert failure is not None
+        assert isinstance(failure.error(), EngineDied)
+        async with asyncio.timeout(10):
+            # Without anybody who asks for it.
+            while engine.is_away:  # noqa: ASYNC110 (another process tells)
+                await asyncio.sleep(0.01)
+        assert engine.pid != first
+        assert len(await events(engine, "count 2")) == 4
+
+    run(engine, scenario())
+    assert caplog.messages[0] == "model obedient: what the engine's process said could not be handed out"
+
+
+def test_what_nobody_wants_any_more_is_not_even_read(caplog: pytest.LogCaptureFixture) -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        assert engine._child is not None
+        wrong: Any = None
+        engine._child.deliver(PackedStep((pack(Progress(OTHERS, (TextDelta(wrong),))),)))
+
+    run(engine, scenario())
+    assert not caplog.messages

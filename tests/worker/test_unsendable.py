@@ -41,24 +41,62 @@ def test_an_error_whose_words_cannot_be_sent_still_arrives() -> None:
     run(engine, scenario())
 
 
-def test_events_that_cannot_be_read_are_a_death_and_then_a_new_life() -> None:
+@pytest.mark.parametrize("what", ["wrong 1", "eos 1"])
+def test_events_that_cannot_be_read_fail_their_own_request(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        first = engine.pid
+        wanted = ["slowly 20", what, "slowly 20", what]
+        told = await asyncio.gather(*(events(engine, text) for text in wanted), return_exceptions=True)
+        assert [len(said) if isinstance(said, list) else type(said) for said in told] == [
+            *(22, EngineFailed),
+            *(22, EngineFailed),
+        ]
+        assert engine._child is not None
+        assert not engine._child.busy
+        assert engine.pid == first
+
+    run(engine, scenario())
+    assert caplog.messages == ["what the engine told cannot be read"] * 2
+
+
+def test_what_goes_on_after_it_could_not_be_read_is_cancelled() -> None:
+    engine = worker(stall_seconds=1)
+
+    async def scenario() -> None:
+        await engine.start()
+        first = engine.pid
+        with pytest.raises(EngineFailed):
+            await events(engine, "wrong 100000000")
+        assert list(await engine.tokenize("abc", False)) == [3, 0]
+        assert len(await events(engine, "count 2")) == 4
+        assert engine.pid == first
+
+    run(engine, scenario())
+
+
+def test_a_message_of_nobody_that_cannot_be_read_is_a_death_and_then_a_new_life() -> None:
     engine = worker()
 
     async def scenario() -> None:
         with pytest.raises(EngineDied):
-            await events(engine, "wrong 1")
+            await events(engine, "full 1")
         assert len(await events(engine, "count 2")) == 4
 
     run(engine, scenario())
 
 
-def test_an_answer_that_cannot_be_sent_is_an_error() -> None:
+def test_an_answer_that_cannot_be_sent_or_read_is_an_error() -> None:
     engine = worker()
 
     async def scenario() -> None:
         async with asyncio.timeout(10):
             with pytest.raises(EngineFailed):
                 await engine.tokenize("numpy", False)
+            with pytest.raises(EngineFailed):
+                await engine.tokenize("words", False)
             assert list(await engine.tokenize("abc", False)) == [3, 0]
 
     run(engine, scenario())

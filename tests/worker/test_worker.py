@@ -28,7 +28,6 @@ from dragoman.errors import (
     Unavailable,
 )
 from dragoman.events import Event, Finished, Started, TextDelta
-from dragoman.worker import parent
 from dragoman.worker.parent import WorkerEngine
 
 
@@ -226,17 +225,6 @@ def test_it_is_started_again_without_being_asked() -> None:
             if engine.pid not in (None, first):
                 return
         raise AssertionError("no new child")
-
-    run(engine, scenario())
-
-
-def test_after_any_number_of_deaths_it_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "LONGEST_PAUSE", 0.01)
-    engine = worker()
-    engine._deaths = 2000
-
-    async def scenario() -> None:
-        assert len(await events(engine, "count 2")) == 4
 
     run(engine, scenario())
 

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = loaded_of(arguments.config)
     settings = loaded.settings
     # Imported late: a mistake in the file is told without it.
+    from dragoman.server.beforehand import remarks
     from dragoman.server.files import unusable_files
-    from dragoman.server.serve import remarks
 
     models = settings.models
     wrong = [*wrong_files(models), *unreadable_files(models), *unfit(models), *unusable_files(settings)]

@@ -114,10 +114,11 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loaded.settings
     # Imported only here: the other commands and mistakes in flags need no server.
     from dragoman.server import serve
+    from dragoman.server.beforehand import check_exposure, check_place
 
     _check_files(loaded)
-    serve.check_exposure(settings)
-    serve.check_place(settings)
+    check_exposure(settings)
+    check_place(settings)
     _fetch_models(settings)
 
     def reread() -> Settings:

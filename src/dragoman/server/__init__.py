@@ -18,6 +18,7 @@ proxies     whose request it is, behind proxies
 stats       metrics, and how everything stands
 watch       what takes long: keep-alive comments, requests that are overdue, clients that leave
 serve       the app in uvicorn
+beforehand  what is looked at before that
 connection  what uvicorn's HTTP connection does not guard against by itself
 writing     how the bytes of one response leave
 """

@@ -91,6 +91,31 @@ def unix_socket(path: Path) -> socket.socket:
     return listener
 
 
+class SocketFile:
+    """The name of a Unix socket that has just been bound; None where clients come to a port.
+
+    It is removed while the socket is still open. So nobody who comes next finds it, and takes its place, before we
+    remove it; and where somebody has taken its place all the same, that is another file with another number.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._number = _number(path)
+
+    def remove(self) -> None:
+        if self._path is not None and _number(self._path) == self._number:
+            Path(self._path).unlink(missing_ok=True)
+        self._path = None
+
+
+def _number(path: str | None) -> tuple[int, int] | None:
+    try:
+        found = None if path is None else os.lstat(path)
+    except OSError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
 def bind_words(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use; stop what runs there or choose another with --port"

@@ -1,7 +1,6 @@
 """A server from its start to a clean end: the app in uvicorn, or the parent of several front ends."""
 
 import asyncio
-import ipaddress
 import logging
 import math
 import os
@@ -22,19 +21,16 @@ from dragoman.engines.interface import Engine
 from dragoman.engines.llama.machine import cpus
 from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
 from dragoman.server.app import ONLY_ENGINES, App, Reread
+from dragoman.server.beforehand import check_exposure, check_place, remarks, with_hosts
 from dragoman.server.fronts.crew import Crew
 from dragoman.server.fronts.places import places
-from dragoman.server.listening import Listener, bind_words, settle, tls_context, unix_socket
-from dragoman.store.keys import KeyStore, store_path
+from dragoman.server.listening import Listener, SocketFile, settle, unix_socket
 from dragoman.telemetry.logs import configure
 
 log = logging.getLogger("dragoman")
 
 RETRY_SECONDS = 0.2
 MOST_WORKERS, CPUS_PER_WORKER = 4, 4
-WORKERS_PER_CPU, WORKER_MIB = 4, 32
-"""More than so many are hardly meant; what one takes that has nothing to do yet."""
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
@@ -60,13 +56,9 @@ def run(settings: Settings, engines: Sequence[Engine] = (), reread: Reread | Non
     for words in remarks(settings):
         log.warning("%s", words)
     app = App(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
-    try:
-        with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-            count = settings.workers or default_workers(cpus())
-            runner.run(_serve(app) if count == 1 else _serve_by_fronts(app, count))
-    finally:
-        if settings.socket is not None:
-            Path(settings.socket).unlink(missing_ok=True)
+    with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
+        count = settings.workers or default_workers(cpus())
+        runner.run(_serve(app) if count == 1 else _serve_by_fronts(app, count))
 
 
 def default_workers(cpus: int) -> int:
@@ -84,99 +76,6 @@ def _again(reread: Reread, begun: Settings) -> Reread:
         return msgspec.structs.replace(settings, hosts=with_hosts(here).hosts)
 
     return read
-
-
-def check_exposure(settings: Settings) -> None:
-    if settings.socket is not None or is_loopback(settings.host):
-        return
-    if not (settings.keys.anonymous or _wants_keys(settings)):
-        raise ConfigError(
-            f"{settings.host} can be reached from other machines, and no API key is set; "
-            "give --api-key KEY, set DRAGOMAN_API_KEY, make one with `dragoman keys create`, "
-            "or let everybody in with --anonymous"
-        )
-
-
-def remarks(settings: Settings) -> list[str]:
-    """What is no mistake, and yet does not do what whoever wrote it may expect."""
-    return [*_idle_isolation(settings), *_too_many(settings.workers or 1, cpus())]
-
-
-def _too_many(workers: int, cpus: int) -> list[str]:
-    if workers <= WORKERS_PER_CPU * cpus:
-        return []
-    return [f"workers: {workers} processes for {cpus} CPUs, each of {WORKER_MIB} MiB or more, are hardly meant"]
-
-
-def _idle_isolation(settings: Settings) -> list[str]:
-    isolated = [model.name for model in settings.models if model.options.get("isolate") is True]
-    if not isolated or _wants_keys(settings):
-        return []
-    return [
-        f"model {name}: isolate does nothing where no API key is asked for: all callers are one" for name in isolated
-    ]
-
-
-def _wants_keys(settings: Settings) -> bool:
-    return bool(settings.api_keys or settings.keys.jwt or KeyStore(store_path(settings.keys)).all())
-
-
-def check_place(settings: Settings) -> None:
-    """Whether there is nothing in the way of listening there."""
-    if settings.tls is not None:
-        tls_context(settings.tls)
-    if settings.socket is not None:
-        check_socket(Path(settings.socket))
-    else:
-        check_port(settings.host, settings.port)
-
-
-def check_socket(path: Path) -> None:
-    """A socket that nobody listens on was left behind by somebody who was killed, and is in nobody's way."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"socket {path}: there is no folder {path.parent}")
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise ConfigError(f"socket {path}: something else has this name; remove it or choose another")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-        except OSError as error:
-            raise ConfigError(f"socket {path}: {error.strerror or error}") from error
-        else:
-            raise ConfigError(f"socket {path}: another server listens there; stop it or choose another")
-
-
-def check_port(host: str, port: int) -> None:
-    try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
-    for family, kind, protocol, _, address in places:
-        with socket.socket(family, kind, protocol) as probe:
-            # What servers do on POSIX: a port whose last connections are just closing is not in use.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                raise ConfigError(bind_words(host, port, error)) from error
-
-
-def with_hosts(settings: Settings) -> Settings:
-    """On loopback only its own names are answered: a web page cannot reach the server through a name of its own."""
-    if settings.hosts is not None or not (settings.socket or is_loopback(settings.host)):
-        return settings
-    return msgspec.structs.replace(settings, hosts=(*LOOPBACK_NAMES, settings.host))
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _tell_place(app: App, port: int) -> None:
@@ -201,9 +100,10 @@ def _place(settings: Settings) -> str:
 class Server(Listener):
     """Ends with exit code 0 when a signal asks it to; what is running then may finish, or is told that it cannot."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, file: SocketFile | None = None) -> None:
         super().__init__(app)
         self._app = app
+        self._file = file
         self._hurried = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -214,10 +114,17 @@ class Server(Listener):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.stop_requests()
         await _drained(self._app.settings, self._hurried)
+        if self._file is not None:
+            self._file.remove()
         await super().shutdown(sockets)
 
     def hurry(self) -> None:
         super().hurry()
+        self._hurried.set()
+
+    def give_up(self) -> None:
+        """There is nothing to serve, and no reason to take new requests for a while."""
+        self.should_exit = True
         self._hurried.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -241,6 +148,8 @@ class Server(Listener):
 
 async def _drained(settings: Settings, hurried: asyncio.Event) -> None:
     """Until new requests are not taken any more."""
+    if hurried.is_set():
+        return
     if settings.drain_seconds:
         log.info("stopping; new requests are taken for another %g s", settings.drain_seconds)
         try:
@@ -253,52 +162,55 @@ async def _drained(settings: Settings, hurried: asyncio.Event) -> None:
 
 
 async def _serve(app: App) -> None:
-    server = Server(app)
-
-    def end() -> None:
-        server.should_exit = True
-
-    preload = asyncio.create_task(_preload(app, end))
     path = app.settings.socket
     sockets = None if path is None else [unix_socket(Path(path))]
+    file = SocketFile(path)
+    server = Server(app, file)
+    preload = asyncio.create_task(_preload(app, server.give_up))
     try:
         with _reloading(app):
             await server.serve(sockets)
     finally:
+        file.remove()
         preload.cancel()
         # Where somebody was in a hurry and sent the signal twice, nobody else has done it.
         await app.stop()
-    _raise_failure(preload)
-
-
-def _raise_failure(preload: "asyncio.Task[None]") -> None:
-    if preload.done() and not preload.cancelled() and (error := preload.exception()):
+    if error := _failure(preload):
         raise error
+
+
+def _failure(preload: "asyncio.Task[None]") -> BaseException | None:
+    return preload.exception() if preload.done() and not preload.cancelled() else None
 
 
 async def _serve_by_fronts(app: App, count: int) -> None:
     """The parent has everything but connections."""
     begun = app.settings
     opened = places(begun, count)
+    file = SocketFile(begun.socket)
     app.start()
     ended, hurried = asyncio.Event(), asyncio.Event()
     crew = Crew(app, opened)
     preload = asyncio.create_task(_preload(app, ended.set))
-    try:
-        with _reloading(app), _signals(ended, hurried, crew):
+    with _reloading(app), _signals(ended, hurried, crew):
+        try:
             await crew.started(ended)
             if not ended.is_set():
                 _tell_place(app, _port(opened[0]))
             await crew.until(ended)
             app.stop_requests()
             crew.tell_stopping()
-            await _drained(app.settings, hurried)
+            if _failure(preload) is None:
+                await _drained(app.settings, hurried)
+            file.remove()
             await crew.stop(begun.grace_seconds)
-    finally:
-        preload.cancel()
-        await crew.end()
-        await app.stop()
-    _raise_failure(preload)
+        finally:
+            file.remove()
+            preload.cancel()
+            await crew.end()
+            await app.stop()
+    if error := _failure(preload):
+        raise error
 
 
 @contextmanager

@@ -4,8 +4,12 @@
     child -> parent   Loading*, Ready | Broken, then Step | Answer
 
 A `Step` carries everything that became ready since the last one, of all requests.
+
+What an engine tells is not checked where it is made, but where it is read. A message that cannot be read as a whole is
+read part by part, and what is wrong with it is the trouble of the request that it belongs to.
 """
 
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +19,12 @@ import msgspec
 from dragoman.conversation import GenerationRequest
 from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import ModelInfo, Rendered
+from dragoman.engines.run import failed
 from dragoman.engines.steps import Portion
 from dragoman.errors import ContextTooLong, DragomanError, by_name
 from dragoman.events import Event
+
+log = logging.getLogger("dragoman.worker")
 
 HEADER = struct.Struct("<I")
 KEY_BITS = 32
@@ -166,6 +173,12 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
 
 
+class AnswerHead(msgspec.Struct, frozen=True, tag="Answer"):
+    """Whose an `Answer` is."""
+
+    id: int
+
+
 Question = Render | CountTokens | Tokenize | Detokenize | Embed
 """What gets one `Answer`."""
 ToChild = Start | Generate | Cancel | Question
@@ -178,6 +191,7 @@ _to_parent = msgspec.msgpack.Decoder(ToParent)
 _to_passer = msgspec.msgpack.Decoder(ToPasser)
 _progress = msgspec.msgpack.Decoder(Progress)
 _head = msgspec.msgpack.Decoder(Head)
+_parts = msgspec.msgpack.Decoder(PackedStep | AnswerHead)
 
 
 def encode(message: ToChild | ToParent | PackedStep | WholeStep | PassedGenerate) -> bytes:
@@ -193,8 +207,21 @@ def unpack(progress: msgspec.Raw) -> Progress:
     return _progress.decode(progress)
 
 
+def readable(progress: msgspec.Raw) -> Progress:
+    """The same; where it cannot be read, the end of its generation."""
+    try:
+        return unpack(progress)
+    except msgspec.MsgspecError as error:
+        return Progress(head_of(progress).id, ended=True, failure=_unreadable(error))
+
+
 def head_of(progress: msgspec.Raw) -> Head:
     return _head.decode(progress)
+
+
+def _unreadable(error: msgspec.MsgspecError) -> Failure:
+    log.error("what the engine told cannot be read", exc_info=error)
+    return Failure.of(failed(error))
 
 
 def _sendable(text: str) -> str:
@@ -216,3 +243,9 @@ def decode_to_passer(body: bytes) -> ToPasser:
     """The same without looking into the parts of a step."""
     message: ToPasser = _to_passer.decode(body)
     return message
+
+
+def decode_in_parts(body: bytes, error: msgspec.MsgspecError) -> PackedStep | Answer:
+    """What could not be decoded as a whole, because of an error."""
+    message: PackedStep | AnswerHead = _parts.decode(body)
+    return message if isinstance(message, PackedStep) else Answer(message.id, failure=_unreadable(error))

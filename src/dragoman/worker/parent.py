@@ -31,6 +31,7 @@ from dragoman.errors import (
     Unavailable,
 )
 from dragoman.events import Event
+from dragoman.worker.deaths import Deaths
 from dragoman.worker.messages import (
     Answer,
     Broken,
@@ -50,10 +51,7 @@ from dragoman.worker.process import ChildProcess, Follower
 
 log = logging.getLogger("dragoman.worker")
 
-YOUNG_SECONDS = 10.0
-LONGEST_PAUSE = 30.0
-MOST_DOUBLINGS = 7
-"""Beyond them a pause is longer than the longest."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 MOST_DEATHS = 3
 """Of young ones, one after the other."""
 STOPPED = "the engine has been stopped"
@@ -78,7 +76,7 @@ class WorkerEngine(Engine):
         self._child: ChildProcess | None = None
         self._starting: asyncio.Task[ChildProcess] | None = None
         self._followers: set[asyncio.Task[None]] = set()
-        self._deaths = 0
+        self._deaths = Deaths(SHORTEST_PAUSE, LONGEST_PAUSE)
         self._given_up = given_up
         self._reason: str | None = None
         """Why it was given up."""
@@ -217,8 +215,8 @@ class WorkerEngine(Engine):
             log.error("model %s: %s", self._start.name, task.exception())
 
     async def _launch(self) -> ChildProcess:
-        if self._deaths > 1:
-            await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2 ** min(self._deaths, MOST_DOUBLINGS)))
+        if self._deaths.pause:
+            await asyncio.sleep(self._deaths.pause)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -250,7 +248,7 @@ class WorkerEngine(Engine):
     def _refusal(self, answer: object) -> Exception:
         if isinstance(answer, Broken):
             return ConfigError(answer.reason) if answer.mistake else self._failed()
-        self._deaths += 1
+        self._deaths.note(age=0)
         name = self._start.name
         return ModelFailed(f"model '{name}' could not be loaded: its process died", retry_after=10)
 
@@ -262,10 +260,10 @@ class WorkerEngine(Engine):
         born = time.monotonic()
         watch = asyncio.create_task(self._watch(child))
         try:
-            while isinstance(message := await child.read(), Step | PackedStep | Answer):
-                child.deliver(message)
-                if isinstance(message, Step | PackedStep):
-                    self.kv_used = message.kv_used
+            await self._hand_out(child)
+        except Exception:
+            # Nobody listens to it any more: that is as good as a death.
+            log.exception("model %s: what the engine's process said could not be handed out", self._start.name)
         finally:
             watch.cancel()
             self._child = self.progress = self.kv_used = None
@@ -274,9 +272,9 @@ class WorkerEngine(Engine):
             child.bury()
         if self._stopped:
             return
-        self._deaths = self._deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
-        if self._deaths >= MOST_DEATHS and self._give_up(
-            f"its process died {self._deaths} times soon after its start (exit {child.process.returncode})"
+        self._deaths.note(age=time.monotonic() - born)
+        if self._deaths.count >= MOST_DEATHS and self._give_up(
+            f"its process died {self._deaths.count} times soon after its start (exit {child.process.returncode})"
         ):
             return
         log.error(
@@ -289,6 +287,12 @@ class WorkerEngine(Engine):
         except (DragomanError, ConfigError) as error:
             # Logged by `_launched`. Where nobody makes another worker, the next request tries again.
             self._give_up(str(error))
+
+    async def _hand_out(self, child: ChildProcess) -> None:
+        while isinstance(message := await child.read(), Step | PackedStep | Answer):
+            child.deliver(message)
+            if isinstance(message, Step | PackedStep):
+                self.kv_used = message.kv_used
 
     def _give_up(self, reason: str) -> bool:
         """Whether there is somebody who makes another worker when there is need for one."""

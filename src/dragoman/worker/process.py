@@ -4,7 +4,9 @@ Rules
 1. What a child says of a generation goes to whoever began it: to a mailbox here, or, as it came, to a follower that
    passes it on to another process.
 2. Whoever still waits when it dies is told its last words.
-3. It is busy as long as something is expected of it: a reply that it has told to its end is none of its work any more.
+3. What of it cannot be read fails the request that it belongs to. Only where nobody knows whose that is, it is the
+   child that nobody can talk to any more.
+4. It is busy as long as something is expected of it: a reply that it has told to its end is none of its work any more.
 """
 
 import asyncio
@@ -33,6 +35,7 @@ from dragoman.worker.messages import (
     Cancel,
     Failure,
     Generate,
+    Head,
     PackedStep,
     PassedGenerate,
     Progress,
@@ -41,12 +44,13 @@ from dragoman.worker.messages import (
     ToChild,
     ToParent,
     ToPasser,
+    decode_in_parts,
     decode_to_parent,
     decode_to_passer,
     encode,
     head_of,
     pack,
-    unpack,
+    readable,
 )
 
 log = logging.getLogger("dragoman.worker")
@@ -155,10 +159,16 @@ class ChildProcess:
             return None
         self.heard = time.monotonic()
         try:
-            return decode_to_passer(body) if self.followed else decode_to_parent(body)
+            return self._decoded(body)
         except msgspec.MsgspecError:
             log.exception("a message of the engine's process could not be read")
             return None
+
+    def _decoded(self, body: bytes) -> ToParent | ToPasser:
+        try:
+            return decode_to_passer(body) if self.followed else decode_to_parent(body)
+        except msgspec.MsgspecError as error:
+            return decode_in_parts(body, error)
 
     def deliver(self, message: Step | PackedStep | Answer) -> None:
         if isinstance(message, Answer):
@@ -177,17 +187,25 @@ class ChildProcess:
             head = head_of(packed)
             follower = followed.get(head.id)
             if follower is None:
-                self._put(unpack(packed))
+                self._read_part(head, packed)
                 continue
             follower.put(packed)
             if head.ended:
                 # However long its reader takes to read the rest, nothing more is expected of the child.
                 del followed[head.id]
 
+    def _read_part(self, head: Head, packed: msgspec.Raw) -> None:
+        if head.id not in self.streams:
+            # Of one that was passed on, to somebody who has let go of it.
+            return
+        progress = readable(packed)
+        self._put(progress)
+        if progress.ended and not head.ended:
+            self._stop(head.id)
+
     def _put(self, progress: Progress) -> None:
         stream = self.streams.get(progress.id)
         if stream is None:
-            # Of one that was passed on, to somebody who has let go of it.
             return
         stream.put(progress.events)
         if progress.ended:

@@ -2,10 +2,13 @@
 
 Rules
 1. One that dies soon after its start is started again after a pause, which grows.
-2. Until all of them have listened, the first death is the server's.
+2. Until all of them have listened, the first death is the server's. One that hangs then has not died of anything: it
+   is ended, and another started.
 3. They have the grace time, and a little more, to end by themselves; then they are ended. In a hurry they have only
    the little more.
-4. They have sessions of their own: what is sent to the process group of the server is the server's to handle, from the
+4. One that has not adopted a new configuration within `ADOPT_SECONDS` is ended, so that nobody is let in by the old
+   one. It need not where it does not listen yet: what it was sent it reads before it takes connections.
+5. They have sessions of their own: what is sent to the process group of the server is the server's to handle, from the
    first moment on.
 """
 
@@ -23,13 +26,12 @@ from dragoman.server.app import App
 from dragoman.server.fronts.desk import Desk
 from dragoman.server.fronts.messages import Hurry, Stop, Stopping
 from dragoman.server.listening import HURRY_SECONDS
+from dragoman.worker.deaths import Deaths
 from dragoman.worker.messages import OWN_NUMBER
 
 log = logging.getLogger("dragoman.fronts")
 
-YOUNG_SECONDS = 10.0
-LONGEST_PAUSE = 10.0
-MOST_DOUBLINGS = 6
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.4, 10.0
 ADOPT_SECONDS = 5.0
 END_SECONDS = 8.0
 """Beyond the grace time: to tell those that are cancelled, and to end."""
@@ -70,19 +72,22 @@ class Crew:
 
     async def _keep(self, sockets: list[socket.socket]) -> None:
         """One place, manned until the server stops."""
-        deaths = 0
+        deaths = Deaths(SHORTEST_PAUSE, LONGEST_PAUSE)
         while not self._stopping:
-            if deaths > 1:
-                await self._pause(min(LONGEST_PAUSE, 0.1 * 2 ** min(deaths, MOST_DOUBLINGS)))
+            if deaths.pause:
+                await self._pause(deaths.pause)
             born = time.monotonic()
+            is_late = False
             try:
-                words, why = f"died with {await self._serve(sockets)} requests", "; the lines above say why"
+                desk, count = await self._serve(sockets)
+                is_late = desk.is_late
+                words, why = f"died with {count} requests", "; the lines above say why"
             except OSError as error:
                 words, why = f"could not be started: {error.strerror or error}", _way_out(error)
             if self._stopping:
                 return
-            deaths = deaths + 1 if time.monotonic() - born < YOUNG_SECONDS else 1
-            if not self._all_listen.is_set():
+            deaths.note(age=time.monotonic() - born)
+            if not self._all_listen.is_set() and not is_late:
                 raise ConfigError(f"a front end {words}{why}")
             log.error("a front end %s; starting another", words)
 
@@ -93,8 +98,8 @@ class Crew:
         except TimeoutError:
             pass
 
-    async def _serve(self, sockets: list[socket.socket]) -> int:
-        """From the start of a process to its end; how many requests ended with it."""
+    async def _serve(self, sockets: list[socket.socket]) -> tuple[Desk, int]:
+        """From the start of a process to its end: where its requests were, and how many ended with it."""
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), *(one.fileno() for one in sockets)]
         try:
@@ -120,7 +125,7 @@ class Crew:
             if self._stopping:
                 desk.send(Stop())
             await closed.wait()
-            return desk.close()
+            return desk, desk.close()
         finally:
             desk.close()
             self._desks.discard(desk)
@@ -136,10 +141,14 @@ class Crew:
             self._all_listen.set()
 
     async def _configure(self, settings: Settings) -> None:
-        adopting = [desk.configure(settings) for desk in self._desks]
-        if adopting:
-            # One that hangs is no reason for whoever asked to wait for ever.
-            await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
+        adopting = {desk.configure(settings): desk for desk in self._desks}
+        if not adopting:
+            return
+        # One that hangs is no reason for whoever asked to wait for ever.
+        _, late = await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
+        for desk in map(adopting.__getitem__, late):
+            if desk.is_listening:
+                desk.end(f"has not taken over the configuration within {ADOPT_SECONDS:g} s")
 
     def tell_stopping(self) -> None:
         for desk in self._desks:

@@ -2,13 +2,14 @@
 
 Rules
 1. What a request holds (a lease, slots, an engine) it holds here, and gives it back when it leaves or its front end
-   dies, whichever comes first.
+   dies, whichever comes first. The tokens that one who died had reserved count as spent: they may have been.
 2. Progress of generations leaves in one message for each turn of the event loop, whichever engines it comes from.
 3. Whatever goes wrong with a question is told to whoever asked it, so that nobody waits for an answer in vain, and is
    nobody else's trouble. Only what cannot be read at all ends the link, and with it the front end.
 4. A front end for which more than `MOST_UNSENT` waits is ended: it has not taken anything off its socket for long. So
-   is one that has not answered `MOST_KNOCKS` knocks in a row. They are counted, and not the time: where it was this
-   process that stood still, the answer is there and has only not been read.
+   is one that has not answered `MOST_KNOCKS` knocks in a row, and one that does not listen `LISTEN_SECONDS` after it
+   began. Knocks are counted, not seconds: this process may have stood still itself, with answers before it that it
+   has not read, and then no time proves anything.
 """
 
 import asyncio
@@ -76,6 +77,7 @@ log = logging.getLogger("dragoman.fronts")
 MOST_UNSENT = 256 * 1024 * 1024
 KNOCK_SECONDS = 2.0
 MOST_KNOCKS = 5
+LISTEN_SECONDS = 60.0
 
 
 class Desk:
@@ -93,10 +95,15 @@ class Desk:
         self._step: list[msgspec.Raw] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unanswered = 0
-        self._knocking: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        """When it is next seen to whether the front end is there."""
+        self.is_listening = False
+        self.is_late = False
+        """Whether it was ended because it did not listen."""
 
     def begin(self, number: int, settings: Settings) -> None:
         self.send(Begin(number, _for_fronts(settings)))
+        self._looking = self._loop.call_later(LISTEN_SECONDS, self._miss)
 
     def configure(self, settings: Settings) -> "asyncio.Future[None]":
         """Done when it holds there."""
@@ -122,13 +129,13 @@ class Desk:
     def close(self) -> int:
         """The front end has gone; how many requests went with it."""
         self.link.close()
-        if self._knocking is not None:
-            self._knocking.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         count = len(self._guests) + len(self._relays)
         for guest in self._guests.values():
             guest.leave(ended=False)
             if guest.lease is not None:
-                guest.lease.settle(0)
+                guest.lease.abandon()
         self._guests.clear()
         for passing in self._relays.values():
             passing.leave()
@@ -168,17 +175,27 @@ class Desk:
         return guest
 
     def _listening(self, message: Listening) -> None:
+        self.is_listening = True
         self._listens()
-        self._knocking = self._loop.call_later(KNOCK_SECONDS, self._knock)
+        if self._looking is not None:
+            self._looking.cancel()
+        self._looking = self._loop.call_later(KNOCK_SECONDS, self._knock)
+
+    def _miss(self) -> None:
+        self.is_late = True
+        self.end(f"does not listen, {LISTEN_SECONDS:g} s after its start")
+
+    def end(self, why: str) -> None:
+        log.error("a front end %s; ending it", why)
+        self._stuck()
 
     def _knock(self) -> None:
         if self._unanswered >= MOST_KNOCKS:
-            log.error("a front end has not answered for %g s; ending it", MOST_KNOCKS * KNOCK_SECONDS)
-            self._stuck()
+            self.end(f"has not answered for {MOST_KNOCKS * KNOCK_SECONDS:g} s")
             return
         self._unanswered += 1
         self.send(Knock())
-        self._knocking = self._loop.call_later(KNOCK_SECONDS, self._knock)
+        self._looking = self._loop.call_later(KNOCK_SECONDS, self._knock)
 
     def _here(self, message: Here) -> None:
         self._unanswered = 0

@@ -9,8 +9,6 @@ from dragoman.worker.parent import WorkerEngine
 
 
 class Guest:
-    """One request of a front end, and what it holds."""
-
     __slots__ = ("engagement", "engine", "lease", "opening", "passed", "played", "tasks", "via")
 
     def __init__(self) -> None:

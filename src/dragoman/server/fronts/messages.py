@@ -271,6 +271,7 @@ ToFront = Begin | Configured | Stopping | Stop | Hurry | Knock | Answer | Step
 _encoder = msgspec.msgpack.Encoder()
 _to_front = msgspec.msgpack.Decoder(ToFront)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
+_passed_step = msgspec.msgpack.Decoder(PassedStep)
 _request = msgspec.msgpack.Decoder(GenerationRequest)
 
 
@@ -282,6 +283,11 @@ def encode(message: ToFront | ToParent | Generate | PassedStep) -> bytes:
 def decode_to_front(body: memoryview) -> ToFront:
     message: ToFront = _to_front.decode(body)
     return message
+
+
+def parts_of(body: memoryview) -> tuple[msgspec.Raw, ...]:
+    """Of a `Step`."""
+    return _passed_step.decode(body).progress
 
 
 def decode_to_parent(body: memoryview) -> ToParent:

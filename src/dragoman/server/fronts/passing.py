@@ -7,8 +7,6 @@ from dragoman.server.fronts.messages import Relay, Relayed
 
 
 class Passing:
-    """A request that the app answers for a front end."""
-
     def __init__(self, question: Relay) -> None:
         self.question = question
         self.task: asyncio.Task[None] | None = None

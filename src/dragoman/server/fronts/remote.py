@@ -55,11 +55,12 @@ from dragoman.server.fronts.messages import (
     Waiting,
     decode_to_front,
     encode,
+    parts_of,
 )
 from dragoman.store import KeptResponse
 from dragoman.telemetry import RequestRecord
 from dragoman.telemetry.metrics import Metrics
-from dragoman.worker.messages import KEY_BITS
+from dragoman.worker.messages import KEY_BITS, head_of, readable
 from dragoman.worker.process import UNSENDABLE
 
 BACKLOG = 1024
@@ -95,7 +96,11 @@ class Parent:
         self._keys = itertools.count(number << KEY_BITS)
 
     def _take(self, body: memoryview) -> None:
-        message = decode_to_front(body)
+        try:
+            message = decode_to_front(body)
+        except msgspec.ValidationError:
+            self._deliver_parts(parts_of(body))
+            return
         if isinstance(message, Step):
             self._deliver(message)
         elif isinstance(message, Command):
@@ -124,6 +129,18 @@ class Parent:
             elif len(mailbox) > BACKLOG and not stream.held:
                 stream.held = True
                 self.send(Hold(stream.id, progress.id, held=True))
+
+    def _deliver_parts(self, parts: Iterable[msgspec.Raw]) -> None:
+        """Of a step that cannot be read as a whole: what is wrong is the trouble of its own generation."""
+        for part in parts:
+            head = head_of(part)
+            stream = self._streams.get(head.id)
+            if stream is None:
+                continue
+            progress = readable(part)
+            self._deliver(Step((progress,)))
+            if progress.ended and not head.ended:
+                self.send(Cancel(stream.id, head.id))
 
     def send(self, message: ToParent | Generate) -> None:
         try:
