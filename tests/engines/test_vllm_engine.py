@@ -18,7 +18,7 @@ from dragoman.conversation import (
     Tool,
     ToolChoice,
 )
-from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, EngineFailed, NotSupported
+from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, EngineFailed, ModelFailed, NotSupported
 from dragoman.events import Finished, Started, TextDelta, Usage
 from dragoman.worker.parent import WorkerEngine
 from tests.engines.vllm_faults import BELL
@@ -251,6 +251,21 @@ def test_an_adapter_that_vllm_refuses_is_named(tmp_path: Path, rank: int, args: 
         try:
             with pytest.raises(ConfigError, match=f"the adapter x cannot be used: .*{words}"):
                 await made.start()
+        finally:
+            await made.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dies_in", ["tasks", "loras", "settings"])
+def test_an_engine_process_that_dies_before_it_serves_has_not_started(tmp_path: Path, dies_in: str) -> None:
+    async def main() -> None:
+        given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", 8)}, "args": {"dies_in": dies_in}}
+        made = WorkerEngine("vllm", "m", given)
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(ModelFailed):
+                    await made.start()
         finally:
             await made.stop()
 
