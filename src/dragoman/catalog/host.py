@@ -30,6 +30,10 @@ EXPECTED_SECONDS = 5.0
 """What loading takes, as long as nobody has seen it."""
 SPEED_WEIGHT = 0.2
 """Of the newest generation in the average."""
+FIRST_PAUSE = 10.0
+LONGEST_PAUSE = 300.0
+MOST_DOUBLINGS = 6
+"""Beyond them a pause is longer than the longest."""
 NOT_LOADED = "the model could not be loaded; the server's log says why"
 
 GivenUp = Callable[[str], None]
@@ -85,6 +89,9 @@ class Host:
         self._coming: Engine | None = None
         self._begun = 0.0
         self._load_seconds = EXPECTED_SECONDS
+        self._failures = 0
+        """One after the other, none of them long after the last."""
+        self._failed_at = -math.inf
         self._awaiting = 0
         """Who waits for a process that is being started again."""
 
@@ -211,6 +218,12 @@ class Host:
         """Begin to load it, if nobody has."""
         self._lives.wish(self)
 
+    def load_again(self) -> None:
+        """The same for one that has failed, for somebody who asks all the time: the pauses between tries grow."""
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, MOST_DOUBLINGS))
+        if self.state == "failed" and time.monotonic() - self._failed_at >= pause:
+            self.load()
+
     def note_speed(self, tokens: int, seconds: float) -> None:
         if tokens > 1 and seconds > 0:
             speed, known = tokens / seconds, self.tokens_per_second
@@ -245,10 +258,15 @@ class Host:
 
     def fail(self, error: Exception) -> None:
         """It could not be loaded: the operator hears of it, whether somebody waits or not."""
-        self.failure = str(error) or type(error).__name__
+        self._note_failure(str(error) or type(error).__name__)
         # Only of what nobody foresaw is it worth knowing where it was raised.
         is_foreseen = isinstance(error, ConfigError | DragomanError | OSError)
         log.error("model %s: not loaded: %s", self.key, self.failure, exc_info=None if is_foreseen else error)
+
+    def _note_failure(self, words: str) -> None:
+        now = time.monotonic()
+        self._failures = self._failures + 1 if now - self._failed_at < 2 * LONGEST_PAUSE else 1
+        self.failure, self._failed_at = words, now
 
     async def measure(self) -> int:
         """The memory it takes now; what it has once taken still counts when it has gone."""
@@ -262,7 +280,7 @@ class Host:
             await stopped(engine)
 
     def _given_up(self, reason: str) -> None:
-        self.failure = reason
+        self._note_failure(reason)
         self.engine = None
         log.error("model %s: %s", self.key, reason)
         self._lives.lost(self)

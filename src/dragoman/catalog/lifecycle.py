@@ -178,8 +178,8 @@ class Lifecycle:
     def _refuse(self, host: Host, effect: told.Refuse) -> None:
         if effect.need is not None:
             words = f"it needs {shown_size(effect.need)}, and all models together may take"
-            host.failure = f"{words} {shown_size(self.budget or 0)}: raise memory, or lower its context or slots"
-            log.error("model %s: not loaded: %s", host.key, host.failure)
+            way_out = "raise memory, or lower its context or slots"
+            host.fail(ConfigError(f"{words} {shown_size(self.budget or 0)}: {way_out}"))
         for number in effect.tickets:
             ticket = self._tickets.pop(number)
             if not ticket.done():
