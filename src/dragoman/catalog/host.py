@@ -58,6 +58,8 @@ class Lives(Protocol):
 
     def lost(self, host: "Host") -> None: ...
 
+    def measured(self, host: "Host") -> None: ...
+
 
 class Host:
     """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did."""
@@ -271,7 +273,9 @@ class Host:
     async def measure(self) -> int:
         """The memory it takes now; what it has once taken still counts when it has gone."""
         now = await asyncio.to_thread(taken, self.pid)
-        self.memory = max(self.memory, now)
+        if now > self.memory:
+            self.memory = now
+            self._lives.measured(self)
         return now
 
     async def end(self) -> None:

@@ -103,6 +103,10 @@ class Lifecycle:
         if self.seat(host).state == "in":
             self._feed(told.Lost(host.key))
 
+    def measured(self, host: Host) -> None:
+        if host.key in self._hosts:
+            self._feed(told.Measured(host.key, host.memory))
+
     async def stop(self) -> None:
         self._is_stopping = True
         if self._timer is not None:
