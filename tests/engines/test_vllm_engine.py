@@ -257,6 +257,19 @@ def test_an_adapter_that_vllm_refuses_is_named(tmp_path: Path, rank: int, args: 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("name", "error"), [("large", ModelFailed), ("odd", ConfigError)])
+def test_memory_that_is_short_is_no_mistake_of_an_adapter(tmp_path: Path, name: str, error: type[Exception]) -> None:
+    async def main() -> None:
+        made = WorkerEngine("vllm", "m", {"path": "some/model", "adapters": {name: adapter(tmp_path / "x", 8)}})
+        try:
+            with pytest.raises(error):
+                await made.start()
+        finally:
+            await made.stop()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("dies_in", ["tasks", "loras", "settings"])
 def test_an_engine_process_that_dies_before_it_serves_has_not_started(tmp_path: Path, dies_in: str) -> None:
     async def main() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +45,8 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.2
 MOST_READERS = 4
+NO_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
+"""Where another try may find more of it."""
 
 VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
 FEATURES = frozenset(
@@ -164,7 +167,11 @@ class VllmEngine(SteppingEngine):
             try:
                 await core.add_lora_async(lora)
             except Exception as error:
-                raise ConfigError(f"vllm: the adapter {name} cannot be used: {last_line(error)}") from error
+                words = f"the adapter {name} cannot be used: {last_line(error)}"
+                # vLLM tells what happened in its process in words alone; of what class it was they do not say.
+                if core.resources.engine_dead or NO_MEMORY.search(str(error)):
+                    raise EngineFailed(words) from error
+                raise ConfigError(f"vllm: {words}") from error
             loras[name] = lora
         return loras
 

@@ -175,6 +175,10 @@ class AsyncMPClient:
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         await self._survive("loras")
+        if lora_request.lora_name == "large":
+            raise Exception("Call to add_lora method failed: CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if lora_request.lora_name == "odd":
+            raise Exception("Call to add_lora method failed: expected target modules in {'q_proj'}")
         rank = json.loads((Path(lora_request.lora_path) / "adapter_config.json").read_text())["r"]
         self.loras.add(lora_request.lora_int_id)
         if not self.args.enable_lora or len(self.loras) > self.args.max_loras:
