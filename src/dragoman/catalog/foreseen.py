@@ -128,7 +128,8 @@ def _of_folder(spec: ModelSpec) -> Foreseen:
     if spec.source is None or not Path(spec.source).is_dir():
         return Foreseen(file=state)
     folder = Path(spec.source)
-    length = _json(folder / "config.json").get("max_position_embeddings")
+    described = next((found for name in sources.DESCRIPTIONS if (found := _json(folder / name))), {})
+    length = described.get("max_position_embeddings")
     return Foreseen(detect(_template(folder), folder.name), length if isinstance(length, int) else None, state)
 
 

@@ -27,7 +27,7 @@ from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
 from dragoman.hub import PREFIX as HUB
-from dragoman.sources import BUILT_IN, KINDS
+from dragoman.sources import BUILT_IN, KINDS, is_model_folder
 
 FOLDER_ENGINE = "vllm"
 """For a folder that the command line names without an engine."""
@@ -125,8 +125,7 @@ def flagged(name: str, source: str, engine: str | None) -> ModelSpec:
 
 
 def _is_folder(source: str) -> bool:
-    """Of a model as Hugging Face lays it out."""
-    return (Path(source).expanduser() / "config.json").is_file()
+    return is_model_folder(Path(source).expanduser())
 
 
 def _no_folder(source: str, path: Path, engine: str) -> str | None:

@@ -8,12 +8,10 @@ from pathlib import Path
 from dragoman.engines.vllm import loras
 from dragoman.engines.vllm.options import HUB, VllmOptions, collisions
 from dragoman.errors import ConfigError
-from dragoman.sources import BUILT_IN
+from dragoman.sources import BUILT_IN, is_model_folder
 
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 """Of a model of the hub; the oldest are of no organisation."""
-DESCRIPTIONS = ("config.json", "params.json")
-"""As Hugging Face has them, and Mistral."""
 
 
 def mistakes(options: VllmOptions) -> Iterator[tuple[str, str]]:
@@ -35,7 +33,7 @@ def mistakes(options: VllmOptions) -> Iterator[tuple[str, str]]:
 def _wrong_source(path: str) -> str | None:
     folder = Path(path)
     if not path.startswith(HUB) and folder.is_dir():
-        if any((folder / name).is_file() for name in DESCRIPTIONS):
+        if is_model_folder(folder):
             return None
         return f"the folder {path} has no config.json; vllm takes folders as Hugging Face lays them out"
     if path.startswith(("/", ".", "~")):
