@@ -42,9 +42,9 @@ from dragoman.catalog.foreseen import Foreseen, foreseen
 from dragoman.catalog.host import GivenUp, Host, Make
 from dragoman.catalog.lifecycle import Lifecycle
 from dragoman.config import Limits, ModelSpec, Settings
-from dragoman.config.models import NO_DEFAULTS, SamplingDefaults
+from dragoman.config.models import FOLDER_ENGINE, NO_DEFAULTS, SamplingDefaults
 from dragoman.discovery import Discovery, Found
-from dragoman.engines import ENGINES, engine_class
+from dragoman.engines import engine_class
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.errors import ConfigError, DragomanError, ModelNotFound, NotSupported
 from dragoman.worker.parent import WorkerEngine, options_of
@@ -56,8 +56,6 @@ LOOK_SECONDS = 2.0
 """What lies in the folders is looked at again only after so long."""
 MOST_LISTED = 20
 """Names in the words of a refusal."""
-FOLDER_ENGINES = ("vllm", "transformers")
-"""Engines for folders as Hugging Face lays them out, the best one first."""
 
 
 class Model:
@@ -365,8 +363,7 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
 def _engine_for(found: Found) -> str | None:
     if found.kind == "gguf":
         return "llama"
-    known = (engine for engine in FOLDER_ENGINES if engine in ENGINES)
-    return next((engine for engine in known if engine_class(engine).is_installed()), None)
+    return FOLDER_ENGINE if engine_class(FOLDER_ENGINE).is_installed() else None
 
 
 def _spec_of(found: Found, settings: Settings) -> ModelSpec:
