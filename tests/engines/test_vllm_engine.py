@@ -232,13 +232,16 @@ def adapter(folder: Path, rank: int) -> str:
     return str(folder)
 
 
-def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
+def test_adapters_are_models_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    adapter(tmp_path / "poet", 40)
+
     async def test(made: WorkerEngine) -> None:
         assert [info.name for info in made.models()] == ["m", "m-legal", "m-poet"]
         for model, told in (("m", "None"), ("m-legal", "m-legal"), ("m-poet", "m-poet"), ("", "None")):
             assert text_of(await events(made, chat("what adapter", model=model))) == told
 
-    with_engine(test, adapters={"m-legal": adapter(tmp_path / "legal", 12), "m-poet": adapter(tmp_path / "poet", 40)})
+    with_engine(test, adapters={"m-legal": adapter(tmp_path / "legal", 12), "m-poet": "~/poet"})
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,8 @@ def _place(spec: ModelSpec) -> Path | None:
     """The file or the folder of a model, if it is here."""
     if spec.file is not None:
         return sources.locate(spec.file)
-    return Path(spec.source) if spec.source is not None and Path(spec.source).is_dir() else None
+    folder = None if spec.source is None else Path(spec.source).expanduser()
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def _as_is(engine: Engine) -> Make:

@@ -30,7 +30,7 @@ from dragoman.hub import PREFIX as HUB
 from dragoman.sources import BUILT_IN, KINDS, is_model_folder
 
 FOLDER_ENGINE = "vllm"
-"""For a folder that the command line names without an engine."""
+"""For a folder that nobody names an engine for."""
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

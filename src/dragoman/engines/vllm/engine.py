@@ -30,7 +30,7 @@ from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.engines.vllm import parts as vllm
 from dragoman.engines.vllm.intake import Intake
 from dragoman.engines.vllm.mistakes import mistakes
-from dragoman.engines.vllm.options import VllmOptions, arguments, check_names
+from dragoman.engines.vllm.options import VllmOptions, adapter_folders, arguments, check_names
 from dragoman.engines.vllm.overheard import Overheard, overhearing, refers
 from dragoman.engines.vllm.tokens import Tokens
 from dragoman.engines.vllm.vectors import Pooled, Texts
@@ -162,8 +162,8 @@ class VllmEngine(SteppingEngine):
 
     async def _loras(self, parts: vllm.Parts, core: vllm.Core) -> dict[str, Any]:
         loras = {}
-        for number, (name, path) in enumerate(self.options.adapters.items(), 1):
-            lora = parts.lora(lora_name=name, lora_int_id=number, lora_path=path)
+        for number, (name, folder) in enumerate(adapter_folders(self.options).items(), 1):
+            lora = parts.lora(lora_name=name, lora_int_id=number, lora_path=str(folder))
             try:
                 await core.add_lora_async(lora)
             except Exception as error:
