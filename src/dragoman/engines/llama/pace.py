@@ -66,7 +66,6 @@ class Pace:
         self._paid = pays
         self._leaping = pays and seconds <= LEAP_SECONDS * self.seconds
         if not self._leaping:
-            # While it leapt the text grew, and its rows became dearer: the size that was right before would last too
-            # long now. From the least one the right size is found again in a few steps, and short ones are owed to
-            # those who have waited for a long one.
+            # After many leaps the text is so much longer that the size which was right before them would last too
+            # long. After a single one it would not; from the least it is found again in a few steps.
             self._until_try, self._steered = STEPS_BETWEEN_TRIES, self.least
