@@ -165,7 +165,7 @@ def test_a_scheduler_that_is_in_disorder_is_replaced(with_engine: Run) -> None:
         def lost(*_: object) -> None:
             raise KeyError("nobody foresaw it")
 
-        scheduler.end = lost  # type: ignore[method-assign]
+        scheduler.end = lost  # type: ignore[method-assign,assignment]
         async with asyncio.timeout(20):
             answers = await asyncio.gather(*(collect(engine, completion()) for _ in range(2)), return_exceptions=True)
             assert EngineFailed in [type(answer) for answer in answers]

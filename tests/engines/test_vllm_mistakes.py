@@ -118,10 +118,10 @@ def test_the_home_folder_is_found_wherever_a_path_is_used(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     adapter(tmp_path / "leg", {"safetensors": tensors({Q_PROJ: [8, 576]})}, '{"r": 12}')
     folder = model(tmp_path / "m", SMALL | {"max_position_embeddings": 77})
-    options = {"adapters": {"leg": "~/leg"}}
-    ((_, told),) = found("~/m", **options)
+    options = VllmOptions("~/m", adapters={"leg": "~/leg"})
+    ((_, told),) = mistakes(options)
     assert "those of this are 64" in told
-    args = arguments(VllmOptions("~/m", **options))
+    args = arguments(options)
     assert (args["model"], args["max_lora_rank"]) == (folder, 16)
     spec = ModelSpec("m", "vllm", "~/m")
     assert (wrong_files([spec]), foreseen(spec).context) == ([], 77)

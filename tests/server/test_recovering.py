@@ -25,7 +25,7 @@ def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_f
     engine = Recovering(0.1)
 
     async def script(client: httpx.AsyncClient) -> None:
-        said = []
+        said: list[httpx.Response] = []
         async with asyncio.timeout(10):
             while not said or said[-1].status_code != 200:
                 said.append(await client.get("/ready"))
@@ -49,7 +49,7 @@ def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
         await host.ready()
         assert (await client.get("/ready")).status_code == 200
         host._given_up("it died too often")
-        said = []
+        said: list[tuple[int, str]] = []
         async with asyncio.timeout(10):
             while not said or said[-1] != (200, "ready"):
                 response = await client.get("/ready")
