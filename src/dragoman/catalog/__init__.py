@@ -197,6 +197,7 @@ class Catalog:
             return self._host(spec, keep_alive, settings.limits)
         self.lifecycle.keep(before.host, keep_alive)
         before.host.bound(settings.limits)
+        before.host.written = _written(spec)
         return before.host
 
     def _host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> Host:
@@ -209,6 +210,7 @@ class Catalog:
             slots if isinstance(slots, int) else None,
             expect=lambda: memory.expected(spec),
             remember=lambda size: memory.remember(spec, size),
+            written=_written(spec),
         )
         self.lifecycle.add(host, keep_alive)
         return host
@@ -374,6 +376,10 @@ def _spec_of(found: Found, settings: Settings) -> ModelSpec:
         way_out = "pip install 'dragoman[vllm]' brings one, or serve a GGUF file of it"
         raise NotSupported(f"{words}, and no engine here runs those: {way_out}")
     return ModelSpec(found.name, engine, found.path, {"layout": settings.layout} if engine == "llama" else {})
+
+
+def _written(spec: ModelSpec) -> str | None:
+    return None if spec.place is None else f"{spec.place}: models.{spec.name}"
 
 
 def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:

@@ -62,7 +62,8 @@ class Lives(Protocol):
 
 
 class Host:
-    """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did."""
+    """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did. `written` is where
+    and under which key somebody wrote it down."""
 
     def __init__(
         self,
@@ -73,10 +74,12 @@ class Host:
         slots: int | None = None,
         expect: Callable[[], int] = int,
         remember: Callable[[int], None] = lambda size: None,
+        written: str | None = None,
     ) -> None:
         self.key = key
         self.expect = expect
         self.remember = remember
+        self.written = written
         self.limits = limits
         self.engine: Engine | None = None
         self.supports: frozenset[str] = frozenset()
@@ -263,7 +266,11 @@ class Host:
 
     def fail(self, error: Exception) -> None:
         """It could not be loaded: the operator hears of it, whether somebody waits or not."""
-        self._note_failure(str(error) or type(error).__name__)
+        words = str(error) or type(error).__name__
+        if self.written is not None and isinstance(error, ConfigError):
+            key = self.written.rpartition(" ")[2]
+            words = f"{self.written}: {words.removeprefix(f'{key}: ')}"
+        self._note_failure(words)
         # Only of what nobody foresaw is it worth knowing where it was raised.
         is_foreseen = isinstance(error, ConfigError | DragomanError | OSError)
         log.error("model %s: not loaded: %s", self.key, self.failure, exc_info=None if is_foreseen else error)

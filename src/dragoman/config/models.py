@@ -85,6 +85,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     fallback: str | None = None
     """The model that answers when this one cannot."""
     ray: Replicas = Replicas()
+    place: str | None = None
+    """FILE:LINE of its entry; None: there is none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -199,6 +201,7 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
         tuple(adapters),
         file.convert(entry.get("fallback"), Word | None, f"{key}.fallback"),
         _replicas(file, entry, key),
+        f"{file.name}:{file.lines[key]}" if key in file.lines else None,
     )
 
 
