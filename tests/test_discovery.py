@@ -35,6 +35,9 @@ def folder(tmp_path: Path) -> Path:
     config = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     (folder / "org/hf-model/config.json").write_text(json.dumps(config))
     (folder / "org/hf-model/model.safetensors").write_bytes(bytes(100))
+    (folder / "org/mistral").mkdir()
+    (folder / "org/mistral/params.json").write_text('{"dim": 64}')
+    (folder / "org/mistral/consolidated.safetensors").write_bytes(bytes(100))
     (tmp_path / "secret.gguf").write_bytes(model())
     (folder / "out.gguf").symlink_to(tmp_path / "secret.gguf")
     (folder / "away").symlink_to(tmp_path)
@@ -59,6 +62,7 @@ def test_what_is_found(folder: Path, discovery: Discovery) -> None:
         "two-words": ("gguf", "qwen3", None),
         "org/Split/Split.Q6_K": ("gguf", "gemma3", "Q6_K"),
         "org/hf-model": ("folder", "Qwen3ForCausalLM", "bfloat16"),
+        "org/mistral": ("folder", None, None),
         "linked": ("gguf", "llama", "Q4_K_M"),
     }
     split = discovery.found["org/split/split.q6_k"]

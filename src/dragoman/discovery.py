@@ -1,4 +1,4 @@
-"""Models that lie in a folder, found by looking: GGUF files, and folders as Hugging Face lays them out.
+"""Models that lie in a folder, found by looking: GGUF files, and folders as Hugging Face and Mistral lay them out.
 
     name := the path within the folder, without ".gguf" and without "-00001-of-00003"     `org/Model-Q4_K_M`
     wanted name, in any case
@@ -26,6 +26,7 @@ import msgspec
 
 from dragoman.errors import ConfigError
 from dragoman.gguf import PART, Value, parts_of, read_metadata
+from dragoman.sources import DESCRIPTIONS
 
 log = logging.getLogger("dragoman.discovery")
 
@@ -145,7 +146,7 @@ def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
 def _below(root: Path, folder: Path, depth: int) -> Iterator[_Entry]:
     inside = _listed(root, folder)
     weights = tuple(path for path in inside if path.suffix in (".safetensors", ".bin") and path.is_file())
-    if folder != root and weights and folder / "config.json" in inside:
+    if folder != root and weights and any(folder / name in inside for name in DESCRIPTIONS):
         yield _Entry(_name(root, folder), folder, "folder", weights)
     yield from _ggufs(root, [path for path in inside if path.suffix.lower() == ".gguf" and path.is_file()])
     if depth:
@@ -218,6 +219,9 @@ def _of_gguf(entry: _Entry, metadata: Mapping[str, Value]) -> tuple[str | None, 
 
 
 def _of_folder(folder: Path) -> tuple[str | None, str | None]:
+    if not (folder / "config.json").is_file():
+        # The other description has no words for either.
+        return None, None
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         named = config.get("architectures") or [config.get("model_type")]

@@ -82,6 +82,8 @@ BUILT_IN = {
     ),
 }
 
+DESCRIPTIONS = ("config.json", "params.json")
+"""What a folder of a model has, as Hugging Face lays it out, and Mistral."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 """What the hub calls ORG/REPO, and what a path could be called too."""
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
@@ -90,6 +92,11 @@ _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:==(?P<version>[
 def home() -> Path:
     configured = os.environ.get("DRAGOMAN_HOME")
     return Path(configured).expanduser() if configured else Path.home() / ".dragoman"
+
+
+def is_model_folder(folder: Path) -> bool:
+    """One for vllm."""
+    return any((folder / name).is_file() for name in DESCRIPTIONS)
 
 
 def is_path(source: str) -> bool:
@@ -199,7 +206,7 @@ def _existing(source: str) -> Path:
         raise ConfigError(f"{source}: an address begins with https: or http:")
     path = Path(source).expanduser()
     if path.is_dir():
-        if (path / "config.json").is_file():
+        if is_model_folder(path):
             raise ConfigError(
                 f"{source} is the folder of a model, which `engine: vllm` serves; llama takes a .gguf file"
             )

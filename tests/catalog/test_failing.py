@@ -1,6 +1,7 @@
 """Models that cannot be weighed or loaded: nobody waits for ever, and the log knows why."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -77,3 +78,27 @@ def test_a_model_that_needs_too_much_is_in_the_log_though_nobody_waits(caplog: p
 
     asyncio.run(scenario())
     assert "model m: not loaded: it needs 100 MiB" in caplog.text
+
+
+def test_one_that_has_failed_is_tried_again_after_pauses_that_grow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("ERROR")
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.101)
+    monkeypatch.setattr("dragoman.catalog.host.LONGEST_PAUSE", 0.402)
+
+    async def scenario() -> None:
+        catalog = Catalog(settings(EXPLODING))
+        host = catalog.resolve("m").host
+        host.load_again()
+        assert host.state == "cold"
+        host.load()
+        async with asyncio.timeout(10):
+            while len(caplog.records) < 5:
+                host.load_again()
+                await asyncio.sleep(0.01)
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    pauses = [after.created - before.created for before, after in pairwise(caplog.records)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.4), strict=True))

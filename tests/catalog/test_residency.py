@@ -26,6 +26,7 @@ from dragoman.catalog.residency import (
     Load,
     Loaded,
     Lost,
+    Measured,
     Passed,
     Refuse,
     Removed,
@@ -385,3 +386,32 @@ def test_one_that_is_lost_is_loaded_anew_for_the_next() -> None:
     world.run(20)
     assert world.loads == ["a", "a"]
     assert ticket in world.admitted
+
+
+def test_a_measurement_that_failed_takes_nothing_from_what_was_expected() -> None:
+    residency = Residency(budget=100)
+    for key, need in (("a", 80), ("b", 90)):
+        residency.feed(Added(key), 0)
+        residency.feed(Asked(key, 0), 0)
+        effects = residency.feed(Weighed(key, need), 0)
+        if key == "a":
+            assert effects == [Load("a")]
+            residency.feed(Loaded("a", 0), 1)
+    assert effects == []
+    assert residency.seats["a"].weight == 80
+
+
+def test_what_it_has_grown_to_counts() -> None:
+    residency = Residency(budget=100, turn=4)
+    for key in ("a", "b"):
+        residency.feed(Added(key), 0)
+        residency.feed(Wished(key), 0)
+        residency.feed(Weighed(key, 30), 0)
+        residency.feed(Loaded(key, 40), 1)
+    assert residency.feed(Measured("a", 70), 9) == [Unload("a", "memory is short")]
+    residency.feed(Unloaded("a"), 10)
+    residency.feed(Asked("a", 0), 10)
+    assert residency.seats["b"].state == "leaving"
+    assert residency.feed(Unloaded("b"), 11) == [Load("a")]
+    residency.feed(Loaded("a", 20), 12)
+    assert residency.seats["a"].weight == 70

@@ -142,10 +142,12 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str)
     assert words in refused(run(tmp_path, "serve", *arguments))
 
 
-@pytest.mark.parametrize("engine", [[], ["--engine", "vllm"]])
-def test_the_folder_of_a_model_without_vllm(tmp_path: Path, engine: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("described", "engine"), [("config.json", []), ("config.json", ["--engine", "vllm"]), ("params.json", [])]
+)
+def test_the_folder_of_a_model_without_vllm(tmp_path: Path, described: str, engine: list[str]) -> None:
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text("{}")
+    (tmp_path / "tiny" / described).write_text("{}")
     told = refused(run(tmp_path, "serve", *engine, "--model", "mine=tiny"))
     assert told == "--model mine=tiny: tiny is for vllm, which is not installed: pip install 'dragoman[vllm]'"
     assert "is the folder of a model, which `engine: vllm` serves" in refused(

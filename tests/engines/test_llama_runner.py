@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dragoman.engines.llama.pace import LEAP, LEAP_SECONDS, STEPS_BETWEEN_TRIES, Pace
+from dragoman.engines.llama.pace import LEAP, LEAP_SECONDS, STEPS_BEFORE, STEPS_BETWEEN_TRIES, Pace
 from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
 
 
@@ -79,6 +79,13 @@ def test_the_next_prompt_begins_without_leaps() -> None:
     pace = Pace(GAP, least=LEAST_CHUNK, most=512, leaps=True)
     steps_of(pace, 1200, looking_back)
     assert [rows < LEAP for rows, _ in steps_of(pace, 200, looking_back)[:4]] == [True] * 4
+
+
+def test_tries_come_after_as_many_steps_as_they_should() -> None:
+    pace = Pace(GAP, least=LEAST_CHUNK, most=512, leaps=True)
+    steps = [rows for rows, _ in steps_of(pace, 3000, lambda _, rows: 0.008 + rows * 0.0032)]
+    first, second, *_ = [at for at, rows in enumerate(steps) if rows == LEAP]
+    assert (first, second - first - 1) == (STEPS_BEFORE, STEPS_BETWEEN_TRIES)
 
 
 @pytest.mark.parametrize("cost", [lambda _, rows: 0.008 + rows * 0.0032, lambda _, rows: rows * 0.02])

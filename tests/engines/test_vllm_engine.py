@@ -18,7 +18,7 @@ from dragoman.conversation import (
     Tool,
     ToolChoice,
 )
-from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, EngineFailed, NotSupported
+from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, EngineFailed, ModelFailed, NotSupported
 from dragoman.events import Finished, Started, TextDelta, Usage
 from dragoman.worker.parent import WorkerEngine
 from tests.engines.vllm_faults import BELL
@@ -232,13 +232,16 @@ def adapter(folder: Path, rank: int) -> str:
     return str(folder)
 
 
-def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
+def test_adapters_are_models_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    adapter(tmp_path / "poet", 40)
+
     async def test(made: WorkerEngine) -> None:
         assert [info.name for info in made.models()] == ["m", "m-legal", "m-poet"]
         for model, told in (("m", "None"), ("m-legal", "m-legal"), ("m-poet", "m-poet"), ("", "None")):
             assert text_of(await events(made, chat("what adapter", model=model))) == told
 
-    with_engine(test, adapters={"m-legal": adapter(tmp_path / "legal", 12), "m-poet": adapter(tmp_path / "poet", 40)})
+    with_engine(test, adapters={"m-legal": adapter(tmp_path / "legal", 12), "m-poet": "~/poet"})
 
 
 @pytest.mark.parametrize(
@@ -251,6 +254,34 @@ def test_an_adapter_that_vllm_refuses_is_named(tmp_path: Path, rank: int, args: 
         try:
             with pytest.raises(ConfigError, match=f"the adapter x cannot be used: .*{words}"):
                 await made.start()
+        finally:
+            await made.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("name", "error"), [("large", ModelFailed), ("odd", ConfigError)])
+def test_memory_that_is_short_is_no_mistake_of_an_adapter(tmp_path: Path, name: str, error: type[Exception]) -> None:
+    async def main() -> None:
+        made = WorkerEngine("vllm", "m", {"path": "some/model", "adapters": {name: adapter(tmp_path / "x", 8)}})
+        try:
+            with pytest.raises(error):
+                await made.start()
+        finally:
+            await made.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dies_in", ["tasks", "loras", "settings"])
+def test_an_engine_process_that_dies_before_it_serves_has_not_started(tmp_path: Path, dies_in: str) -> None:
+    async def main() -> None:
+        given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", 8)}, "args": {"dies_in": dies_in}}
+        made = WorkerEngine("vllm", "m", given)
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(ModelFailed):
+                    await made.start()
         finally:
             await made.stop()
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from dragoman.catalog.foreseen import foreseen, wrong_files
+from dragoman.config import ModelSpec
 from dragoman.engines.vllm.mistakes import mistakes
-from dragoman.engines.vllm.options import VllmOptions
+from dragoman.engines.vllm.options import VllmOptions, arguments
 from tests.cli.test_cli import run
 from tests.engines.vllm_model import WITH_VLLM
 
@@ -110,6 +112,19 @@ def test_adapters_that_are_none(tmp_path: Path, config: str | None, files: dict[
 @pytest.mark.parametrize("config", [SMALL, {"text_config": SMALL}, {}])
 def test_adapters_that_may_be_some(tmp_path: Path, files: dict[str, bytes], config: dict[str, Any]) -> None:
     assert not found(model(tmp_path, config), adapters={"leg": adapter(tmp_path / "leg", files)})
+
+
+def test_the_home_folder_is_found_wherever_a_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    adapter(tmp_path / "leg", {"safetensors": tensors({Q_PROJ: [8, 576]})}, '{"r": 12}')
+    folder = model(tmp_path / "m", SMALL | {"max_position_embeddings": 77})
+    options = VllmOptions("~/m", adapters={"leg": "~/leg"})
+    ((_, told),) = mistakes(options)
+    assert "those of this are 64" in told
+    args = arguments(options)
+    assert (args["model"], args["max_lora_rank"]) == (folder, 16)
+    spec = ModelSpec("m", "vllm", "~/m")
+    assert (wrong_files([spec]), foreseen(spec).context) == ([], 77)
 
 
 @WITHOUT_VLLM

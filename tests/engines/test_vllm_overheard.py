@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -42,3 +43,42 @@ def test_what_is_printed_is_passed_on_also_later(capfd: pytest.CaptureFixture[st
     overheard.wait()
     assert sorted(capfd.readouterr().err.split("\n")) == ["", "ValueError: late", "afterwards", "begun", "meanwhile"]
     assert overheard.reason == "ValueError: late"
+
+
+def heard(target: int, text: bytes) -> Overheard:
+    source, sink = os.pipe()
+    overheard = Overheard(source, target)
+    with os.fdopen(sink, "wb") as printing:
+        printing.write(text)
+    overheard.wait()
+    assert not overheard._thread.is_alive()
+    for closed in (source, target):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(closed)
+    return overheard
+
+
+def test_it_goes_on_where_nobody_takes_what_it_passes_on() -> None:
+    away, target = os.pipe()
+    os.close(away)
+    assert heard(target, b"x\n" * 200_000 + b"ValueError: late\n").reason == "ValueError: late"
+
+
+def test_what_cannot_be_taken_at_once_is_passed_on_later() -> None:
+    text = b"x\n" * 200_000 + b"ValueError: late\n"
+    out, target = os.pipe()
+    os.set_blocking(target, False)
+    with ThreadPoolExecutor(1) as reading, os.fdopen(out, "rb") as taken:
+        arrived = reading.submit(taken.read)
+        assert heard(target, text).reason == "ValueError: late"
+        assert arrived.result() == text
+
+
+def test_who_has_stopped_to_read_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dragoman.engines.vllm.overheard.TAKING", 0.05)
+    out, target = os.pipe()
+    os.set_blocking(target, False)
+    try:
+        assert heard(target, b"x\n" * 100_000 + b"ValueError: late\n").reason == "ValueError: late"
+    finally:
+        os.close(out)

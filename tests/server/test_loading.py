@@ -140,7 +140,7 @@ def test_a_source_that_cannot_be_reached_stops_nobody_else(tmp_path: Path, monke
         assert "model net is downloaded when it is first asked for" in running.log.read_text()
         assert text_of(ask(client, CHAT, model="a")) == "hello"
         refused(ask(client, CHAT, model="net"), 503, code="model_failed")
-        assert "model net: not loaded: http://127.0.0.1" in running.log.read_text()
+        assert ":1: models.net: http://127.0.0.1" in running.log.read_text()
         assert text_of(ask(client, CHAT, model="a")) == "hello"
 
 

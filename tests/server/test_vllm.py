@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +39,18 @@ def streamed(running: Running, text: str) -> list[str]:
     assert data.pop() == "[DONE]"
     frames = [json.loads(entry) for entry in data]
     return [frame["choices"][0]["delta"].get("content") or "" for frame in frames if frame["choices"]]
+
+
+def test_what_vllm_refuses_is_told_with_the_place_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    config = tmp_path / "dragoman.yaml"
+    model = "    engine: vllm\n    source: hf:some/model\n    args: {max-num-seqs: 0}\n"
+    config.write_text(f"port: 0\nmodels_dir: []\nmodels:\n  m:\n{model}")
+    command = [sys.executable, "-m", "dragoman", "serve", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    words = f"{config}:4: models.m: vllm: hf:some/model: args.max-num-seqs: Input should be greater"
+    assert done.stderr.splitlines()[-1].startswith(f"dragoman: {words}")
 
 
 def test_a_folder_is_served_where_vllm_is_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """How much memory processes have now, as the system tells.
 
-A worker leads a session of its own, and what its engine starts belongs to it. The pages that several of them share are
-counted once: each process counts its share of them. One that is alone counts all that it has, which costs the system
-next to nothing to tell, however much it is.
+A worker leads a session of its own, and what its engine starts belongs to it. A page that n of them share
+counts as an nth for each, and so once for all. A worker that has started nobody has nobody to share with: all that it
+has in memory counts, which the system tells at once, however much it is.
 """
 
 import os

@@ -117,7 +117,7 @@ def adapter_files(spec: ModelSpec) -> dict[str, Path]:
 
 def _folder_state(spec: ModelSpec) -> FileState:
     """Of a model whose engine finds the files by itself."""
-    if spec.source is None or Path(spec.source).is_dir():
+    if spec.source is None or Path(spec.source).expanduser().is_dir():
         return "here"
     # What the hub has is fetched by the engine, which knows where it is kept.
     return "here" if spec.source.startswith(PREFIX) else "missing"
@@ -125,10 +125,11 @@ def _folder_state(spec: ModelSpec) -> FileState:
 
 def _of_folder(spec: ModelSpec) -> Foreseen:
     state = _folder_state(spec)
-    if spec.source is None or not Path(spec.source).is_dir():
+    folder = None if spec.source is None else Path(spec.source).expanduser()
+    if folder is None or not folder.is_dir():
         return Foreseen(file=state)
-    folder = Path(spec.source)
-    length = _json(folder / "config.json").get("max_position_embeddings")
+    described = next((found for name in sources.DESCRIPTIONS if (found := _json(folder / name))), {})
+    length = described.get("max_position_embeddings")
     return Foreseen(detect(_template(folder), folder.name), length if isinstance(length, int) else None, state)
 
 

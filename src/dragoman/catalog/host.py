@@ -30,6 +30,10 @@ EXPECTED_SECONDS = 5.0
 """What loading takes, as long as nobody has seen it."""
 SPEED_WEIGHT = 0.2
 """Of the newest generation in the average."""
+FIRST_PAUSE = 10.0
+LONGEST_PAUSE = 300.0
+MOST_DOUBLINGS = 6
+"""Beyond them a pause is longer than the longest."""
 NOT_LOADED = "the model could not be loaded; the server's log says why"
 
 GivenUp = Callable[[str], None]
@@ -54,9 +58,12 @@ class Lives(Protocol):
 
     def lost(self, host: "Host") -> None: ...
 
+    def measured(self, host: "Host") -> None: ...
+
 
 class Host:
-    """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did."""
+    """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did. `written` is where
+    and under which key somebody wrote it down."""
 
     def __init__(
         self,
@@ -67,10 +74,12 @@ class Host:
         slots: int | None = None,
         expect: Callable[[], int] = int,
         remember: Callable[[int], None] = lambda size: None,
+        written: str | None = None,
     ) -> None:
         self.key = key
         self.expect = expect
         self.remember = remember
+        self.written = written
         self.limits = limits
         self.engine: Engine | None = None
         self.supports: frozenset[str] = frozenset()
@@ -85,6 +94,9 @@ class Host:
         self._coming: Engine | None = None
         self._begun = 0.0
         self._load_seconds = EXPECTED_SECONDS
+        self._failures = 0
+        """One after the other, none of them long after the last."""
+        self._failed_at = -math.inf
         self._awaiting = 0
         """Who waits for a process that is being started again."""
 
@@ -211,6 +223,12 @@ class Host:
         """Begin to load it, if nobody has."""
         self._lives.wish(self)
 
+    def load_again(self) -> None:
+        """The same for one that has failed, for somebody who asks all the time: the pauses between tries grow."""
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, MOST_DOUBLINGS))
+        if self.state == "failed" and time.monotonic() - self._failed_at >= pause:
+            self.load()
+
     def note_speed(self, tokens: int, seconds: float) -> None:
         if tokens > 1 and seconds > 0:
             speed, known = tokens / seconds, self.tokens_per_second
@@ -239,21 +257,35 @@ class Host:
         self.is_known = True
         self.admission.resize(engine.slots)
         self.memory = await asyncio.to_thread(taken, self.pid)
+        if self.engine is None:
+            # It was given up meanwhile.
+            raise ModelFailed(NOT_LOADED, retry_after=10)
         self._load_seconds = time.monotonic() - self._begun
         log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
         return self.memory
 
     def fail(self, error: Exception) -> None:
         """It could not be loaded: the operator hears of it, whether somebody waits or not."""
-        self.failure = str(error) or type(error).__name__
+        words = str(error) or type(error).__name__
+        if self.written is not None and isinstance(error, ConfigError):
+            key = self.written.rpartition(" ")[2]
+            words = f"{self.written}: {words.removeprefix(f'{key}: ')}"
+        self._note_failure(words)
         # Only of what nobody foresaw is it worth knowing where it was raised.
         is_foreseen = isinstance(error, ConfigError | DragomanError | OSError)
         log.error("model %s: not loaded: %s", self.key, self.failure, exc_info=None if is_foreseen else error)
 
+    def _note_failure(self, words: str) -> None:
+        now = time.monotonic()
+        self._failures = self._failures + 1 if now - self._failed_at < 2 * LONGEST_PAUSE else 1
+        self.failure, self._failed_at = words, now
+
     async def measure(self) -> int:
         """The memory it takes now; what it has once taken still counts when it has gone."""
         now = await asyncio.to_thread(taken, self.pid)
-        self.memory = max(self.memory, now)
+        if now > self.memory:
+            self.memory = now
+            self._lives.measured(self)
         return now
 
     async def end(self) -> None:
@@ -262,7 +294,7 @@ class Host:
             await stopped(engine)
 
     def _given_up(self, reason: str) -> None:
-        self.failure = reason
+        self._note_failure(reason)
         self.engine = None
         log.error("model %s: %s", self.key, reason)
         self._lives.lost(self)

@@ -103,6 +103,10 @@ class Lifecycle:
         if self.seat(host).state == "in":
             self._feed(told.Lost(host.key))
 
+    def measured(self, host: Host) -> None:
+        if host.key in self._hosts:
+            self._feed(told.Measured(host.key, host.memory))
+
     async def stop(self) -> None:
         self._is_stopping = True
         if self._timer is not None:
@@ -178,8 +182,8 @@ class Lifecycle:
     def _refuse(self, host: Host, effect: told.Refuse) -> None:
         if effect.need is not None:
             words = f"it needs {shown_size(effect.need)}, and all models together may take"
-            host.failure = f"{words} {shown_size(self.budget or 0)}: raise memory, or lower its context or slots"
-            log.error("model %s: not loaded: %s", host.key, host.failure)
+            way_out = "raise memory, or lower its context or slots"
+            host.fail(ConfigError(f"{words} {shown_size(self.budget or 0)}: {way_out}"))
         for number in effect.tickets:
             ticket = self._tickets.pop(number)
             if not ticket.done():

@@ -3,8 +3,8 @@
     out -> in line -> loading -> in -> leaving -> out
 
 Rules
-1. What is loading, in and leaving takes no more than the budget, as far as its needs are known. A model that alone
-   needs more is refused.
+1. What is loading, in and leaving takes no more than the budget, as far as its needs are known: the most that was
+   expected and measured of each counts. A model that alone needs more is refused.
 2. A model that somebody uses is not unloaded.
 3. Models stand in line for memory in the order in which they were first asked for. Only one that needs none overtakes.
 4. While somebody stands in line, a model stays for its turn, `turn` seconds from when it came in; then it takes nobody
@@ -79,6 +79,15 @@ class Weighed(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
+    """`need` is what was measured; 0: nobody could."""
+
+    key: str
+    need: int
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """It has grown."""
+
     key: str
     need: int
 
@@ -113,6 +122,7 @@ Event = (
     | Dismissed
     | Weighed
     | Loaded
+    | Measured
     | Failed
     | Lost
     | Unloaded
@@ -253,6 +263,8 @@ class Residency:
             seat.is_wished = False
         elif isinstance(event, Weighed):
             seat.need, seat.is_weighing = event.need, False
+        elif isinstance(event, Measured):
+            seat.need = max(seat.need or 0, event.need)
         elif isinstance(event, Loaded):
             return self._came_in(seat, event, now)
         elif isinstance(event, Failed | Lost):
@@ -262,10 +274,11 @@ class Residency:
         return []
 
     def _came_in(self, seat: Seat, event: Loaded, now: float) -> list[Effect]:
-        seat.need = event.need
+        # Where nothing is known it stays so: it is weighed when that matters.
+        seat.need = max(seat.need or 0, event.need) or seat.need
         seat.since = seat.idle_since = now
         seat.is_closed, seat.is_unused, seat.is_wished = False, not seat.waiting, False
-        if self.budget is not None and event.need > self.budget and not seat.stays:
+        if self.budget is not None and (seat.need or 0) > self.budget and not seat.stays:
             seat.state = "leaving"
             return [Unload(event.key, "it needs more memory than there may be"), self._refused(event.key, seat)]
         seat.state = "in"

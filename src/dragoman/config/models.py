@@ -27,10 +27,10 @@ from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
 from dragoman.hub import PREFIX as HUB
-from dragoman.sources import BUILT_IN, KINDS
+from dragoman.sources import BUILT_IN, KINDS, is_model_folder
 
 FOLDER_ENGINE = "vllm"
-"""For a folder that the command line names without an engine."""
+"""For a folder that nobody names an engine for."""
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -85,6 +85,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     fallback: str | None = None
     """The model that answers when this one cannot."""
     ray: Replicas = Replicas()
+    place: str | None = None
+    """FILE:LINE of its entry; None: there is none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,8 +127,7 @@ def flagged(name: str, source: str, engine: str | None) -> ModelSpec:
 
 
 def _is_folder(source: str) -> bool:
-    """Of a model as Hugging Face lays it out."""
-    return (Path(source).expanduser() / "config.json").is_file()
+    return is_model_folder(Path(source).expanduser())
 
 
 def _no_folder(source: str, path: Path, engine: str) -> str | None:
@@ -200,6 +201,7 @@ def _model(file: File, name: str, entry: Any, key: str) -> ModelSpec:
         tuple(adapters),
         file.convert(entry.get("fallback"), Word | None, f"{key}.fallback"),
         _replicas(file, entry, key),
+        f"{file.name}:{file.lines[key]}" if key in file.lines else None,
     )
 
 

@@ -117,11 +117,12 @@ class Engagement:
         host, begun = self._host, time.monotonic()
         assert host is not None
         if not self._has_slot:
+            # Who waits for a slot does not keep the model from being swapped; who has one does.
+            self._let_go()
             await self.turns.first()
             self._has_slot = True
             self.queue_us = int((time.monotonic() - begun) * 1e6)
         if self._engine is None:
-            # Who waits for a slot does not keep the model from being swapped; who has one does.
             self._engine = host.enter_now() or await host.enter()
         return self._engine
 
@@ -137,6 +138,9 @@ class Engagement:
     def close(self) -> None:
         if self._slots is not None:
             self._slots.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None and self._host is not None:
             self._host.leave()

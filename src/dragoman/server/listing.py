@@ -33,16 +33,18 @@ async def ready(app: "App", exchange: Exchange) -> None:
 
     One whose process has died and is being started again cannot, unless another answers for it.
 
-    Asking is enough for it to be loaded the first time. A server that is stopping is not ready.
+    Asking is enough for it to be loaded the first time, and now and then again where it has failed: who is not ready is
+    asked by nobody else. A server that is stopping is not ready.
     """
     default = await app.catalog.find("")
     host = default.host
-    can_answer = host.state == "ready" or (host.is_known and host.state != "failed")
+    can_answer = host.state == "ready" or (host.is_known and host.failure is None)
     is_alone = next(app.catalog.fallbacks(default), None) is None
     is_away = host.is_returning or is_out(host.engine)
     is_ready = can_answer and not app.is_stopping and not (is_alone and is_away)
     if host.state == "cold" and not host.is_known:
         host.load()
+    host.load_again()
     states = {model.name: _state(model) for model in app.catalog.models.values()}
     status = {"status": "ready" if is_ready else "not ready", "models": states}
     await exchange.reply_json(status, 200 if is_ready else 503)

@@ -121,7 +121,7 @@ class LlamaEngine(Engine):
         files = [adapters.file_of(entry) for entry in options.adapters.values()]
         beside = sum(file.stat().st_size for file in files if file.is_file())
         try:
-            metadata = read_metadata(Path(options.path))
+            metadata = read_metadata(Path(options.path).expanduser())
         except ConfigError:
             # Loading it will say what is wrong with it.
             return beside

@@ -12,10 +12,10 @@ LEAP_SECONDS = 1.8
 """How often the wanted time a leap may last."""
 LEAP_COST = 0.8
 """What a row of it may cost at the most, measured by one of a step of the wanted time."""
-HOPED_COST = 0.6
-"""What a row of a leap that has not been tried is thought to cost."""
-STEPS_BETWEEN_TRIES = 16
-STEPS_BEFORE = 4
+UNTRIED_COST = 0.6
+"""The estimated cost of a row in a leap that has not been tried, measured likewise."""
+STEPS_BETWEEN_TRIES = 17
+STEPS_BEFORE = 5
 """Of a prompt, before the first try: where a text begins there is little to look through."""
 
 
@@ -50,8 +50,8 @@ class Pace:
         self._steer(seconds)
         if self.leaps:
             self._until_try -= 1
-            hoped = LEAP * HOPED_COST * self._row_seconds
-            self._leaping = self._until_try < 0 and hoped <= LEAP_SECONDS * self.seconds
+            estimated = LEAP * UNTRIED_COST * self._row_seconds
+            self._leaping = self._until_try <= 0 and estimated <= LEAP_SECONDS * self.seconds
             self._paid = False
 
     def _steer(self, seconds: float) -> None:
@@ -66,4 +66,6 @@ class Pace:
         self._paid = pays
         self._leaping = pays and seconds <= LEAP_SECONDS * self.seconds
         if not self._leaping:
+            # After many leaps the text is so much longer that the size which was right before them would last too
+            # long. After a single one it would not; from the least it is found again in a few steps.
             self._until_try, self._steered = STEPS_BETWEEN_TRIES, self.least

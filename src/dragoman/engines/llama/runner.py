@@ -280,10 +280,13 @@ class Runner:
         generation.close()
 
     def _start_over(self, error: DragomanError) -> None:
-        for generation in list(self.live.values()):
-            self._fail(generation, error)
-        self.context.clear_all()
+        # Nobody is ended by way of the old scheduler, which may be what has failed.
         self.scheduler = self.schedule()
+        live, self.live = self.live, {}
+        for generation in live.values():
+            self.outbox.append((generation, error))
+            generation.close()
+        self.context.clear_all()
 
     def _deliver(self) -> None:
         if not self.outbox:

@@ -2,7 +2,8 @@
 
 Rules
 1. vLLM's own output path is not used: what its engine process sends after a step is read here as it is.
-2. Where the engine process dies, so does everything that it worked on; whoever receives the steps is told at once.
+2. Where the engine process dies, so does everything that it worked on; whoever receives the steps is told at once. One
+   that dies before it has begun to serve has not started.
 3. What vLLM refuses, and what cannot be made of its outputs, fails the request that it belongs to, and no other.
 4. Steps are read as long as the engine runs. What goes wrong with a whole one is its end, as that of the process is.
 """
@@ -11,6 +12,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +30,7 @@ from dragoman.engines.steps import Portion, SteppingEngine
 from dragoman.engines.vllm import parts as vllm
 from dragoman.engines.vllm.intake import Intake
 from dragoman.engines.vllm.mistakes import mistakes
-from dragoman.engines.vllm.options import VllmOptions, arguments, check_names
+from dragoman.engines.vllm.options import VllmOptions, adapter_folders, arguments, check_names
 from dragoman.engines.vllm.overheard import Overheard, overhearing, refers
 from dragoman.engines.vllm.tokens import Tokens
 from dragoman.engines.vllm.vectors import Pooled, Texts
@@ -43,6 +45,8 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.2
 MOST_READERS = 4
+NO_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
+"""Where another try may find more of it."""
 
 VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
 FEATURES = frozenset(
@@ -77,6 +81,8 @@ class VllmEngine(SteppingEngine):
         self.works: dict[int, Work] = {}
         """By our key."""
         self.tasks: set[asyncio.Task[None]] = set()
+        self.lost: asyncio.Future[str]
+        """Why vLLM's process is gone, once it is."""
         self.readers = ThreadPoolExecutor(_readers(), thread_name_prefix="dragoman-prompt")
         # Nobody's generation waits for answers to questions about prompts and tokens.
         self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
@@ -119,12 +125,21 @@ class VllmEngine(SteppingEngine):
 
     async def start(self) -> None:
         parts, llm, model = await asyncio.to_thread(_load, self.options)
-        core, config = llm.engine_core, llm.model_config
+        core = llm.engine_core
+        self.lost = asyncio.get_running_loop().create_future()
         self.parts, self.llm, self.model = parts, llm, model
-        self.device, self.context = parts.device, config.max_model_len
+        self.device, self.context = parts.device, llm.model_config.max_model_len
         # Where there is one, vLLM starts no reader of its own.
         llm.output_handler = self._keep(self._follow(core))
         self._keep(self._watch(core))
+        await self._unless_lost(self._prepare(parts, llm, model))
+        # What is there by now stays: looking through it for garbage, again and again, would stop every stream.
+        gc.collect()
+        gc.freeze()
+        log.info("model %s: vllm %s on %s, context %s", self.name, parts.version, self.device, self.context)
+
+    async def _prepare(self, parts: vllm.Parts, llm: vllm.Llm, model: Tokens) -> None:
+        core, config = llm.engine_core, llm.model_config
         tasks = await core.get_supported_tasks_async()
         if config.runner_type == "pooling":
             if "embed" not in tasks:
@@ -133,19 +148,30 @@ class VllmEngine(SteppingEngine):
         else:
             loras = await self._loras(parts, core)
             self.intake = await asyncio.to_thread(_intake, self.options, parts, llm, model, tasks, loras)
-        # What is there by now stays: looking through it for garbage, again and again, would stop every stream.
-        gc.collect()
-        gc.freeze()
-        log.info("model %s: vllm %s on %s, context %s", self.name, parts.version, self.device, self.context)
+
+    async def _unless_lost(self, doing: Coroutine[Any, Any, None]) -> None:
+        """Its process may die before anybody is there to be told, and leave those who wait for it without an answer."""
+        task = asyncio.get_running_loop().create_task(doing)
+        try:
+            await asyncio.wait((task, self.lost), return_when=asyncio.FIRST_COMPLETED)
+            if self.lost.done():
+                raise EngineFailed(self.lost.result())
+            task.result()
+        finally:
+            task.cancel()
 
     async def _loras(self, parts: vllm.Parts, core: vllm.Core) -> dict[str, Any]:
         loras = {}
-        for number, (name, path) in enumerate(self.options.adapters.items(), 1):
-            lora = parts.lora(lora_name=name, lora_int_id=number, lora_path=path)
+        for number, (name, folder) in enumerate(adapter_folders(self.options).items(), 1):
+            lora = parts.lora(lora_name=name, lora_int_id=number, lora_path=str(folder))
             try:
                 await core.add_lora_async(lora)
             except Exception as error:
-                raise ConfigError(f"vllm: the adapter {name} cannot be used: {last_line(error)}") from error
+                words = f"the adapter {name} cannot be used: {last_line(error)}"
+                # vLLM tells what happened in its process in words alone; of what class it was they do not say.
+                if core.resources.engine_dead or NO_MEMORY.search(str(error)):
+                    raise EngineFailed(words) from error
+                raise ConfigError(f"vllm: {words}") from error
             loras[name] = lora
         return loras
 
@@ -328,6 +354,7 @@ class VllmEngine(SteppingEngine):
         if self.llm is None:
             return
         self.llm = None
+        self.lost.set_result(reason)
         for entry in self.live.values():
             if isinstance(entry, Pooled) and not entry.future.done():
                 entry.future.set_exception(EngineFailed(reason))

@@ -1,19 +1,17 @@
 """What would keep a model of vLLM from being loaded, and can be seen without vLLM, whose import takes seconds. That a
-folder is not there is for others to say."""
+folder is not there is found by `catalog.foreseen.wrong_files`, for every engine."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from dragoman.engines.vllm import loras
-from dragoman.engines.vllm.options import HUB, VllmOptions, collisions
+from dragoman.engines.vllm.options import HUB, VllmOptions, adapter_folders, collisions
 from dragoman.errors import ConfigError
-from dragoman.sources import BUILT_IN
+from dragoman.sources import BUILT_IN, is_model_folder
 
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 """Of a model of the hub; the oldest are of no organisation."""
-DESCRIPTIONS = ("config.json", "params.json")
-"""As Hugging Face has them, and Mistral."""
 
 
 def mistakes(options: VllmOptions) -> Iterator[tuple[str, str]]:
@@ -22,20 +20,19 @@ def mistakes(options: VllmOptions) -> Iterator[tuple[str, str]]:
     if words is not None:
         yield "source", words
     yield from collisions(options)
-    for name, path in options.adapters.items():
-        folder = Path(path).expanduser()
+    for name, folder in adapter_folders(options).items():
         if not folder.is_dir():
             continue
         try:
-            loras.check(folder, Path(options.path))
+            loras.check(folder, Path(options.path).expanduser())
         except ConfigError as error:
             yield f"adapters.{name}", str(error)
 
 
 def _wrong_source(path: str) -> str | None:
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not path.startswith(HUB) and folder.is_dir():
-        if any((folder / name).is_file() for name in DESCRIPTIONS):
+        if is_model_folder(folder):
             return None
         return f"the folder {path} has no config.json; vllm takes folders as Hugging Face lays them out"
     if path.startswith(("/", ".", "~")):

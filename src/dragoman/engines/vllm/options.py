@@ -42,7 +42,7 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def arguments(options: VllmOptions) -> dict[str, Any]:
     """For vLLM: what we have words for, and the operator's own."""
-    adapting = _room_for(options.adapters) if options.adapters else {}
+    adapting = _room_for(adapter_folders(options)) if options.adapters else {}
     args = {name: options.args[written] for name, written in names(options.args).items()}
     return {"disable_log_stats": True, **adapting, **_ours(options), **args}
 
@@ -74,16 +74,26 @@ def check_names(options: VllmOptions, known: Collection[str]) -> None:
         raise ConfigError(f"vllm: {'; '.join(wrong)}")
 
 
+def source(options: VllmOptions) -> str:
+    """As vLLM takes it: a folder, or a name of the hub."""
+    path = options.path
+    return path.removeprefix(HUB) if path.startswith(HUB) else str(Path(path).expanduser())
+
+
 def _ours(options: VllmOptions) -> dict[str, Any]:
-    ours = {"model": options.path.removeprefix(HUB), "max_model_len": options.context, "max_num_seqs": options.slots}
+    ours = {"model": source(options), "max_model_len": options.context, "max_num_seqs": options.slots}
     return {name: value for name, value in ours.items() if value is not None}
 
 
-def _room_for(adapters: Mapping[str, str]) -> dict[str, Any]:
+def adapter_folders(options: VllmOptions) -> dict[str, Path]:
+    return {name: Path(path).expanduser() for name, path in options.adapters.items()}
+
+
+def _room_for(adapters: Mapping[str, Path]) -> dict[str, Any]:
     widest = 0
-    for name, path in adapters.items():
+    for name, folder in adapters.items():
         try:
-            widest = max(widest, loras.rank(Path(path)))
+            widest = max(widest, loras.rank(folder))
         except ConfigError as error:
             raise ConfigError(f"vllm: the adapter {name}: {error}") from error
     most = next((rank for rank in RANKS if rank >= widest), RANKS[-1])

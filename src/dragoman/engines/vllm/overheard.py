@@ -1,14 +1,16 @@
-"""Why vLLM's processes did not start: they print it, and what is raised here only says that they did.
+"""Why vLLM's processes did not start: they print it, and what is raised here only says that they did not start.
 
 Rules
 1. While vLLM is being loaded, what its processes print comes by here; every byte is passed on as it came. What they
-   print later comes by too: they have no other way.
+   print later comes by too: they have no other way. So it is read for as long as they live, even where nobody takes it
+   any more: whoever prints into a pipe that is not read stands still.
 2. The reason is the last line that begins with the name of an error, behind what vLLM puts before lines of its log.
    Errors that only refer to another one are none.
 """
 
 import os
 import re
+import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ MOST_BYTES = 16_384
 """Of a line."""
 PATIENCE = 1.0
 """Seconds for what processes that have failed still have to say."""
+TAKING = 1.0
+"""Seconds for whoever takes it to take more."""
 
 
 class Overheard:
@@ -37,13 +41,13 @@ class Overheard:
         self._thread.join(PATIENCE)
 
     def _listen(self, source: int, target: int) -> None:
-        while data := os.read(source, 65_536):
-            left = data
-            while left:
-                left = left[os.write(target, left) :]
-            self.hear(data)
-        os.close(source)
-        os.close(target)
+        try:
+            while data := os.read(source, 65_536):
+                _pass_on(data, target)
+                self.hear(data)
+        finally:
+            os.close(source)
+            os.close(target)
 
     def hear(self, data: bytes) -> None:
         *lines, begun = (self._begun + data).split(b"\n")
@@ -53,6 +57,18 @@ class Overheard:
             words = "" if found is None else found[1].decode(errors="replace").strip()
             if words and not refers(words):
                 self.reason = words
+
+
+def _pass_on(data: bytes, target: int) -> None:
+    """Gives up what is not taken."""
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except BlockingIOError:
+            if not select.select([], [target], [], TAKING)[1]:
+                return
+        except OSError:
+            return
 
 
 def refers(words: str) -> bool:

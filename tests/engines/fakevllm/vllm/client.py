@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ class AsyncEngineArgs:
     max_lora_rank: int = 16
     steps_per_second: float = 100
     """The stand-in's own."""
+    dies_in: str = ""
+    """Likewise: what its process does not survive, `tasks`, `loras` or `settings`."""
 
     def __post_init__(self) -> None:
         if self.max_lora_rank not in LORA_RANKS:
@@ -76,7 +79,9 @@ class AsyncEngineArgs:
 
 
 class ModelConfig:
-    def __init__(self, args: AsyncEngineArgs) -> None:
+    def __init__(self, args: AsyncEngineArgs, core: "AsyncMPClient") -> None:
+        self.args = args
+        self.core = core
         self.max_model_len = args.max_model_len
         self.runner_type = args.runner
 
@@ -84,6 +89,9 @@ class ModelConfig:
         return VOCABULARY
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
+        if self.args.dies_in == "settings":
+            self.core.process.kill()
+            time.sleep(1)
         return {"temperature": 0.5}
 
     def try_get_generation_config(self) -> dict[str, Any]:
@@ -166,6 +174,11 @@ class AsyncMPClient:
         self._send(Abort(request_ids))
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        await self._survive("loras")
+        if lora_request.lora_name == "large":
+            raise Exception("Call to add_lora method failed: CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if lora_request.lora_name == "odd":
+            raise Exception("Call to add_lora method failed: expected target modules in {'q_proj'}")
         rank = json.loads((Path(lora_request.lora_path) / "adapter_config.json").read_text())["r"]
         self.loras.add(lora_request.lora_int_id)
         if not self.args.enable_lora or len(self.loras) > self.args.max_loras:
@@ -175,7 +188,14 @@ class AsyncMPClient:
         return True
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        await self._survive("tasks")
         return ("embed",) if self.args.runner == "pooling" else ("generate",)
+
+    async def _survive(self, what: str) -> None:
+        """An answer of a process that has died never comes."""
+        if self.args.dies_in == what:
+            self.process.kill()
+            await asyncio.Event().wait()
 
     def _send(self, message: Add | Abort) -> None:
         body = msgspec.msgpack.encode(message)
@@ -189,10 +209,10 @@ class AsyncMPClient:
 
 class AsyncLLM:
     def __init__(self, args: AsyncEngineArgs) -> None:
-        self.model_config = ModelConfig(args)
+        self.engine_core = AsyncMPClient(args)
+        self.model_config = ModelConfig(args, self.engine_core)
         self.tokenizer = Tokenizer()
         self.input_processor = InputProcessor(args)
-        self.engine_core = AsyncMPClient(args)
         self.output_handler: Any = None
 
     @classmethod

@@ -1,0 +1,60 @@
+"""A default model that has failed, and nobody who asks for more than whether it is ready."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from dragoman import create_app
+from tests.server.test_own_engine import Late, talk
+
+
+class Recovering(Late):
+    """Has to be started three times."""
+
+    async def start(self) -> None:
+        await super().start()
+        if self.starts < 3:
+            raise RuntimeError("no memory left")
+
+
+def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.1)
+    engine = Recovering(0.1)
+
+    async def script(client: httpx.AsyncClient) -> None:
+        said: list[httpx.Response] = []
+        async with asyncio.timeout(10):
+            while not said or said[-1].status_code != 200:
+                said.append(await client.get("/ready"))
+                await asyncio.sleep(0.02)
+        states = [response.json()["models"]["recovering"] for response in said]
+        assert set(states[:-1]) == {"loading", "failed"}
+        assert states[-1] == "ready"
+
+    talk(create_app(engine), script)
+    assert engine.starts == 3
+
+
+def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.1)
+    app = create_app(Late(0.2))
+
+    async def script(client: httpx.AsyncClient) -> None:
+        host = app.catalog.resolve("").host
+        await host.ready()
+        assert (await client.get("/ready")).status_code == 200
+        host._given_up("it died too often")
+        said: list[tuple[int, str]] = []
+        async with asyncio.timeout(10):
+            while not said or said[-1] != (200, "ready"):
+                response = await client.get("/ready")
+                said.append((response.status_code, response.json()["models"]["late"]))
+                await asyncio.sleep(0.02)
+        assert set(said[:-1]) == {(503, "failed"), (503, "loading")}
+
+    talk(app, script)
