@@ -98,6 +98,14 @@ def test_the_forms_of_a_model() -> None:
     )
 
 
+def test_an_entry_that_has_moved_is_the_same() -> None:
+    texts = ("models: {a: a.gguf}", "port: 1\nmodels: {a: a.gguf}", "models: {a: b.gguf}")
+    first, moved, other = (load(text).models[0] for text in texts)
+    assert first != moved
+    assert first.same_but_for_place(moved)
+    assert not first.same_but_for_place(other)
+
+
 def test_everything_else() -> None:
     settings = load(
         "models: {smollm2: smollm2, other: smollm2}\n"

@@ -106,6 +106,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Whether that may be one of them."""
         return self.is_open and name.lower().startswith(f"{self.name.lower()}/")
 
+    def same_but_for_place(self, other: "ModelSpec") -> bool:
+        """Whether they differ in nothing but where they are written down."""
+        return msgspec.structs.replace(self, place=other.place) == other
+
     def runs_like(self, other: "ModelSpec") -> bool:
         """Whether the engine of one can stay for the other."""
         return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)

@@ -108,7 +108,9 @@ class App(Door):
             told = Reloaded(
                 models=tuple(after),
                 added=tuple(name for name in after if name not in before),
-                changed=tuple(name for name in after if name in before and before[name] != after[name]),
+                changed=tuple(
+                    name for name in after if name in before and not before[name].same_but_for_place(after[name])
+                ),
                 removed=tuple(name for name in before if name not in after),
                 restart_needed=fixed_differences(self._begun_with, read),
             )
