@@ -113,6 +113,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None
         (["--url", "http://127.0.0.1:{port}"], "--url http://127.0.0.1:{port}: no answer: "),
         (["--url", "http://127.0.0.1:{port}", "--model", "m"], "--url http://127.0.0.1:{port}: no answer: "),
         (["--concurrency", "1,x"], "--concurrency 1,x: expected numbers such as 1,4,16"),
+        (["--concurrency", "1,4,1600000"], "--concurrency 1,4,1600000: at most 10,000 requests at once"),
         (["--concurrency", "0"], "--concurrency 0: expected numbers"),
         (["--concurrency", "8", "--requests", "4"], "--requests 4: too few for 8 at once"),
         (["--shared", "2"], "--shared 2.0: expected a share from 0 to 1"),

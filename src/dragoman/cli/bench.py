@@ -18,6 +18,8 @@ from dragoman.loadtest import report
 from dragoman.loadtest.figures import Plan, Result
 from dragoman.loadtest.plot import svg
 
+MOST_AT_ONCE = 10_000
+"""Each has a connection of its own; more are a slip of the finger."""
 EXAMPLES = """\
 examples:
   dragoman bench                                         the server on http://127.0.0.1:8000
@@ -103,6 +105,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         concurrency = ()
     if not concurrency or min(concurrency) < 1:
         raise ConfigError(f"--concurrency {arguments.concurrency}: expected numbers such as 1,4,16")
+    if max(concurrency) > MOST_AT_ONCE:
+        raise ConfigError(f"--concurrency {arguments.concurrency}: at most {MOST_AT_ONCE:,} requests at once")
     for flag, number in (("--prompt", arguments.prompt), ("--output", arguments.output)):
         if number < 1:
             raise ConfigError(f"{flag} {number}: expected at least 1")
