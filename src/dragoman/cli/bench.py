@@ -75,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             _write(arguments.json, msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     if interrupted:
+        if not result.levels:
+            print("stopped before anything was measured", file=sys.stderr, flush=True)
         return 130
     return 1 if any(level.errors for level in result.figures) else 0
 
@@ -133,9 +135,13 @@ def _check_files(plot: str | None, figures: str | None) -> None:
         raise ConfigError(f"--plot {plot}: the picture is an SVG; give a name that ends in .svg")
     if plot is not None and figures is not None and Path(plot).resolve() == Path(figures).resolve():
         raise ConfigError(f"--plot and --json are the same file, {plot}; give two names")
-    for name in (plot, figures):
-        if name is not None and not Path(name).absolute().parent.is_dir():
-            raise ConfigError(f"{name}: there is no folder {Path(name).parent}")
+    for flag, name in (("--plot", plot), ("--json", figures)):
+        if name is None:
+            continue
+        if Path(name).is_dir():
+            raise ConfigError(f"{flag} {name}: there is a folder of this name; give that of a file")
+        if not Path(name).absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {name}: there is no folder {Path(name).parent}")
 
 
 def _write(name: str, text: str) -> None:
