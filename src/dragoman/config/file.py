@@ -60,6 +60,7 @@ class File:
         """Note what is wrong with each part of a list or a mapping; msgspec tells the first only."""
         inner = _struct_in(wanted)
         entry = next((get_args(kind)[0] for kind in _kinds(wanted) if get_origin(kind) in (tuple, list)), None)
+        named = next((get_args(kind)[1] for kind in _kinds(wanted) if get_origin(kind) in (Mapping, dict)), None)
         if isinstance(value, dict) and inner is not None:
             self.fitting(value, inner, key)
             if inner.__struct_config__.forbid_unknown_fields:
@@ -67,6 +68,9 @@ class File:
         elif isinstance(value, list) and entry is not None:
             for at, part in enumerate(value):
                 self.convert(part, entry, f"{key}[{at}]")
+        elif isinstance(value, dict) and named is not None:
+            for name, part in value.items():
+                self.convert(part, named, f"{key}.{name}")
 
     def _note_invalid(self, finding: str, key: str, wanted: Any) -> None:
         """msgspec's finding, in the place and the words of the file."""
