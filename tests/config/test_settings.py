@@ -376,6 +376,16 @@ def test_every_mistake_in_an_adapter_has_its_place_and_its_name() -> None:
     ]
 
 
+def test_what_is_no_number_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("models:\n  smollm2:\n    gap_ms: .nan\n    context: .nan\nlimits: {queue: .nan}\n")
+    assert list(caught.value.mistakes) == [
+        "dragoman.yaml:3: models.smollm2.gap_ms: expected a number",
+        "dragoman.yaml:4: models.smollm2.context: expected a number",
+        "dragoman.yaml:5: limits.queue: expected a number",
+    ]
+
+
 def test_how_models_are_kept() -> None:
     settings = load(
         "models:\n"
