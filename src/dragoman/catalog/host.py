@@ -248,7 +248,7 @@ class Host:
 
     @property
     def _pause(self) -> float:
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, MOST_DOUBLINGS))
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._failures - 1, MOST_DOUBLINGS))
 
     def note_speed(self, tokens: int, seconds: float) -> None:
         if tokens > 1 and seconds > 0:

@@ -65,7 +65,7 @@ async def _load(model: Model) -> bool:
         return False
     except ModelFailed as error:
         # Who may ask for this may read the reason.
-        raise ModelFailed(model.host.failure or error.message, retry_after=error.retry_after) from error
+        raise ModelFailed(model.host.failure or error.message, retry_after=error.retry_after or 1) from error
     return True
 
 
