@@ -28,8 +28,10 @@ async def settled(host: Host) -> str:
 
 @pytest.mark.parametrize("spec", [EXPLODING, MISTAKEN], ids=lambda spec: spec.engine)
 def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
-    spec: ModelSpec, caplog: pytest.LogCaptureFixture
+    spec: ModelSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.2)
+
     async def scenario() -> None:
         catalog = Catalog(settings(spec))
         host = catalog.resolve("m").host
@@ -38,8 +40,11 @@ def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
         assert await settled(host) == "failed"
         with pytest.raises(ModelFailed):
             await host.enter()
-        # Whoever asks has it tried again.
-        assert host.state != "failed"
+        # Whoever asks has it tried again, after a pause.
+        assert host.state == "failed"
+        await asyncio.sleep(0.25)
+        with pytest.raises(ModelLoading):
+            await host.enter()
         await settled(host)
         await catalog.stop()
 
@@ -51,7 +56,39 @@ def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
     assert all((record.exc_info is not None) == (spec is EXPLODING) for record in said)
 
 
-def test_a_model_that_cannot_be_weighed_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_asks_soon_after_a_failure_is_told_when_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)))
+        host = catalog.resolve("m").host
+        for _ in range(20):
+            with pytest.raises(ModelFailed) as told:
+                await host.enter()
+            assert 3 < (told.value.retry_after or 0) <= 5
+            assert str(told.value.__cause__) == "no such device"
+        assert caplog.text.count("not loaded") == 1
+        # Another try by hand, after which the pause is twice as long.
+        host.load()
+        await settled(host)
+        with pytest.raises(ModelFailed) as told:
+            await host.enter()
+        assert 8 < (told.value.retry_after or 0) <= 10
+        assert caplog.text.count("not loaded") == 2
+        catalog.reconfigure(settings(EXPLODING, Limits(load_seconds=5)))
+        assert catalog.resolve("m").host is host
+        with pytest.raises(ModelFailed) as told:
+            await host.enter()
+        assert 3 < (told.value.retry_after or 0) <= 5
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    assert caplog.text.count("not loaded") == 3
+
+
+def test_a_model_that_cannot_be_weighed_has_failed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.0)
+
     async def scenario() -> None:
         catalog = Catalog(settings(UNWEIGHABLE, Limits(load_seconds=5), memory=10**9))
         host = catalog.resolve("m").host

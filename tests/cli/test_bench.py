@@ -104,6 +104,28 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None
     assert output.splitlines()[2].split()[:3] == ["2", "2", "0"]
 
 
+def test_ctrl_c_before_anything_was_measured(tmp_path: Path, server: Running) -> None:
+    command = [sys.executable, "-m", "dragoman", "bench", "--url", server.url, "--api-key", "secret", "--model", "slow"]
+    process = subprocess.Popen(
+        [*command, "--output", "300"],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "warming up slow\n"
+    process.send_signal(signal.SIGINT)
+    output, rest = process.communicate(timeout=30)
+    assert (process.returncode, output, rest) == (130, "", "stopped before anything was measured\n")
+
+
+def test_a_model_of_a_small_context_is_measured(tmp_path: Path, server: Running) -> None:
+    done = bench(tmp_path, server, "--model", "small", "--prompt", "52", "--seed", "7", "--concurrency", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("small at ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -113,18 +135,22 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None
         (["--url", "http://127.0.0.1:{port}"], "--url http://127.0.0.1:{port}: no answer: "),
         (["--url", "http://127.0.0.1:{port}", "--model", "m"], "--url http://127.0.0.1:{port}: no answer: "),
         (["--concurrency", "1,x"], "--concurrency 1,x: expected numbers such as 1,4,16"),
+        (["--concurrency", "1,4,1600000"], "--concurrency 1,4,1600000: at most 10,000 requests at once"),
         (["--concurrency", "0"], "--concurrency 0: expected numbers"),
         (["--concurrency", "8", "--requests", "4"], "--requests 4: too few for 8 at once"),
         (["--shared", "2"], "--shared 2.0: expected a share from 0 to 1"),
         (["--prompt", "0"], "--prompt 0: expected at least 1"),
         (["--output", "-1"], "--output -1: expected at least 1"),
         (["--timeout", "0"], "--timeout 0.0: expected more than 0 seconds"),
-        (["--plot", "none/out.svg"], "none/out.svg: there is no folder none"),
+        (["--plot", "none/out.svg"], "--plot none/out.svg: there is no folder none"),
+        (["--plot", "folder.svg"], "--plot folder.svg: there is a folder of this name; give that of a file"),
+        (["--json", "folder.svg"], "--json folder.svg: there is a folder of this name; give that of a file"),
         (["--plot", "out.png"], "--plot out.png: the picture is an SVG; give a name that ends in .svg"),
         (["--plot", "out.svg", "--json", "./out.svg"], "--plot and --json are the same file, out.svg; give two names"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    (tmp_path / "folder.svg").mkdir()
     port = free_port()
     given = [argument.format(port=port) for argument in arguments]
     done = run(tmp_path, "bench", *given)
@@ -134,10 +160,10 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "nope"], "the server answered 404 "),
+        (["--model", "nope"], "dragoman: --model nope: the server answered 404 "),
         (["--model", "failing"], "the script fails after 3 tokens"),
         (["--prompt", "5"], "--prompt 5: the shortest prompt has "),
-        (["--model", "small", "--prompt", "100"], "the server answered 400 "),
+        (["--model", "small", "--prompt", "100"], "dragoman: the server answered 400 "),
     ],
 )
 def test_what_the_server_refuses_before_anything_is_measured(

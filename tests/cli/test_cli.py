@@ -19,7 +19,7 @@ STANDING = """
 import sys
 from dragoman.cli import main
 from dragoman.server import serve
-def run(settings, engines=(), reread=None):
+def run(settings, engines=(), reread=None, warnings=()):
     names = [model.name for model in settings.models]
     print(names, settings.host, settings.port, list(settings.api_keys), settings.default, dict(settings.aliases))
     print([info.name for engine in engines for info in engine.models()], settings.strict, settings.event_log)

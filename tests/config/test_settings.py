@@ -351,6 +351,41 @@ def test_several_mistakes_are_told_together_in_the_order_of_the_lines() -> None:
     assert str(caught.value).count("\n") == 12
 
 
+def test_every_mistake_in_an_adapter_has_its_place_and_its_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            "models:\n"
+            "  smollm2:\n"
+            "    adapters:\n"
+            "      right: ./a.gguf\n"
+            "      x: {scale: 1}\n"
+            "      y: 5\n"
+            "      z:\n"
+            "        path: ./nope.gguf\n"
+            "        scale: big\n"
+            "        strength: 2\n"
+            "      inf: {path: ./a.gguf, scale: .inf}\n"
+        )
+    told = [words.removeprefix("dragoman.yaml:") for words in caught.value.mistakes]
+    assert told[0] == "5: models.smollm2.adapters.x: path is missing"
+    assert told[1].startswith("6: models.smollm2.adapters.y: expected ")
+    assert told[2:] == [
+        "9: models.smollm2.adapters.z.scale: expected float, got str",
+        "10: models.smollm2.adapters.z.strength: unknown key; keys: path, scale",
+        "11: models.smollm2.adapters.inf: scale: expected a number that is finite",
+    ]
+
+
+def test_what_is_no_number_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("models:\n  smollm2:\n    gap_ms: .nan\n    context: .nan\nlimits: {queue: .nan}\n")
+    assert list(caught.value.mistakes) == [
+        "dragoman.yaml:3: models.smollm2.gap_ms: expected a number",
+        "dragoman.yaml:4: models.smollm2.context: expected a number",
+        "dragoman.yaml:5: limits.queue: expected a number",
+    ]
+
+
 def test_how_models_are_kept() -> None:
     settings = load(
         "models:\n"

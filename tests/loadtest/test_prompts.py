@@ -19,6 +19,18 @@ def test_a_server_that_only_counts_is_measured(fixed: int, per_word: float, toke
     assert got == pytest.approx(tokens, rel=0.05, abs=2)
 
 
+@pytest.mark.parametrize(("fixed", "per_word", "tokens"), [(48, 1.0, 55), (48, 1.2, 60), (3, 1.0, 5)])
+def test_what_is_counted_is_no_longer_than_what_is_wanted(fixed: int, per_word: float, tokens: int) -> None:
+    counted = []
+
+    async def count(text: str) -> int:
+        counted.append(fixed + round(per_word * len(text.removeprefix(HEAD).split())))
+        return counted[-1]
+
+    assert asyncio.run(measure(count, tokens, seed=1)) is not None
+    assert max(counted) <= tokens
+
+
 def test_a_server_that_does_not_count() -> None:
     async def count(text: str) -> int:
         return 0

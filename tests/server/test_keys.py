@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from dragoman.config import Settings
-from dragoman.errors import ConfigError, StorageUnavailable, Unauthorized
+from dragoman.errors import ConfigError, PermissionDenied, StorageUnavailable, Unauthorized
 from dragoman.operation import KeyLimits, Keys, RouteScope
 from dragoman.server.auth import Access
 from dragoman.server.beforehand import check_exposure
@@ -319,6 +319,8 @@ def test_anonymous_callers(tmp_path: Path) -> None:
     assert anonymous.principal == "anonymous"
     assert anonymous.quota is not None
     assert not anonymous.routes & {"admin", "stats"}
+    with pytest.raises(PermissionDenied, match=r"^admin needs a key that is for it; without one there is: chat, "):
+        anonymous.check_route("admin")
     assert access.caller(given("none")) is anonymous
     assert "admin" in access.caller(given(secret)).routes
     access.close()

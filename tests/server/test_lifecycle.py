@@ -169,6 +169,12 @@ def test_what_the_operator_wishes(tmp_path: Path) -> None:
         assert "no such device" in refused(client.post("/admin/models/broken/load"), 503, code="model_failed")
         failed = client.get("/admin/models").json()["data"][2]
         assert (failed["state"], failed["failure"]) == ("failed", "no such device")
+        # Others wait for a while before it is tried again; who operates the server does not.
+        told = ask(client, CHAT, model="broken")
+        refused(told, 503, code="model_failed")
+        assert (1 <= int(told.headers["retry-after"]) <= 5, loads(running, "broken")) == (True, 1)
+        refused(client.post("/admin/models/broken/load"), 503, code="model_failed")
+        assert loads(running, "broken") == 2
         refused(client.post("/admin/models/nobody/load"), 404, param="model", code="model_not_found")
         refused(client.post("/admin/models/first/dance"), 404)
         refused(client.post("/admin/models/load"), 404)

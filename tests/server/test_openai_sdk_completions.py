@@ -170,7 +170,7 @@ def test_seeds(smol: Asking) -> None:
     [
         ({"prompt": "a", "suffix": "z"}, 501, "suffix", "not_implemented"),
         ({"prompt": [49152]}, 400, "prompt", "invalid_value"),
-        ({"prompt": [[1], [-1]]}, 400, "prompt[1]", "invalid_value"),
+        ({"prompt": [[1], [-1]]}, 400, "prompt[1][0]", "invalid_value"),
         ({"prompt": []}, 400, "prompt", "invalid_value"),
         ({"prompt": ""}, 400, "prompt", "invalid_value"),
         ({"prompt": [5] * 2048}, 400, "prompt", "context_length_exceeded"),

@@ -311,7 +311,8 @@ class Broken(Engine):
         yield "mended"
 
 
-def test_model_that_cannot_be_loaded_is_tried_again() -> None:
+def test_model_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.0)
     app = create_app(Broken())
     response = ask(app, CHAT)
     assert response.status_code in (500, 503)

@@ -152,6 +152,32 @@ def test_a_mistake_leaves_everything_as_it_was(tmp_path: Path) -> None:
         refused(ask(client, CHAT, model="b"), 404, param="model")
 
 
+def test_what_a_check_refuses_of_a_models_file_leaves_everything_as_it_was_too(tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("a text of more than a few bytes")
+    with serving(tmp_path, {"models": {"first": SCRIPTED, "m": WORKER | {"words": 2}}}) as running:
+        with talking(running) as client:
+            assert text_of(ask(client, CHAT, model="m")) == "m m "
+            write(tmp_path, running, {"models": {"first": SCRIPTED, "m": "./text.gguf"}})
+            message = refused(client.post("/admin/reload"), 400, code="invalid_config")
+            assert "dragoman.json:1: models.m: " in message
+            assert "text.gguf is not a GGUF file" in message
+            running.process.send_signal(signal.SIGHUP)
+            assert eventually(lambda: "the configuration stays as it was: " in running.log.read_text(), 5)
+            assert text_of(ask(client, CHAT, model="m")) == "m m "
+        assert "model m: unloading" not in running.log.read_text()
+
+
+def test_a_start_warns_of_what_cannot_be_served_and_serves_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("a text of more than a few bytes")
+    cloud = {"engine": "upstream", "url": "http://127.0.0.1:9/v1", "key_env": "NOBODY_HAS_SET_THIS"}
+    config = {"models": {"first": SCRIPTED, "m": "./text.gguf", "cloud": cloud}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert text_of(ask(client, CHAT)) == "hello"
+    warned = [line for line in running.log.read_text().splitlines() if "WARNING" in line]
+    assert "dragoman.json:1: models.m: " in warned[0] + warned[1]
+    assert "NOBODY_HAS_SET_THIS" in warned[0] + warned[1]
+
+
 def test_a_signal_has_it_read_again_and_what_needs_a_restart_is_told(tmp_path: Path) -> None:
     with serving(tmp_path, {"models": {"first": SCRIPTED}}) as running, talking(running) as client:
         changed = {"models": {"second": SCRIPTED}, "host": "localhost", "limits": {"write_seconds": 3, "choices": 2}}

@@ -279,6 +279,12 @@ def test_a_file_that_is_gone_when_the_worker_comes_back(tmp_path: Path, smollm2_
         assert (raised.value.status_code, raised.value.code) == (503, "model_failed")
         assert "gguf" not in raised.value.message
         link.symlink_to(smollm2_path)
+        # It is tried again when the pause is over that the refusal told of, and not before.
+        pause = int(raised.value.response.headers["retry-after"])
+        assert 1 <= pause <= 60
+        with pytest.raises(openai.InternalServerError):
+            model.chat("hello")
+        time.sleep(pause)
         assert content(model.chat("Say hello.", max_tokens=1))
 
 

@@ -123,6 +123,7 @@ class Catalog:
             return self._host(spec, keep_alive, settings.limits)
         self.lifecycle.keep(before.host, keep_alive)
         before.host.bound(settings.limits)
+        before.host.forget_failures()
         before.host.written = _written(spec)
         return before.host
 

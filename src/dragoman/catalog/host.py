@@ -2,6 +2,9 @@
 
 Who uses an engine enters before and leaves afterwards: in between it stays loaded.
 One whose process has died and is being started again is loading, as the first time, and keeps its place in memory.
+
+One that could not be loaded is left alone for a while, longer each time: to load it anew for every request would cost
+the others, and help nobody. An operator who wishes it loaded does not wait, and a new configuration is a new beginning.
 """
 
 import asyncio
@@ -30,9 +33,10 @@ EXPECTED_SECONDS = 5.0
 """What loading takes, as long as nobody has seen it."""
 SPEED_WEIGHT = 0.2
 """Of the newest generation in the average."""
-FIRST_PAUSE = 10.0
-LONGEST_PAUSE = 300.0
-MOST_DOUBLINGS = 6
+FIRST_PAUSE = 5.0
+LONGEST_PAUSE = 60.0
+"""Between the failure to load a model and the next try that somebody's request, or a probe, brings about."""
+MOST_DOUBLINGS = 4
 """Beyond them a pause is longer than the longest."""
 NOT_LOADED = "the model could not be loaded; the server's log says why"
 
@@ -97,6 +101,8 @@ class Host:
         self._failures = 0
         """One after the other, none of them long after the last."""
         self._failed_at = -math.inf
+        self._rests_until = -math.inf
+        """Until when no request has it loaded again."""
         self._awaiting = 0
         """Who waits for a process that is being started again."""
 
@@ -157,10 +163,11 @@ class Host:
         engine = self.enter_now()
         if engine is not None:
             return engine
+        if self.state == "failed" and self._rests_until > time.monotonic():
+            raise self.refusal()
         if not self.limits.load_seconds:
-            has_failed = self.state == "failed"
             self.load()
-            raise ModelFailed(NOT_LOADED, retry_after=10) if has_failed else self._still_loading()
+            raise self._still_loading()
         patience = time.monotonic() + self.limits.load_seconds
         await self._wait(self.limits.load_seconds)
         if self._away is not None:
@@ -203,6 +210,17 @@ class Host:
         left = self._load_seconds - (self.loading_seconds or 0)
         return ModelLoading("the model is still being loaded; try again later", retry_after=max(1.0, left))
 
+    def refusal(self) -> ModelFailed:
+        """For who asks for it while it cannot be loaded: when the next try may be made."""
+        error = ModelFailed(NOT_LOADED, retry_after=max(1.0, self._rests_until - time.monotonic()))
+        # The words are for the operator: they may name files. Who tells the caller tells the log.
+        error.__cause__ = ConfigError(self.failure or "it could not be loaded")
+        return error
+
+    def forget_failures(self) -> None:
+        """What kept it from being loaded may have been mended."""
+        self._failures, self._failed_at, self._rests_until = 0, -math.inf, -math.inf
+
     def leave(self) -> None:
         self._lives.leave(self)
 
@@ -225,9 +243,12 @@ class Host:
 
     def load_again(self) -> None:
         """The same for one that has failed, for somebody who asks all the time: the pauses between tries grow."""
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, MOST_DOUBLINGS))
-        if self.state == "failed" and time.monotonic() - self._failed_at >= pause:
+        if self.state == "failed" and time.monotonic() - self._failed_at >= self._pause:
             self.load()
+
+    @property
+    def _pause(self) -> float:
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._failures - 1, MOST_DOUBLINGS))
 
     def note_speed(self, tokens: int, seconds: float) -> None:
         if tokens > 1 and seconds > 0:
@@ -271,6 +292,7 @@ class Host:
             key = self.written.rpartition(" ")[2]
             words = f"{self.written}: {words.removeprefix(f'{key}: ')}"
         self._note_failure(words)
+        self._rests_until = self._failed_at + self._pause
         # Only of what nobody foresaw is it worth knowing where it was raised.
         is_foreseen = isinstance(error, ConfigError | DragomanError | OSError)
         log.error("model %s: not loaded: %s", self.key, self.failure, exc_info=None if is_foreseen else error)

@@ -14,10 +14,10 @@ from typing import Any
 
 from dragoman.catalog import residency as told
 from dragoman.catalog.aside import aside
-from dragoman.catalog.host import NOT_LOADED, Host
+from dragoman.catalog.host import Host
 from dragoman.catalog.residency import Residency, Seat
 from dragoman.config.quantities import shown_size
-from dragoman.errors import ConfigError, ModelFailed
+from dragoman.errors import ConfigError
 
 log = logging.getLogger("dragoman.catalog")
 
@@ -187,10 +187,7 @@ class Lifecycle:
         for number in effect.tickets:
             ticket = self._tickets.pop(number)
             if not ticket.done():
-                # The words are for the operator: they may name files. Who tells the caller tells the log.
-                error = ModelFailed(NOT_LOADED, retry_after=10)
-                error.__cause__ = ConfigError(host.failure or "it could not be loaded")
-                ticket.set_exception(error)
+                ticket.set_exception(host.refusal())
 
     def _set_timer(self) -> None:
         """One that comes too early does no harm: it is set anew when it has come."""

@@ -18,6 +18,8 @@ from dragoman.loadtest import report
 from dragoman.loadtest.figures import Plan, Result
 from dragoman.loadtest.plot import svg
 
+MOST_AT_ONCE = 10_000
+"""Each has a connection of its own; more are a slip of the finger."""
 EXAMPLES = """\
 examples:
   dragoman bench                                         the server on http://127.0.0.1:8000
@@ -73,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             _write(arguments.json, msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     if interrupted:
+        if not result.levels:
+            print("stopped before anything was measured", file=sys.stderr, flush=True)
         return 130
     return 1 if any(level.errors for level in result.figures) else 0
 
@@ -103,6 +107,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         concurrency = ()
     if not concurrency or min(concurrency) < 1:
         raise ConfigError(f"--concurrency {arguments.concurrency}: expected numbers such as 1,4,16")
+    if max(concurrency) > MOST_AT_ONCE:
+        raise ConfigError(f"--concurrency {arguments.concurrency}: at most {MOST_AT_ONCE:,} requests at once")
     for flag, number in (("--prompt", arguments.prompt), ("--output", arguments.output)):
         if number < 1:
             raise ConfigError(f"{flag} {number}: expected at least 1")
@@ -129,9 +135,13 @@ def _check_files(plot: str | None, figures: str | None) -> None:
         raise ConfigError(f"--plot {plot}: the picture is an SVG; give a name that ends in .svg")
     if plot is not None and figures is not None and Path(plot).resolve() == Path(figures).resolve():
         raise ConfigError(f"--plot and --json are the same file, {plot}; give two names")
-    for name in (plot, figures):
-        if name is not None and not Path(name).absolute().parent.is_dir():
-            raise ConfigError(f"{name}: there is no folder {Path(name).parent}")
+    for flag, name in (("--plot", plot), ("--json", figures)):
+        if name is None:
+            continue
+        if Path(name).is_dir():
+            raise ConfigError(f"{flag} {name}: there is a folder of this name; give that of a file")
+        if not Path(name).absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {name}: there is no folder {Path(name).parent}")
 
 
 def _write(name: str, text: str) -> None:

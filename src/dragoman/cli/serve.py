@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from dragoman import sources
 from dragoman.address import public
-from dragoman.catalog.foreseen import wrong_files
 from dragoman.cli import layout
+from dragoman.cli.findings import in_the_way, unservable
 from dragoman.cli.settings import look_here
-from dragoman.config import Flags, Loaded, Settings, load
+from dragoman.config import Flags, Loaded, Mistake, Settings, load
 from dragoman.engines import ENGINES, engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
@@ -116,17 +116,17 @@ def run(arguments: argparse.Namespace) -> int:
     from dragoman.server import serve
     from dragoman.server.beforehand import check_exposure, check_place
 
-    _check_files(loaded)
+    _refuse(loaded, in_the_way(settings))
     check_exposure(settings)
     check_place(settings)
     _fetch_models(settings)
 
     def reread() -> Settings:
         written = _loaded(arguments, engines)
-        _check_files(written)
+        _refuse(written, [*in_the_way(written.settings), *unservable(written.settings)])
         return written.settings
 
-    serve.run(settings, engines, reread)
+    serve.run(settings, engines, reread, loaded.places.told(unservable(settings)))
     return 0
 
 
@@ -183,12 +183,9 @@ def _loaded(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Loaded:
     return loaded
 
 
-def _check_files(loaded: Loaded) -> None:
-    from dragoman.server.files import unusable_files
-
-    wrong = [*wrong_files(loaded.settings.models), *unusable_files(loaded.settings)]
-    if wrong:
-        raise ConfigError(*loaded.places.told(wrong))
+def _refuse(loaded: Loaded, mistakes: Sequence[Mistake]) -> None:
+    if mistakes:
+        raise ConfigError(*loaded.places.told(mistakes))
 
 
 def _fetch_models(settings: Settings) -> None:

@@ -29,12 +29,15 @@ class File:
         self.name = name
         self.values = values
         self.lines = lines
-        self._mistakes: list[tuple[int, str]] = []
+        self._mistakes: list[tuple[int, str, str]] = []
+        self._unread: dict[str, str] = {}
+        """What was wrong with values that could not even be read, by key."""
 
     @property
     def mistakes(self) -> list[str]:
-        """In the order of the lines."""
-        return [words for _, words in sorted(self._mistakes, key=lambda mistake: mistake[0])]
+        """In the order of the lines. Of a value that could not be read nothing else is told: another stands for it."""
+        told = [mistake for mistake in self._mistakes if self._unread.get(mistake[1], mistake[2]) == mistake[2]]
+        return [f"{self.name}:{line}: {key}: {words}" for line, key, words in sorted(told, key=lambda told: told[0])]
 
     def note(self, key: str, words: str) -> None:
         known = key
@@ -43,7 +46,11 @@ class File:
         self.note_at(self.lines.get(known, 1), key, words)
 
     def note_at(self, line: int, key: str, words: str) -> None:
-        self._mistakes.append((line, f"{self.name}:{line}: {key}: {words}"))
+        self._mistakes.append((line, key, words))
+
+    def note_unread(self, key: str, words: str) -> None:
+        self._unread[key] = words
+        self.note(key, words)
 
     def convert(self, value: Any, wanted: Any, key: str) -> Any:
         """The value as what is wanted; None where it is something else, which is noted."""
@@ -60,6 +67,7 @@ class File:
         """Note what is wrong with each part of a list or a mapping; msgspec tells the first only."""
         inner = _struct_in(wanted)
         entry = next((get_args(kind)[0] for kind in _kinds(wanted) if get_origin(kind) in (tuple, list)), None)
+        named = next((get_args(kind)[1] for kind in _kinds(wanted) if get_origin(kind) in (Mapping, dict)), None)
         if isinstance(value, dict) and inner is not None:
             self.fitting(value, inner, key)
             if inner.__struct_config__.forbid_unknown_fields:
@@ -67,6 +75,9 @@ class File:
         elif isinstance(value, list) and entry is not None:
             for at, part in enumerate(value):
                 self.convert(part, entry, f"{key}[{at}]")
+        elif isinstance(value, dict) and named is not None:
+            for name, part in value.items():
+                self.convert(part, named, f"{key}.{name}")
 
     def _note_invalid(self, finding: str, key: str, wanted: Any) -> None:
         """msgspec's finding, in the place and the words of the file."""
@@ -223,7 +234,7 @@ class _Reader:
             return [self.item(inner, f"{key}[{index}]") for index, inner in enumerate(node.value)]
         plain = self.loader.construct_object(node)
         if isinstance(plain, float) and math.isnan(plain):
-            self.file.note(key, "expected a number")
+            self.file.note_unread(key, "expected a number")
             return 1.0
         return self.text(plain, key) if isinstance(plain, str) else plain
 
@@ -232,7 +243,7 @@ class _Reader:
         try:
             return plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
         except UnicodeDecodeError:
-            self.file.note(key, "half a character")
+            self.file.note_unread(key, "half a character")
             return "half a character"
 
     def item(self, node: yaml.Node, key: str) -> Any:

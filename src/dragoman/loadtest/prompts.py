@@ -29,10 +29,10 @@ high upon school every does got number until always away something fact less wat
 enough far took head yet better set nothing night end why called eyes find going look asked later next knew give
 """
 WORDS = tuple(COMMON_WORDS.split())
-LITTLE = 8
+LITTLE = 1
 """Words of the shorter of the two texts that are counted."""
 AT_MOST = 512
-"""Words that the longer has more."""
+"""Words that the longer has more; of a short prompt as few as leave it shorter than what is wanted, which fits."""
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -47,8 +47,8 @@ class Measure(msgspec.Struct, frozen=True):
 
 async def measure(count: Callable[[str], Awaitable[int]], tokens: int, seed: int) -> Measure | None:
     """How the server behind `count` counts texts of up to about so many tokens; None if more words are not more."""
-    more = max(2 * LITTLE, min(tokens // 2, AT_MOST))
     little = await count(_counted(seed, LITTLE))
+    more = max(1, min((tokens - little) // 2, AT_MOST))
     much = await count(_counted(seed, LITTLE + more))
     if much <= little:
         return None

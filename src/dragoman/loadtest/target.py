@@ -202,6 +202,10 @@ class Target:
             return ConfigError(f"--url {self.url}: no answer: {words}")
         if status == 200:
             return ConfigError(f"--url {self.url}: {words}")
+        if status in REFUSALS:
+            return ConfigError(f"the server answered {words}")
+        if status == 404 and self.model is not None and self.model in words:
+            return ConfigError(f"--model {self.model}: the server answered {words}")
         way_out = "; give --api-key" if status == 401 else ""
         return ConfigError(f"--url {self.url}: the server answered {words}{way_out}")
 

@@ -65,7 +65,7 @@ def _prompts(field: str | list[Any]) -> tuple[str | tuple[int, ...], ...]:
     if not field:
         raise BadRequest("prompt: must not be empty", param="prompt")
     if isinstance(field[0], int):
-        return (_token_ids(field, "prompt"),)
+        return (openai.token_ids(field, "prompt"),)
     if len(field) > MAX_PROMPTS:
         raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", param="prompt")
     return tuple(_one_prompt(entry, f"prompt[{at}]") for at, entry in enumerate(field))
@@ -75,15 +75,8 @@ def _one_prompt(entry: object, path: str) -> str | tuple[int, ...]:
     if isinstance(entry, str):
         return entry
     if isinstance(entry, list) and entry:
-        return _token_ids(entry, path)
+        return openai.token_ids(entry, path)
     raise BadRequest(f"{path}: expected a text or a list of token ids", param=path)
-
-
-def _token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
-    try:
-        return msgspec.convert(entries, tuple[openai.TokenId, ...])
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{path}: expected token ids: {error}", param=path) from None
 
 
 def _check(fields: CompletionFields, prompts: Sequence[object]) -> None:

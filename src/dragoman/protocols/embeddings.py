@@ -13,7 +13,7 @@ from dragoman.conversation import Asked
 from dragoman.embedding import MAX_INPUTS, Embedding, EmbeddingRequest, Input
 from dragoman.errors import BadRequest
 from dragoman.protocols import wire
-from dragoman.protocols.openai import TokenId
+from dragoman.protocols.openai import token_ids
 
 
 class EmbeddingFields(msgspec.Struct, frozen=True):
@@ -75,10 +75,7 @@ def _text(text: str, path: str) -> str:
 def _token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
     if not entries:
         raise BadRequest(f"{path}: must not be empty", param=path)
-    try:
-        return msgspec.convert(entries, tuple[TokenId, ...])
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{path}: expected token ids: {error}", param=path) from None
+    return token_ids(entries, path)
 
 
 def encode_reply(request: EmbeddingRequest, made: Sequence[Embedding]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import msgspec
 from dragoman.conversation import Asked, GenerationRequest, Sampling
 from dragoman.errors import BadRequest, DragomanError
 from dragoman.events import Event, TextDelta, TokenLogprob, Usage, total_usage
-from dragoman.protocols.wire import between_texts, unknown_fields
+from dragoman.protocols.wire import bad_field, between_texts, unknown_fields
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -23,6 +23,13 @@ KEPT_SECONDS = {"24h": 24 * 3600.0}
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 DONE = b"data: [DONE]\n\n"
+
+
+def token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
+    try:
+        return msgspec.convert(entries, tuple[TokenId, ...])
+    except msgspec.ValidationError as error:
+        raise bad_field(error, path) from None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

@@ -135,14 +135,16 @@ def convert(parsed: dict[str, Any], shape: type[T], at: str = "") -> T:
     try:
         return msgspec.convert(parsed, shape)
     except msgspec.ValidationError as error:
-        raise _bad_field(str(error), at) from None
+        raise bad_field(error, at) from None
 
 
 def missing(path: str) -> BadRequest:
     return BadRequest(f"{path}: required, but missing", param=path)
 
 
-def _bad_field(words: str, at: str) -> BadRequest:
+def bad_field(error: msgspec.ValidationError, at: str) -> BadRequest:
+    """What msgspec found inside the field `at`, with the path of it."""
+    words = str(error)
     found = _ERROR.match(words)
     what, path = (found["what"], found["path"]) if found else (words, None)
     missing = re.search(r"missing required field `(.*)`", what)

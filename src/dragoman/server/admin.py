@@ -56,14 +56,16 @@ async def reload(app: "App", exchange: Exchange) -> None:
 
 
 async def _load(model: Model) -> bool:
-    """Whether it is there, after waiting as long as a request would."""
+    """Whether it is there, after waiting as long as a request would. One that has failed is tried again at once."""
     try:
+        if model.host.state == "failed":
+            model.host.load()
         await model.host.ready()
     except ModelLoading:
         return False
     except ModelFailed as error:
         # Who may ask for this may read the reason.
-        raise ModelFailed(model.host.failure or error.message, retry_after=10) from error
+        raise ModelFailed(model.host.failure or error.message, retry_after=error.retry_after or 1) from error
     return True
 
 

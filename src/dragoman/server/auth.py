@@ -23,7 +23,7 @@ from dragoman.errors import ConfigError, StorageUnavailable, Unauthorized
 from dragoman.operation import KeyLimits
 from dragoman.quota import Quota
 from dragoman.server.jwt import Signed
-from dragoman.server.scopes import ANYBODY, USUAL, Caller, routes_of
+from dragoman.server.scopes import ANYBODY, NO_KEY, USUAL, Caller, routes_of
 from dragoman.store.keys import FORM, Key, KeyReader, digest, store_path
 
 log = logging.getLogger("dragoman.auth")
@@ -43,7 +43,7 @@ class Access:
         ]
         self._signed = None if keys.jwt is None else Signed(keys.jwt, keys.limits)
         self._stored = _Stored(store_path(keys), keys.limits)
-        self._anonymous = Caller("anonymous", USUAL, quota=quota_for(keys.limits)) if keys.anonymous else None
+        self._anonymous = Caller(NO_KEY, USUAL, quota=quota_for(keys.limits)) if keys.anonymous else None
 
     @property
     def needs_keys(self) -> bool:

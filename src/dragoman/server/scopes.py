@@ -27,6 +27,8 @@ PATHS: tuple[tuple[str, RouteScope], ...] = (
 
 ALL: frozenset[RouteScope] = frozenset(get_args(RouteScope))
 USUAL = ALL - RESERVED
+NO_KEY = "anonymous"
+"""The principal of who has none, or none that is valid here."""
 
 
 @lru_cache(maxsize=256)
@@ -60,10 +62,12 @@ class Caller:
         self.quota = quota
 
     def check_route(self, scope: RouteScope | None) -> None:
-        if scope is not None and scope not in self.routes:
-            raise PermissionDenied(
-                f"this key is not for {scope}; it is for: {', '.join(sorted(self.routes)) or 'none'}"
-            )
+        if scope is None or scope in self.routes:
+            return
+        allowed = ", ".join(sorted(self.routes)) or "none"
+        if self.principal == NO_KEY:
+            raise PermissionDenied(f"{scope} needs a key that is for it; without one there is: {allowed}")
+        raise PermissionDenied(f"this key is not for {scope}; it is for: {allowed}")
 
     def may_ask(self, model: str) -> bool:
         return all(patterns is None or _fits(model.lower(), patterns) for patterns in (self.models, self.within))
@@ -83,5 +87,5 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-ANYBODY = Caller("anonymous")
+ANYBODY = Caller(NO_KEY)
 """Who asks where no key is needed."""

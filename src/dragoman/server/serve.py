@@ -45,15 +45,17 @@ def serve(*engines: Engine, host: str | None = None, port: int | None = None, se
     )
 
 
-def run(settings: Settings, engines: Sequence[Engine] = (), reread: Reread | None = None) -> None:
+def run(
+    settings: Settings, engines: Sequence[Engine] = (), reread: Reread | None = None, warnings: Sequence[str] = ()
+) -> None:
     """Serve until a signal says stop. A model without which nothing can be served is a ConfigError if it fails.
 
-    `reread` gives the settings as they are written down now, for SIGHUP and `POST /admin/reload`.
+    `reread` gives the settings as they are written now, for SIGHUP and `POST /admin/reload`; `warnings` are logged.
     """
     check_exposure(settings)
     check_place(settings)
     configure(settings.telemetry)
-    for words in remarks(settings):
+    for words in (*warnings, *remarks(settings)):
         log.warning("%s", words)
     app = App(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
