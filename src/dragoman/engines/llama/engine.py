@@ -367,7 +367,7 @@ def _embedder(
 def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedder:
     trained = model.trained_context
     length = min(options.context or MOST_DEFAULT_WHOLE, trained)
-    rows = max(length, options.batch)
+    rows = max(length, min(options.batch, MOST_DEFAULT_WHOLE))
     embedder = Embedder(
         model,
         lambda: _vector_context(model, rows, rows, options.threads or machine.threads()),
