@@ -57,3 +57,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What does not go together is told with the line of the file that it stands in."""
         if self.kv != "f16" and not self.flash_attention:
             raise ValueError(f"kv: {self.kv} needs flash attention: leave out flash_attention: false")
+        if self.slots + (self.cache_sequences or 0) > MAX_SEQUENCES:
+            raise ValueError(
+                f"cache_sequences: {self.cache_sequences} and {self.slots} slots are more than {MAX_SEQUENCES} texts, "
+                "which is the most that llama.cpp keeps: lower one of them"
+            )
