@@ -21,6 +21,7 @@ from dragoman.engines.llama.findings import Quality, Speed, Tried
 from dragoman.engines.llama.layout import Choice, Layout, in_use, is_settled, prepared, why_not
 from dragoman.engines.llama.options import LlamaOptions
 from tests.engines.laying import cut
+from tests.serving import free_port
 
 SAME = Speed(100, 100, 100)
 CLOSE = Quality(500, 0.005, 0.97)
@@ -374,6 +375,19 @@ def test_an_interrupted_trial_leaves_nothing(small: Path, home: Path, sent: sign
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
     assert said.count("\n") == 1
+    deadline = time.monotonic() + 30
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert kept(home) == ["lock"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_during_a_trial_leaves_nothing(small: Path, home: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "dragoman", "serve", "--model", f"m={small}", "--port", str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        folder = trying(home)
+        server.send_signal(sent)
+        server.wait(timeout=60)
     deadline = time.monotonic() + 30
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)

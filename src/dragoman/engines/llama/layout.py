@@ -294,7 +294,12 @@ def _locked(path: Path, say: Say) -> Generator[None, None, None]:
 def _try(original: Path, folder: Path, bar: Bar) -> Tried | Failed:
     command = [sys.executable, "-m", "dragoman.engines.llama.trial", str(original), str(folder)]
     with subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # Who ends this process with its whole group leaves it alive for as long as it takes to remove its folder.
+        start_new_session=True,
     ) as process:
         try:
             for message in _messages(process):

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Never
 
 import msgspec
 
@@ -61,8 +61,23 @@ def attempt(original: Path, folder: Path, reporter: _Reporter) -> Tried:
     return Tried(sha256, share, before, after, quality)
 
 
+def _outcome(original: Path, folder: Path, reporter: _Reporter) -> Tried | Failed:
+    try:
+        return attempt(original, folder, reporter)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return Failed(error.strerror or str(error), lasting=False)
+    except Exception as error:  # noqa: BLE001 (told to whoever asked)
+        return Failed(str(error) or type(error).__name__)
+
+
 def _follow(source: BinaryIO, folder: Path) -> None:
     source.read()
+    _abandon(folder)
+
+
+def _abandon(folder: Path) -> Never:
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
@@ -75,11 +90,10 @@ def main() -> None:
     os.dup2(2, 1)
     threading.Thread(target=_follow, args=(sys.stdin.buffer, folder), daemon=True).start()
     try:
-        reporter.send(attempt(original, folder, reporter))
-    except OSError as error:
-        reporter.send(Failed(error.strerror or str(error), lasting=False))
-    except Exception as error:  # noqa: BLE001 (told to whoever asked)
-        reporter.send(Failed(str(error) or type(error).__name__))
+        reporter.send(_outcome(original, folder, reporter))
+    except BrokenPipeError:
+        # The thread that follows would notice too, but this one would end the process before it is done.
+        _abandon(folder)
     # Threads of a library may never end by themselves.
     os._exit(0)
 
