@@ -237,9 +237,8 @@ def test_a_long_text_goes_in_by_chunks_and_comes_out_the_same(with_engine: Run) 
 def test_any_batch_loads_writes_and_makes_vectors(with_engine: Run, batch: int, slots: int) -> None:
     async def test(engine: LlamaEngine) -> None:
         texts = [f"Text {at} of some." for at in range(20)]
-        made, *written = await asyncio.gather(
-            engine.embed(texts), *(collect(engine, completion(max_tokens=3)) for _ in range(slots))
-        )
+        writing = asyncio.gather(*(collect(engine, completion(max_tokens=3)) for _ in range(slots)))
+        made, written = await engine.embed(texts), await writing
         assert [entry.dimensions for entry in made] == [576] * len(texts)
         assert {reply.text for reply in written} == {written[0].text}
 

@@ -12,6 +12,7 @@ from dragoman.catalog.foreseen import wrong_files
 from dragoman.cli import layout
 from dragoman.cli.settings import look_here
 from dragoman.config import Flags, Loaded, Settings, load
+from dragoman.config.doubts import doubts
 from dragoman.engines import ENGINES, engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
@@ -119,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_files(loaded)
     check_exposure(settings)
     check_place(settings)
+    for doubt in loaded.places.told(doubts(settings)):
+        print(f"dragoman: warning: {doubt}", file=sys.stderr)
     _fetch_models(settings)
 
     def reread() -> Settings:

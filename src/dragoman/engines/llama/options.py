@@ -13,8 +13,8 @@ from dragoman.engines.llama.state import Kv
 
 MOST_THREADS = 512
 """That llama.cpp computes with; more end the process."""
-MOST_CONTEXT = 100_000_000
-"""No model was made for a tenth of it."""
+MOST_CONTEXT = 20_000_000
+"""No model was made for as many."""
 MOST_BATCH = 65_536
 """Nobody waits for a step of so many rows."""
 
