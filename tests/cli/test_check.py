@@ -101,7 +101,7 @@ def test_what_is_hardly_meant(tmp_path: Path) -> None:
 def test_more_than_a_model_or_the_machine_has(tmp_path: Path, smollm2_path: Path, minilm_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text(
         "models:\n"
-        f"  a:\n    source: {smollm2_path}\n    context: 20000\n    slots: 1\n    speculation: false\n    threads: 512\n"
+        f"  a:\n    source: {smollm2_path}\n    context: 20000\n    slots: 1\n    isolate: false\n    threads: 512\n"
         f"  b:\n    source: {minilm_path}\n    context: 5000\n"
         f"  c:\n    source: {smollm2_path}\n    context: 20000000\n"
         f"  d:\n    source: {smollm2_path}\n    context: 8192\n    threads: 1\n"
