@@ -213,7 +213,7 @@ class _Shelf:
         return self.original if reason else self.made
 
     def _made_again(self, outline: Outline, say: Say, bar: Bar) -> bool:
-        """A copy that is damaged or gone, where it is known that it pays. One that comes out otherwise has to be tried."""
+        """A copy that is damaged or gone, where it is known that it pays. One that comes out otherwise is tried."""
         choice = self._verdict()
         if choice is None or choice.tried is None:
             return False
