@@ -294,7 +294,8 @@ def test_a_prompt_that_fills_the_context(with_engine: Run, context: int) -> None
             assert found.finished == Finished("length", usage=Usage(prompt=context, completion=0))
         with pytest.raises(ContextTooLong, match=f"but the prompt has {context + 1}$"):
             await collect(engine, completion((*full, 504), max_tokens=0))
-        assert (await collect(engine, completion(full[1:]))).finished.usage.completion == 1
+        found = await collect(engine, completion(full[1:]))
+        assert len(found.tokens) == 1
 
     with_engine(test, context=context)
 
