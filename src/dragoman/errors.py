@@ -1,7 +1,8 @@
 """Everything that can go wrong, as one tree. Each error knows the status and the words a protocol needs.
 
     DragomanError
-    ├── BadRequest 400 ── ContextTooLong, InvalidConfig, InvalidSchema, ThreadUnsupported, UnsupportedParameter
+    ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
+    │                     InvalidConfig, InvalidSchema, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
     ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
@@ -79,6 +80,10 @@ class ContextTooLong(BadRequest):
         super().__init__(message, param=param)
         self.tokens = tokens
         self.limit = limit
+
+
+class NoRoomForReply(ContextTooLong):
+    """The prompt fits, and fills all there is."""
 
 
 class InvalidConfig(BadRequest):

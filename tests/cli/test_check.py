@@ -98,6 +98,30 @@ def test_what_is_hardly_meant(tmp_path: Path) -> None:
     assert second.startswith("dragoman: warning: dragoman.yaml:6: aliases.cloud/x*: never used: every name that begins")
 
 
+def test_more_than_a_model_or_the_machine_has(tmp_path: Path, smollm2_path: Path, minilm_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text(
+        "models:\n"
+        f"  a:\n    source: {smollm2_path}\n    context: 20000\n    slots: 1\n    isolate: false\n    threads: 512\n"
+        f"  b:\n    source: {minilm_path}\n    context: 5000\n"
+        f"  c:\n    source: {smollm2_path}\n    context: 20000000\n"
+        f"  d:\n    source: {smollm2_path}\n    context: 8192\n    threads: 1\n"
+    )
+    done = run(tmp_path, "check")
+    assert done.returncode == 0
+    first, second, third, fourth, fifth = done.stderr.splitlines()
+    begin = "dragoman: warning: dragoman.yaml:"
+    assert first == (
+        f"{begin}4: models.a.context: this model was made for 8192 tokens; what it writes beyond them is of little use"
+    )
+    assert second.startswith(f"{begin}7: models.a.threads: 512 threads for ")
+    assert third == (
+        f"{begin}10: models.b.context: this model was made for 512 tokens; longer texts are refused all the same"
+    )
+    assert fourth.startswith(f"{begin}13: models.c.context: this model was made for 8192 tokens")
+    assert fifth.startswith(f"{begin}13: models.c.context: so many tokens for each slot need ")
+    assert run(tmp_path, "serve", "--port", "0", standing=True).stderr == done.stderr
+
+
 def test_adapters_that_would_not_be_loaded(tmp_path: Path, smollm2_path: Path) -> None:
     whole = write_adapter(tmp_path / "whole.gguf")
     (tmp_path / "tiny.gguf").write_bytes(b"hello")
@@ -129,7 +153,7 @@ def test_numbers_that_llama_cannot_have(tmp_path: Path) -> None:
     )
     assert run(tmp_path, "check").stderr.splitlines() == [
         "dragoman: dragoman.yaml:3: models.smollm2.threads: expected int <= 512",
-        "dragoman: dragoman.yaml:4: models.smollm2.context: expected int <= 100000000",
+        "dragoman: dragoman.yaml:4: models.smollm2.context: expected int <= 20000000",
         "dragoman: dragoman.yaml:5: models.smollm2.adapters.a.scale: expected a number",
     ]
 

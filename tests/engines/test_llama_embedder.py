@@ -233,6 +233,18 @@ def test_a_long_text_goes_in_by_chunks_and_comes_out_the_same(with_engine: Run) 
     assert found[1].likeness(found[3]) > 0.999
 
 
+@pytest.mark.parametrize(("batch", "slots"), [(1, 4), (2, 1), (8, 16), (15, 4), (65_536, 2)])
+def test_any_batch_loads_writes_and_makes_vectors(with_engine: Run, batch: int, slots: int) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        texts = [f"Text {at} of some." for at in range(20)]
+        writing = asyncio.gather(*(collect(engine, completion(max_tokens=3)) for _ in range(slots)))
+        made, written = await engine.embed(texts), await writing
+        assert [entry.dimensions for entry in made] == [576] * len(texts)
+        assert {reply.text for reply in written} == {written[0].text}
+
+    with_engine(test, batch=batch, slots=slots, context=64)
+
+
 def test_a_stream_goes_on_while_many_texts_are_embedded(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         await engine.embed(["warm"])

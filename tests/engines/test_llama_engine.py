@@ -11,7 +11,7 @@ import pytest
 from dragoman.conversation import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.reading import MOST_TOKENIZED
-from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
+from dragoman.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
 from dragoman.events import Finished, Usage
 from tests.engines.running import (
     FRANCE,
@@ -276,6 +276,28 @@ def test_what_a_request_may_not_say(with_engine: Run) -> None:
         await idle(engine)
 
     with_engine(test)
+
+
+@pytest.mark.parametrize("context", [64, 256])
+def test_a_prompt_that_fills_the_context(with_engine: Run, context: int) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        full = (504,) * context
+        words = f"maximum context length is {context} tokens, but the prompt has {context}: one is needed for the reply"
+        with pytest.raises(NoRoomForReply, match=words) as caught:
+            await collect(engine, completion(full))
+        assert (caught.value.tokens, caught.value.limit) == (context, context - 1)
+        for request in (
+            completion(full, max_tokens=0),
+            completion(full, max_tokens=0, echo=True, logprobs=Logprobs(top=1, prompt=True)),
+        ):
+            found = await collect(engine, request)
+            assert found.finished == Finished("length", usage=Usage(prompt=context, completion=0))
+        with pytest.raises(ContextTooLong, match=f"but the prompt has {context + 1}$"):
+            await collect(engine, completion((*full, 504), max_tokens=0))
+        found = await collect(engine, completion(full[1:]))
+        assert len(found.tokens) == 1
+
+    with_engine(test, context=context)
 
 
 @pytest.mark.parametrize(

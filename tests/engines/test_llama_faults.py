@@ -234,19 +234,13 @@ def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"slots": 0}, {"slots": 257}, {"context": 0}, {"threads": 0}, {"batch": 0}),
+        *({"slots": 0}, {"slots": 257}, {"context": 0}, {"threads": 0}, {"batch": 0}, {"batch": 65537}),
         *({"gap_ms": 0}, {"cache_sequences": -1}, {"cache_sequences": 257}),
     ],
 )
 def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
     with pytest.raises(msgspec.ValidationError, match=next(iter(wrong))):
         msgspec.convert({"path": "x", **wrong}, LlamaOptions)
-
-
-def test_more_sequences_than_there_can_be_are_refused(smollm2_path: Path) -> None:
-    options = LlamaOptions(path=str(smollm2_path), slots=200, cache_sequences=57, context=64, layout="as-is")
-    with pytest.raises(ConfigError, match="slots and cache_sequences together"):
-        asyncio.run(LlamaEngine("many", options).start())
 
 
 def test_long_text_is_tokenised_in_parts_as_if_it_were_not(smollm2_path: Path) -> None:

@@ -21,6 +21,7 @@ from dragoman.engines.llama.findings import Quality, Speed, Tried
 from dragoman.engines.llama.layout import Choice, Layout, in_use, is_settled, prepared, why_not
 from dragoman.engines.llama.options import LlamaOptions
 from tests.engines.laying import cut
+from tests.serving import free_port
 
 SAME = Speed(100, 100, 100)
 CLOSE = Quality(500, 0.005, 0.97)
@@ -224,14 +225,31 @@ def test_what_is_not_whole_is_not_believed(small: Path, made: Path, damage: Call
     assert not is_settled(small)
 
 
-@pytest.mark.usefixtures("taken")
-def test_a_damaged_copy_is_made_again(small: Path, made: Path) -> None:
-    whole = made.read_bytes()
-    flipped(made)
+@pytest.mark.parametrize("damage", [flipped, shortened, removed])
+def test_a_damaged_copy_is_made_again_without_a_trial(
+    small: Path, made: Path, home: Path, damage: Callable[[Path], None]
+) -> None:
+    whole, record = made.read_bytes(), made.with_name("choice.json").read_bytes()
+    damage(made)
     told = Told()
-    assert prepared(small, told.say) == made
+    assert prepared(small, told.say, told.bar) == made
     assert made.read_bytes() == whole
-    assert len(told.lines) == 2
+    assert made.with_name("choice.json").read_bytes() == record
+    assert told.lines == ["the copy of small.gguf as Q8_0 is damaged or gone: making it again ..."]
+    assert set(told.doing) == {"converting"}
+    assert kept(home) == ["Q8_0.gguf", "choice.json", "lock"]
+
+
+@pytest.mark.usefixtures("taken")
+def test_a_copy_that_becomes_another_is_tried(small: Path, made: Path) -> None:
+    record = made.with_name("choice.json")
+    digest = read_choice(made.parents[2]).tried
+    assert digest is not None
+    record.write_text(record.read_text().replace(digest.sha256, "0" * 64))
+    told = Told()
+    assert prepared(small, told.say, told.bar) == made
+    assert "measuring" in told.doing
+    assert len(told.lines) == 3
 
 
 def mapped() -> list[str]:
@@ -374,6 +392,19 @@ def test_an_interrupted_trial_leaves_nothing(small: Path, home: Path, sent: sign
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
     assert said.count("\n") == 1
+    deadline = time.monotonic() + 30
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert kept(home) == ["lock"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_during_a_trial_leaves_nothing(small: Path, home: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "dragoman", "serve", "--model", f"m={small}", "--port", str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        folder = trying(home)
+        server.send_signal(sent)
+        server.wait(timeout=60)
     deadline = time.monotonic() + 30
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,10 @@
 """Another version of the wheel, or structs that lie elsewhere, must be refused before they are used."""
 
 import ctypes
+import os
+import signal
+import subprocess
+import sys
 from typing import ClassVar
 
 import pytest
@@ -30,3 +34,23 @@ def test_structs_of_another_layout_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(library._PROTOTYPES, "llama_context_default_params", (Shifted,))
     with pytest.raises(ConfigError, match="structs"):
         library.library()
+
+
+ABORT = """
+from dragoman.engines.llama.library import library
+library().ggml_abort(b"x.c", 7, b"lost")
+"""
+
+
+def test_a_crash_is_a_line_in_the_log() -> None:
+    plain = {name: value for name, value in os.environ.items() if name != "GGML_NO_BACKTRACE"}
+    done = subprocess.run([sys.executable, "-c", ABORT], capture_output=True, text=True, env=plain)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.splitlines() == ["x.c:7: lost"]
+
+
+def test_what_an_operator_says_of_backtraces_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setenv("GGML_NO_BACKTRACE", "mine")
+    library.library()
+    assert os.environ["GGML_NO_BACKTRACE"] == "mine"

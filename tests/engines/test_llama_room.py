@@ -113,7 +113,18 @@ def test_replies_are_close_whatever_the_type(with_engine: Run) -> None:
 def test_eight_bits_need_flash_attention(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.yaml"
     file.write_text("models:\n  m:\n    path: ./m.gguf\n    kv: q8_0\n    flash_attention: false\n")
-    with pytest.raises(ConfigError, match=r"dragoman.yaml:2: models\.m: kv: q8_0 needs flash attention"):
+    with pytest.raises(ConfigError, match=r"dragoman.yaml:4: models\.m\.kv: q8_0 needs flash attention"):
         load_settings(str(file), Flags(), {})
     with pytest.raises(msgspec.ValidationError, match="kv"):
         msgspec.convert({"path": "x", "kv": "q4_0"}, LlamaOptions)
+
+
+def test_more_texts_than_llama_keeps_are_told_in_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "dragoman.yaml"
+    file.write_text("models:\n  m:\n    path: ./m.gguf\n    slots: 200\n    cache_sequences: 57\n")
+    with pytest.raises(
+        ConfigError, match=r"dragoman.yaml:5: models\.m\.cache_sequences: 57 and 200 slots are more than"
+    ):
+        load_settings(str(file), Flags(), {})
+    file.write_text("models:\n  m:\n    path: ./m.gguf\n    slots: 200\n    cache_sequences: 56\n")
+    assert load_settings(str(file), Flags(), {}).models[0].options["cache_sequences"] == 56

@@ -222,6 +222,8 @@ def test_errors_that_agents_read() -> None:
 
     long = errors.ContextTooLong("it is", tokens=21, limit=20)
     assert told(long)["message"] == "prompt is too long: 21 tokens > 20 maximum"
+    full = errors.NoRoomForReply("it is", tokens=20, limit=19)
+    assert told(full)["message"] == "prompt is too long: 20 tokens > 19 maximum: one of 20 is needed for the reply"
     assert told(errors.ContextTooLong("it is"))["message"] == "prompt is too long: it is"
     assert told(errors.ThreadUnsupported("no"))["details"] == {"error_code": "thread_unsupported_request"}
 

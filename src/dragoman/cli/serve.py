@@ -12,6 +12,7 @@ from dragoman.cli import layout
 from dragoman.cli.findings import in_the_way, unservable
 from dragoman.cli.settings import look_here
 from dragoman.config import Flags, Loaded, Mistake, Settings, load
+from dragoman.config.doubts import doubts
 from dragoman.engines import ENGINES, engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
@@ -126,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse(written, [*in_the_way(written.settings), *unservable(written.settings)])
         return written.settings
 
-    serve.run(settings, engines, reread, loaded.places.told(unservable(settings)))
+    serve.run(settings, engines, reread, loaded.places.told([*unservable(settings), *doubts(settings)]))
     return 0
 
 

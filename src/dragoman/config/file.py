@@ -86,7 +86,11 @@ class File:
         where = (key + inner) if key else inner.lstrip(".")
         missing = re.fullmatch(r"Object missing required field `(.+)`", what)
         unknown = re.fullmatch(r"Object contains unknown field `(.+)`", what)
-        if missing:
+        blamed = re.fullmatch(r"(\w+): (.+)", what)
+        if blamed and not inner and blamed[1] in getattr(wanted, "__struct_fields__", ()):
+            # Of values that do not go together, the one that a struct names.
+            self.note(f"{where}.{blamed[1]}" if where else blamed[1], blamed[2])
+        elif missing:
             self.note(where, f"{missing[1]} is missing")
         elif unknown:
             self.note(f"{where}.{unknown[1]}", "unknown key")

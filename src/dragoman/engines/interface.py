@@ -115,6 +115,12 @@ class Engine:
         return ()
 
     @classmethod
+    def doubts(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+        """What it would start with, and is hardly meant so: a warning of `dragoman check` and of a server that starts.
+        Each with its key, as `mistakes`."""
+        return ()
+
+    @classmethod
     def is_installed(cls) -> bool:
         """Whether the packages are there that it needs beside ours."""
         return True

@@ -22,7 +22,7 @@ from dragoman.constrain.thoughts import closing, thoughts
 from dragoman.conversation import GenerationRequest, Sampling
 from dragoman.engines.budget import Budget
 from dragoman.engines.interface import Rendered
-from dragoman.errors import BadRequest, ContextTooLong, UnsupportedParameter
+from dragoman.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
 from dragoman.prompt import ChatTemplate, Segment
 from dragoman.stages.syntax import ModelFormat, Tags
 
@@ -148,8 +148,20 @@ class Reading:
     def _check_prompt(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
         if not tokens:
             raise BadRequest("the prompt is empty", param=_param(request))
-        if len(tokens) >= self.context:
+        if len(tokens) > self.context:
             raise self._too_long(request, len(tokens))
+        if len(tokens) + self.least(request) > self.context:
+            raise NoRoomForReply(
+                f"this model's maximum context length is {self.context} tokens, but the prompt has {len(tokens)}: "
+                "one is needed for the reply",
+                param=_param(request),
+                tokens=len(tokens),
+                limit=self.context - 1,
+            )
+
+    def least(self, request: GenerationRequest) -> int:
+        """Tokens of the reply for which there has to be room."""
+        return 1
 
     def _too_long(self, request: GenerationRequest, tokens: int, about: str = "") -> ContextTooLong:
         return ContextTooLong(

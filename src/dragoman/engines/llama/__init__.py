@@ -2,6 +2,7 @@
 
 engine      what the server sees: checks, one async generator per request
 options     what a configuration may say about a model
+doubts      what of that is hardly meant
 intake      from a request to a generation; reading its prompt is the same for every engine of tokens (`reading`)
 generation  one request's way from logits to events
 embedder    texts made into vectors, in a thread and a decoder of their own

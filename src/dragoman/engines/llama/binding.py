@@ -265,7 +265,9 @@ class Context:
         kv: str = "f16",
         vectors: bool = False,
     ) -> None:
-        """`rows` is the largest batch, `outputs` the most rows of it that may ask for logits."""
+        """`rows` is the largest batch, `outputs` the most rows of it that may ask for logits. llama.cpp plans for
+        one of every sequence, and ends the process where there is no room for these: so there always is."""
+        rows, outputs = max(rows, sequences), max(outputs, sequences)
         self.library = c = model.library
         self.vocab_size = model.vocab_size
         self.width: int = c.llama_model_n_embd_out(model.handle)

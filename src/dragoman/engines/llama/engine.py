@@ -28,6 +28,7 @@ from dragoman.embedding import Embedding, Input
 from dragoman.engines.interface import Engine, ModelInfo, Rendered
 from dragoman.engines.llama import adapters, machine, threads
 from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.doubts import doubts
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.intake import Intake
@@ -132,6 +133,11 @@ class LlamaEngine(Engine):
     def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         assert isinstance(options, LlamaOptions)
         return [("", words) for words in adapters.mistakes(Path(options.path).expanduser(), options.adapters)]
+
+    @classmethod
+    def doubts(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+        assert isinstance(options, LlamaOptions)
+        return list(doubts(options))
 
     def models(self) -> Sequence[ModelInfo]:
         if self.loaded is None:
@@ -367,7 +373,7 @@ def _embedder(
 def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedder:
     trained = model.trained_context
     length = min(options.context or MOST_DEFAULT_WHOLE, trained)
-    rows = max(length, options.batch)
+    rows = max(length, min(options.batch, MOST_DEFAULT_WHOLE))
     embedder = Embedder(
         model,
         lambda: _vector_context(model, rows, rows, options.threads or machine.threads()),

@@ -50,10 +50,16 @@ class Tried(msgspec.Struct, frozen=True, tag="tried"):
     quality: Quality
 
 
+class Made(msgspec.Struct, frozen=True, tag="made"):
+    """The file again, of which everything else is known."""
+
+    sha256: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     reason: str
     lasting: bool = True
     """Whether it would fail again; a full disk is another thing."""
 
 
-Message = Progress | Tried | Failed
+Message = Progress | Tried | Made | Failed

@@ -33,6 +33,9 @@ class Intake(Reading):
         Whoever gives a seed wants the same text again, and chance turns what is rounded away into other words."""
         return self.speculation and request.sampling.seed is None
 
+    def least(self, request: GenerationRequest) -> int:
+        return 0 if request.max_tokens == 0 else 1
+
     def generation(self, request: GenerationRequest, read: Read) -> Generation:
         recipe = sampling.recipe(request.sampling, self.defaults, self.weights.suppressed)
         kept = self.shape(request, opened=read.opener is not None) if self.is_shaped(request) else None

@@ -30,7 +30,7 @@ from typing import Literal
 import msgspec
 
 from dragoman.engines.llama import machine
-from dragoman.engines.llama.findings import Failed, Message, Progress, Tried
+from dragoman.engines.llama.findings import Failed, Made, Message, Progress, Tried
 from dragoman.engines.llama.library import SUPPORTED
 from dragoman.errors import ConfigError
 from dragoman.gguf import BLOCKS, Outline, read_outline
@@ -143,12 +143,20 @@ class _Shelf:
         self.busy = self.folder / "busy"
 
     def choice(self) -> Choice | None:
-        """What was chosen, if that was under the same circumstances and the file is there in its length."""
+        """What was chosen, if the file is there in its length."""
+        choice = self._verdict()
+        if choice is None or choice.why_not:
+            return choice
+        try:
+            return choice if self.made.stat().st_size == choice.size else None
+        except OSError:
+            return None
+
+    def _verdict(self) -> Choice | None:
+        """What was chosen under the same circumstances, whatever has become of the file."""
         try:
             choice = msgspec.json.decode(self.record.read_bytes(), type=Choice)
-            if choice.circumstances != self._circumstances():
-                return None
-            return choice if choice.why_not or self.made.stat().st_size == choice.size else None
+            return choice if choice.circumstances == self._circumstances() else None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             # Nothing, or nothing that can be read.
             return None
@@ -171,13 +179,18 @@ class _Shelf:
                 words = f"the machine was too busy to try it; remove {self.busy} to try again at once"
                 say(f"{self.original.name} stays {_kinds(outline)}: {words}")
                 return self.original
+            self._sweep()
+            if self._made_again(outline, say, bar):
+                return self.made
             self._clear()
             if reason := self._no_room(outline):
                 say(f"{self.original.name} stays {_kinds(outline)}: {reason}")
                 return self.original
-            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".trying-", ignore_cleanup_errors=True) as folder:
+            with self._scratch() as folder:
                 say(f"{self.original.name} is {_kinds(outline)}, which may be slow here: trying it as Q8_0, once ...")
-                return self._keep(_try(self.place, Path(folder), bar), Path(folder) / MADE, outline, say)
+                outcome = _try(self.place, Path(folder), bar)
+                assert not isinstance(outcome, Made)
+                return self._keep(outcome, Path(folder) / MADE, outline, say)
 
     def _keep(self, outcome: Tried | Failed, new: Path, outline: Outline, say: Say) -> Path:
         if isinstance(outcome, Tried) and outcome.share < LEAST_CORES:
@@ -199,6 +212,25 @@ class _Shelf:
         say(report(choice, self.original.name, self.folder))
         return self.original if reason else self.made
 
+    def _made_again(self, outline: Outline, say: Say, bar: Bar) -> bool:
+        """A copy that is damaged or gone, where it is known that it pays. One that comes out otherwise is tried."""
+        choice = self._verdict()
+        if choice is None or choice.tried is None:
+            return False
+        self.made.unlink(missing_ok=True)
+        if self._no_room(outline):
+            return False
+        say(f"the copy of {self.original.name} as Q8_0 is damaged or gone: making it again ...")
+        with self._scratch() as folder:
+            outcome = _try(self.place, Path(folder), bar, "again")
+            if not isinstance(outcome, Made) or outcome.sha256 != choice.tried.sha256:
+                return False
+            (Path(folder) / MADE).replace(self.made)
+        return True
+
+    def _scratch(self) -> "tempfile.TemporaryDirectory[str]":
+        return tempfile.TemporaryDirectory(dir=self.folder, prefix=".trying-", ignore_cleanup_errors=True)
+
     def _was_busy(self) -> bool:
         try:
             return 0 <= time.time() - self.busy.stat().st_mtime < BUSY_SECONDS
@@ -206,10 +238,13 @@ class _Shelf:
             return False
 
     def _clear(self) -> None:
-        """What is not believed any more, and what a trial that was killed has left."""
+        """What is not believed any more."""
         self.record.unlink(missing_ok=True)
         self.made.unlink(missing_ok=True)
         self.busy.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """What a trial that was killed has left."""
         for left in self.folder.glob(".trying-*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -291,10 +326,15 @@ def _locked(path: Path, say: Say) -> Generator[None, None, None]:
         yield
 
 
-def _try(original: Path, folder: Path, bar: Bar) -> Tried | Failed:
-    command = [sys.executable, "-m", "dragoman.engines.llama.trial", str(original), str(folder)]
+def _try(original: Path, folder: Path, bar: Bar, *further: str) -> Tried | Made | Failed:
+    command = [sys.executable, "-m", "dragoman.engines.llama.trial", str(original), str(folder), *further]
     with subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # Who ends this process with its whole group leaves it alive for as long as it takes to remove its folder.
+        start_new_session=True,
     ) as process:
         try:
             for message in _messages(process):

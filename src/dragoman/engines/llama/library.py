@@ -7,6 +7,7 @@ layout says, is refused before anything else is called.
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import re
 import threading
 from collections import deque
@@ -203,6 +204,9 @@ def library() -> ctypes.CDLL:
     with _lock:
         if _loaded is None:
             _check_version()
+            # When llama.cpp ends the process it would first hold it, and whoever waits for its death, for a debugger
+            # that fills the log.
+            os.environ.setdefault("GGML_NO_BACKTRACE", "1")
             loaded = ctypes.CDLL(str(_extension_path()))
             for name, (result, *arguments) in _PROTOTYPES.items():
                 function = getattr(loaded, name)

@@ -13,8 +13,10 @@ from dragoman.engines.llama.state import Kv
 
 MOST_THREADS = 512
 """That llama.cpp computes with; more end the process."""
-MOST_CONTEXT = 100_000_000
-"""No model was made for a tenth of it."""
+MOST_CONTEXT = 20_000_000
+"""No model was made for as many."""
+MOST_BATCH = 65_536
+"""Nobody waits for a step of so many rows."""
 
 
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +30,7 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 4
     threads: Annotated[int, msgspec.Meta(ge=1, le=MOST_THREADS)] | None = None
     """Those that compute; None: as many as are fastest, which is tried out."""
-    batch: Count = 512
+    batch: Annotated[int, msgspec.Meta(ge=1, le=MOST_BATCH)] = 512
     """The most prompt tokens that are taken in at once."""
     cache_sequences: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCES)] | None = None
     """Texts that are kept beside those in the slots, for requests that begin alike; None: as many as there are slots,
@@ -55,3 +57,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What does not go together is told with the line of the file that it stands in."""
         if self.kv != "f16" and not self.flash_attention:
             raise ValueError(f"kv: {self.kv} needs flash attention: leave out flash_attention: false")
+        if self.slots + (self.cache_sequences or 0) > MAX_SEQUENCES:
+            raise ValueError(
+                f"cache_sequences: {self.cache_sequences} and {self.slots} slots are more than {MAX_SEQUENCES} texts, "
+                "which is the most that llama.cpp keeps: lower one of them"
+            )

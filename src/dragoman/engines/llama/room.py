@@ -42,8 +42,6 @@ def room(model: Model, slots: int, length: int | None, cached: int | None, kv: K
         )
     if model.forgets:
         return found
-    if found.sequences > MAX_SEQUENCES:
-        raise ConfigError(f"llama: slots and cache_sequences together must be at most {MAX_SEQUENCES}")
     _check(found, found.sequences * found.length * token_bytes, times)
     return found
 

@@ -1,4 +1,5 @@
-"""The other layout made and tried, in a process of its own: `python -m dragoman.engines.llama.trial ORIGINAL FOLDER`.
+"""The other layout made and tried, in a process of its own: `python -m dragoman.engines.llama.trial ORIGINAL FOLDER`,
+and with `again` behind them made only.
 
 Rules
 1. llama.cpp may crash here, and nobody else is hurt.
@@ -14,13 +15,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Never
 
 import msgspec
 
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Model
-from dragoman.engines.llama.findings import Failed, Message, Progress, Tried
+from dragoman.engines.llama.findings import Failed, Made, Message, Progress, Tried
 from dragoman.engines.llama.layout import MADE, SLOW
 from dragoman.engines.llama.quality import compare
 from dragoman.engines.llama.requantise import requantise
@@ -61,25 +62,42 @@ def attempt(original: Path, folder: Path, reporter: _Reporter) -> Tried:
     return Tried(sha256, share, before, after, quality)
 
 
+def _outcome(original: Path, folder: Path, again: bool, reporter: _Reporter) -> Tried | Made | Failed:
+    try:
+        if again:
+            return Made(requantise(original, folder / MADE, SLOW, reporter.step("converting", 0.0, 1.0)))
+        return attempt(original, folder, reporter)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return Failed(error.strerror or str(error), lasting=False)
+    except Exception as error:  # noqa: BLE001 (told to whoever asked)
+        return Failed(str(error) or type(error).__name__)
+
+
 def _follow(source: BinaryIO, folder: Path) -> None:
     source.read()
+    _abandon(folder)
+
+
+def _abandon(folder: Path) -> Never:
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    original, folder = map(Path, sys.argv[1:])
+    original, folder = map(Path, sys.argv[1:3])
+    again = sys.argv[3:] == ["again"]
     # What a library prints must not get among the messages.
     reporter = _Reporter(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
     threading.Thread(target=_follow, args=(sys.stdin.buffer, folder), daemon=True).start()
     try:
-        reporter.send(attempt(original, folder, reporter))
-    except OSError as error:
-        reporter.send(Failed(error.strerror or str(error), lasting=False))
-    except Exception as error:  # noqa: BLE001 (told to whoever asked)
-        reporter.send(Failed(str(error) or type(error).__name__))
+        reporter.send(_outcome(original, folder, again, reporter))
+    except BrokenPipeError:
+        # The thread that follows would notice too, but this one would end the process before it is done.
+        _abandon(folder)
     # Threads of a library may never end by themselves.
     os._exit(0)
 

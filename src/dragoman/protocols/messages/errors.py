@@ -8,7 +8,7 @@ own, so the message begins with it.
 
 from typing import Any
 
-from dragoman.errors import ContextTooLong, DragomanError, ThreadUnsupported
+from dragoman.errors import ContextTooLong, DragomanError, NoRoomForReply, ThreadUnsupported
 
 OVERLOADED = 529
 TYPES = {
@@ -41,4 +41,5 @@ def _words(error: DragomanError) -> str:
     # Agents make room in their context when they read these very words.
     if error.tokens is None or error.limit is None:
         return f"prompt is too long: {error.message}"
-    return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+    reply = f": one of {error.limit + 1} is needed for the reply" if isinstance(error, NoRoomForReply) else ""
+    return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum{reply}"
