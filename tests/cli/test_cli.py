@@ -25,6 +25,8 @@ def run(settings, engines=(), reread=None, warnings=()):
     print([info.name for engine in engines for info in engine.models()], settings.strict, settings.event_log)
     if "interrupt" in names:
         raise KeyboardInterrupt
+    for words in warnings:
+        print("dragoman: warning:", words, file=sys.stderr)
 serve.run = run
 sys.exit(main(sys.argv[1:]))
 """
