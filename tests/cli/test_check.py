@@ -128,18 +128,19 @@ def test_adapters_that_would_not_be_loaded(tmp_path: Path, smollm2_path: Path) -
     (tmp_path / "half.gguf").write_bytes(whole.read_bytes()[:-5000])
     write_adapter(tmp_path / "other.gguf", architecture="qwen2")
     files = {"a": "whole.gguf", "b": "tiny.gguf", "c": "half.gguf", "d": "other.gguf", "e": str(smollm2_path)}
-    adapters = ", ".join(f"{name}: {file}" for name, file in files.items())
-    (tmp_path / "dragoman.yaml").write_text(f"models: {{base: {{path: {smollm2_path}, adapters: {{{adapters}}}}}}}\n")
+    adapters = "\n".join(f"      {name}: {file}" for name, file in files.items())
+    (tmp_path / "dragoman.yaml").write_text(f"models:\n  base:\n    path: {smollm2_path}\n    adapters:\n{adapters}\n")
     done = run(tmp_path, "check")
     told = done.stderr.splitlines()
     assert (done.returncode, len(told)) == (2, 4)
-    for line, name, words in zip(
+    for at, line, name, words in zip(
+        range(6, 10),
         told,
         "bcde",
         ("does not begin with GGUF", "it is cut off", "architecture qwen2, and this one is llama", "no LoRA adapter"),
         strict=True,
     ):
-        assert line.startswith(f"dragoman: dragoman.yaml:1: models.base: adapter {name}: "), line
+        assert line.startswith(f"dragoman: dragoman.yaml:{at}: models.base.adapters.{name}: "), line
         assert words in line
 
 

@@ -16,7 +16,8 @@ from dragoman.server.exchange import Exchange
 
 EXPOSED = ", ".join(
     [
-        *("x-request-id", "request-id", "retry-after", "x-should-retry", "x-dragoman-ignored", "x-dragoman-warning"),
+        *("x-request-id", "request-id", "x-dragoman-request-id", "x-dragoman-ignored", "x-dragoman-warning"),
+        *("retry-after", "x-should-retry"),
         *(f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in ("limit", "remaining", "reset")),
         *(
             f"anthropic-ratelimit-{what}-{name}"

@@ -35,13 +35,13 @@ def loaded(model: Model, name: str, entry: Entry) -> tuple[Adapter, float]:
     return Adapter(model, path), 1.0 if isinstance(entry, str) else entry.scale
 
 
-def mistakes(model_file: Path, entries: Mapping[str, Entry]) -> Sequence[str]:
-    """What would keep the adapters from being loaded with the model, as far as their files tell; that one is not there
-    is for others to say."""
+def mistakes(model_file: Path, entries: Mapping[str, Entry]) -> Sequence[tuple[str, str]]:
+    """What would keep the adapters from being loaded with the model, by their names, as far as their files tell; that
+    one is not there is for others to say."""
     architecture = _architecture(model_file)
     files = {name: file_of(entry) for name, entry in entries.items()}
     found = [(name, _mistake(file, architecture)) for name, file in files.items() if file.is_file()]
-    return [f"adapter {name}: {words}" for name, words in found if words]
+    return [(name, words) for name, words in found if words]
 
 
 def _mistake(file: Path, architecture: str | None) -> str | None:

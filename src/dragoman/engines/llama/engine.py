@@ -132,7 +132,8 @@ class LlamaEngine(Engine):
     @classmethod
     def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         assert isinstance(options, LlamaOptions)
-        return [("", words) for words in adapters.mistakes(Path(options.path).expanduser(), options.adapters)]
+        found = adapters.mistakes(Path(options.path).expanduser(), options.adapters)
+        return [(f"adapters.{name}", words) for name, words in found]
 
     @classmethod
     def doubts(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
