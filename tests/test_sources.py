@@ -196,6 +196,9 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("smollm2", "smollm2"),
         ("tiny.gguf", "tiny"),
+        ("Tiny.GGUF", "Tiny"),
+        ("./my tiny.gguf", "my-tiny"),
+        ("Large-00001-of-00003.gguf", "Large"),
         ("~/models/Qwen3-8B-Q4_K_M.gguf", "Qwen3-8B-Q4_K_M"),
         ("here/folder", "folder"),
         ("here/folder/", "folder"),

@@ -33,7 +33,7 @@ import msgspec
 from dragoman import hub
 from dragoman.download import Wanted, bring, digest_of, is_sound, is_whole, place_of, split_hash
 from dragoman.errors import ConfigError
-from dragoman.gguf import parts_of, read_metadata
+from dragoman.gguf import PART, parts_of, read_metadata
 from dragoman.scratch import scratch, sweep
 
 log = logging.getLogger("dragoman.sources")
@@ -107,13 +107,19 @@ def own_name(source: str) -> str | None:
     """What a model is called of which nothing but its source is said; None where that is no source by itself."""
     plain, _ = split_hash(source)
     path = Path(plain).expanduser()
+    if not path.exists():
+        if plain in BUILT_IN or _REPOSITORY.fullmatch(plain):
+            return plain
+        if package := _PYPI.fullmatch(plain):
+            return package["name"]
     if path.is_dir():
-        return path.resolve().name
-    if plain in BUILT_IN or (_REPOSITORY.fullmatch(plain) and not path.exists()):
-        return plain
-    if package := _PYPI.fullmatch(plain):
-        return package["name"]
-    return path.name.removesuffix(".gguf") if "/" in plain or plain.endswith(".gguf") else None
+        name = path.resolve().name
+    elif path.suffix.lower() == ".gguf":
+        part = PART.fullmatch(path.stem)
+        name = part["stem"] if part else path.stem
+    else:
+        name = path.name if "/" in plain else ""
+    return re.sub(r"\s+", "-", name) or None
 
 
 def is_address(source: str) -> bool:

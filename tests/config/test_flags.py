@@ -1,5 +1,7 @@
 """What the command line says, beside what the file and the environment say."""
 
+from pathlib import Path
+
 import pytest
 
 from dragoman.config import Flags, ModelSpec, Settings, load_settings
@@ -61,13 +63,24 @@ def test_a_model_of_the_command_line_needs_no_name() -> None:
     assert "models.Tiny" in Flags(models=given).keys
 
 
+def test_a_path_may_have_an_equals_sign(folder: Path) -> None:
+    (folder / "lr=0.1").mkdir()
+    (folder / "lr=0.1" / "tiny.gguf").write_bytes(b"GGUF")
+    given = ("lr=0.1/tiny.gguf", "./m.gguf#sha256=" + 64 * "0")
+    models = load_settings(None, Flags(models=given), {}).models
+    assert [(model.name, model.source) for model in models] == [("tiny", given[0]), ("m", given[1])]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (Flags(keep_alive="x"), "--keep-alive x: expected a time such as 300, 10m, 2h or forever"),
         (Flags(models=("a",)), "--model a: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
         (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
-        (Flags(models=("/a=b",)), "--model /a=b: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
+        (
+            Flags(models=("./Mine (1).gguf",)),
+            "--model ./Mine (1).gguf: 'Mine-(1)' cannot be the name of a model: give NAME=SOURCE",
+        ),
         (Flags(aliases=("a",)), "--alias a: expected PATTERN=NAME, as in 'gpt-*=smollm2'"),
         (Flags(aliases=("a=b",)), "--alias a=b: no model is called 'b'; models: smollm2"),
         (Flags(aliases=("smollm2=smollm2",)), "--alias smollm2=smollm2: a model has this name already"),

@@ -173,6 +173,13 @@ def test_a_start_warns_of_what_cannot_be_served_and_serves_the_rest(tmp_path: Pa
     config = {"models": {"first": SCRIPTED, "m": "./text.gguf", "cloud": cloud}}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert text_of(ask(client, CHAT)) == "hello"
+        # The key cannot come while it runs, and must not keep everything else from being changed.
+        write(tmp_path, running, {"models": {**config["models"], "new": SCRIPTED}})
+        assert client.post("/admin/reload").json()["added"] == ["new"]
+        write(tmp_path, running, {"models": {**config["models"], "n": "./text.gguf"}})
+        message = refused(client.post("/admin/reload"), 400, code="invalid_config")
+        assert "models.n: " in message
+        assert "models.m: " not in message
     warned = [line for line in running.log.read_text().splitlines() if "WARNING" in line]
     assert "dragoman.json:1: models.m: " in warned[0] + warned[1]
     assert "NOBODY_HAS_SET_THIS" in warned[0] + warned[1]

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from dragoman.config.doubts import doubts
 from dragoman.engines import ENGINES, engine_class
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError
+
+log = logging.getLogger("dragoman")
 
 EXAMPLES = """\
 examples:
@@ -122,10 +125,19 @@ def run(arguments: argparse.Namespace) -> int:
     check_place(settings)
     _fetch_models(settings)
 
+    running = settings
+
     def reread() -> Settings:
+        nonlocal running
         written = _loaded(arguments, engines)
-        _refuse(written, [*in_the_way(written.settings), *unservable(written.settings)])
-        return written.settings
+        # What is wrong with the configuration that holds is no reason to hold on to the rest of it.
+        known = unservable(running)
+        found = unservable(written.settings)
+        _refuse(written, [*in_the_way(written.settings), *(mistake for mistake in found if mistake not in known)])
+        for words in written.places.told([*found, *doubts(written.settings)]):
+            log.warning("%s", words)
+        running = written.settings
+        return running
 
     serve.run(settings, engines, reread, loaded.places.told([*unservable(settings), *doubts(settings)]))
     return 0

@@ -234,15 +234,18 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
 
 def _model_flag(engine: str | None, flag: str) -> tuple[str, ModelSpec]:
     name, source = _name_and_source(flag)
-    if not source or not MODEL_NAME.fullmatch(name):
+    if not name or not source:
         raise ConfigError(f"expected NAME=SOURCE, a path, or a built-in name ({', '.join(BUILT_IN)})")
+    if not MODEL_NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be the name of a model: give NAME=SOURCE")
     return name, flagged(name, source, engine)
 
 
 def _name_and_source(flag: str) -> tuple[str, str]:
     name, equals, source = flag.partition("=")
-    # What is no path may have one of its own, before a version or a hash.
-    return (name, source) if equals and is_path(flag) else (own_name(flag) or "", flag)
+    # A path, a version or a hash may have one of its own.
+    is_named = equals and MODEL_NAME.fullmatch(name) and is_path(flag) and not Path(flag).exists()
+    return (name, source) if is_named else (own_name(flag) or "", flag)
 
 
 def _laid_out(model: ModelSpec, by_flag: str | None, otherwise: str) -> ModelSpec:
