@@ -10,6 +10,7 @@ from dragoman.config import Flags, load_settings
 from dragoman.conversation import Logprobs
 from dragoman.engines.llama import machine
 from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.doubts import doubts
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.room import LEAST_DEFAULT_CONTEXT, Room, room
@@ -128,3 +129,15 @@ def test_more_texts_than_llama_keeps_are_told_in_their_line(tmp_path: Path) -> N
         load_settings(str(file), Flags(), {})
     file.write_text("models:\n  m:\n    path: ./m.gguf\n    slots: 200\n    cache_sequences: 56\n")
     assert load_settings(str(file), Flags(), {}).models[0].options["cache_sequences"] == 56
+
+
+def test_slots_that_the_memory_is_too_small_for_are_doubted(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = LlamaOptions(path=str(smollm2_path), slots=256)
+    monkeypatch.setattr(machine, "memory", lambda: 1e12)
+    assert list(doubts(options)) == []
+    monkeypatch.setattr(machine, "memory", lambda: 1e9)
+    ((key, words),) = doubts(options)
+    assert key == "slots"
+    assert "and there are 1: lower context or slots" in words

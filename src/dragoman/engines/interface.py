@@ -116,7 +116,7 @@ class Engine:
 
     @classmethod
     def doubts(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
-        """What it would start with, and is hardly meant so: a warning of `dragoman check` and of a server that starts.
+        """What is allowed and hardly meant, or may not do on this machine: a warning of `dragoman check` and `serve`.
         Each with its key, as `mistakes`."""
         return ()
 

@@ -25,12 +25,10 @@ def doubts(options: LlamaOptions) -> Iterator[Doubt]:
 
 
 def _of_context(options: LlamaOptions, metadata: Mapping[str, Value]) -> Iterator[Doubt]:
-    if options.context is None:
-        return
     architecture = metadata.get("general.architecture")
     trained = metadata.get(f"{architecture}.context_length")
     looks_ahead = metadata.get(f"{architecture}.attention.causal") is False
-    if isinstance(trained, int) and options.context > trained:
+    if isinstance(trained, int) and options.context is not None and options.context > trained:
         beyond = (
             "longer texts are refused all the same" if looks_ahead else "what it writes beyond them is of little use"
         )
@@ -40,5 +38,6 @@ def _of_context(options: LlamaOptions, metadata: Mapping[str, Value]) -> Iterato
     room = options.slots, options.context, options.cache_sequences, options.kv
     needed, there = expected_bytes(metadata, *room, times=1 + len(options.adapters)), machine.memory()
     if needed > there:
+        key = "slots" if options.context is None else "context"
         words = f"so many tokens for each slot need {needed / 1e9:.0f} GB of memory, and there are {there / 1e9:.0f}"
-        yield "context", f"{words}: lower context or slots"
+        yield key, f"{words}: lower context or slots"
