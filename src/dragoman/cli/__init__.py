@@ -2,6 +2,7 @@
 command, and what several need:
 
     settings             those that `dragoman serve` would have
+    obstacles            what keeps a server, or a model of it, from serving
     asking               a running server, asked by a command
     layout               an argument of `serve` and `pull`, and what it stands for
     conversing, screen   the state of a chat, and what it shows

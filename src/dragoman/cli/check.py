@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dragoman.cli.findings import in_the_way, unservable
+from dragoman.cli.obstacles import in_the_way, unservable
 from dragoman.cli.settings import loaded_of
 from dragoman.config.doubts import doubts
 from dragoman.errors import ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dragoman import sources
 from dragoman.address import public
 from dragoman.cli import layout
-from dragoman.cli.findings import in_the_way, unservable
+from dragoman.cli.obstacles import in_the_way, unservable
 from dragoman.cli.settings import look_here
 from dragoman.config import Flags, Loaded, Mistake, Settings, load
 from dragoman.config.doubts import doubts
