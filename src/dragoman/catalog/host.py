@@ -277,7 +277,7 @@ class Host:
         self.memory = await asyncio.to_thread(taken, self.pid)
         if self.engine is None:
             # It was given up meanwhile.
-            raise ModelFailed(NOT_LOADED, retry_after=10)
+            raise ModelFailed(NOT_LOADED)
         self._load_seconds = time.monotonic() - self._begun
         log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
         return self.memory
