@@ -1,12 +1,16 @@
 """Models that cannot be weighed or loaded: nobody waits for ever, and the log knows why."""
 
 import asyncio
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 
 from dragoman.catalog import Catalog, Host
+from dragoman.catalog.host import GivenUp, Make
 from dragoman.config import Limits, ModelSpec, Settings
+from dragoman.conversation import GenerationRequest
+from dragoman.engines.interface import Engine, Output
 from dragoman.errors import ModelFailed, ModelLoading
 
 EXPLODING = ModelSpec("m", "tests.server.engines:Exploding")
@@ -139,3 +143,99 @@ def test_one_that_has_failed_is_tried_again_after_pauses_that_grow(
     asyncio.run(scenario())
     pauses = [after.created - before.created for before, after in pairwise(caplog.records)]
     assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.4), strict=True))
+
+
+class Slow(Engine):
+    """One in a time of its own: each load takes `seconds` of it, and fails as long as it is `broken`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.now = 1000.0
+        self.broken = True
+        self.give_up: GivenUp | None = None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def make_of(self, spec: ModelSpec, limits: Limits) -> Make:
+        async def make(given_up: GivenUp) -> Engine:
+            self.give_up = given_up
+            return self
+
+        return make
+
+    async def start(self) -> None:
+        self.now += self.seconds
+        if self.broken:
+            raise RuntimeError("out of memory")
+
+    def lose(self, after: float) -> None:
+        self.now += after
+        assert self.give_up is not None
+        self.give_up("it died too often")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+async def refused_for(host: Host) -> float:
+    with pytest.raises(ModelFailed) as told:
+        await host.enter()
+    return told.value.retry_after or 0
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[Slow, Catalog, Host]:
+    engine = Slow(seconds)
+    monkeypatch.setattr("dragoman.catalog.host.time", engine)
+    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), make_of=engine.make_of)
+    return engine, catalog, catalog.resolve("m").host
+
+
+@pytest.mark.parametrize("seconds", [1, 70, 130, 900])
+def test_the_pauses_grow_however_long_a_load_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    async def scenario() -> None:
+        engine, catalog, host = slow(monkeypatch, seconds)
+        pauses = []
+        for _ in range(7):
+            pauses.append(await refused_for(host))
+            engine.now += pauses[-1]
+        assert pauses == [5, 10, 20, 40, 60, 60, 60]
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_success_ends_the_pause_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        engine, catalog, host = slow(monkeypatch, 1)
+        for _ in range(5):
+            pause = await refused_for(host)
+            engine.now += pause
+        assert await refused_for(host) == 60
+        engine.broken = False
+        host.load()
+        assert await settled(host) == "ready"
+        engine.lose(after=2)
+        assert host.state == "failed"
+        assert await host.ready() is engine
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("seconds", "lived", "pause"), [(1, 2, 20), (130, 280, 20), (1, 100, 10), (130, 1000, 10)])
+def test_one_that_was_there_for_a_while_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, lived: float, pause: float
+) -> None:
+    async def scenario() -> None:
+        engine, catalog, host = slow(monkeypatch, seconds)
+        assert await refused_for(host) == 5
+        engine.now += 5
+        engine.broken = False
+        assert await host.ready() is engine
+        engine.lose(after=lived)
+        engine.broken = True
+        assert await refused_for(host) == pause
+        await catalog.stop()
+
+    asyncio.run(scenario())

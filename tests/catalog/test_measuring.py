@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.catalog import Catalog
+from dragoman.catalog import Catalog, memory
 from dragoman.catalog.host import GivenUp, Make
 from dragoman.config import Limits, ModelSpec, Settings
 from dragoman.conversation import GenerationRequest
@@ -32,12 +32,41 @@ def test_the_most_that_was_measured_is_what_it_takes(monkeypatch: pytest.MonkeyP
         catalog = Catalog(SETTINGS)
         host = catalog.resolve("m").host
         await host.ready()
-        seen = [catalog.lifecycle.seat(host).weight]
+        seen = [catalog.lifecycle.seat(host).weight()]
         for _ in range(3):
             await host.measure()
-            seen.append(catalog.lifecycle.seat(host).weight)
+            seen.append(catalog.lifecycle.seat(host).weight())
         assert seen == [100, 100, 300, 300]
         await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_has_grown_beyond_the_budget_is_loaded_again_after_a_restart_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = 600
+    monkeypatch.setattr(TAKEN, lambda pid: size)
+
+    async def scenario() -> None:
+        nonlocal size
+        for _ in range(2):
+            catalog = Catalog(SETTINGS)
+            host = catalog.resolve("m").host
+            for _ in range(2):
+                size = 600
+                await host.ready()
+                size = 1100
+                await host.measure()
+                assert catalog.lifecycle.seat(host).takes_in
+                catalog.lifecycle.dismiss(host)
+                async with asyncio.timeout(5):
+                    while host.state != "cold":  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            async with asyncio.timeout(5):
+                while memory.expected(SETTINGS.models[0]) != 1000:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await catalog.stop()
 
     asyncio.run(scenario())
 

@@ -398,7 +398,7 @@ def test_a_measurement_that_failed_takes_nothing_from_what_was_expected() -> Non
             assert effects == [Load("a")]
             residency.feed(Loaded("a", 0), 1)
     assert effects == []
-    assert residency.seats["a"].weight == 80
+    assert residency.seats["a"].weight() == 80
 
 
 def test_what_it_has_grown_to_counts() -> None:
@@ -414,4 +414,47 @@ def test_what_it_has_grown_to_counts() -> None:
     assert residency.seats["b"].state == "leaving"
     assert residency.feed(Unloaded("b"), 11) == [Load("a")]
     residency.feed(Loaded("a", 20), 12)
-    assert residency.seats["a"].weight == 70
+    assert residency.seats["a"].weight() == 70
+
+
+@pytest.mark.parametrize("grown", [101, 500])
+def test_one_that_has_grown_beyond_everything_goes_on_serving(grown: int) -> None:
+    residency = Residency(budget=100, turn=4)
+    for key, need in (("a", 60), ("b", 30)):
+        residency.feed(Added(key), 0)
+        residency.feed(Wished(key), 0)
+        residency.feed(Weighed(key, need), 0)
+        residency.feed(Loaded(key, need), 1)
+    residency.enter("a")
+    # The other makes room, which is all that can be had.
+    assert residency.feed(Measured("a", grown), 9) == [Unload("b", "memory is short")]
+    residency.feed(Unloaded("b"), 10)
+    assert left(residency, "a", 11) == []
+    assert residency.feed(Passed(), 60) == []
+    assert residency.seats["a"].state == "in"
+    # Who wants the other has it make room, and it comes again when it is asked for, to be alone.
+    assert residency.feed(Asked("b", 0), 61) == [Unload("a", "room is needed for b")]
+    assert residency.feed(Unloaded("a"), 62) == [Load("b")]
+    assert residency.feed(Loaded("b", 30), 63) == [Admit("b", (0,))]
+    left(residency, "b", 64)
+    assert residency.feed(Asked("a", 1), 70) == [Unload("b", "room is needed for a")]
+    assert residency.feed(Unloaded("b"), 71) == [Load("a")]
+    assert residency.feed(Loaded("a", 60), 72) == [Admit("a", (1,))]
+
+
+def test_what_it_has_grown_to_refuses_nobody_under_a_lower_budget() -> None:
+    residency = Residency(budget=100)
+    residency.feed(Added("a"), 0)
+    residency.feed(Wished("a"), 0)
+    residency.feed(Weighed("a", 40), 0)
+    residency.feed(Loaded("a", 40), 1)
+    residency.feed(Measured("a", 90), 2)
+    assert residency.feed(Bounds(50, 4), 40) == []
+    residency.feed(Dismissed("a"), 41)
+    residency.feed(Unloaded("a"), 42)
+    assert residency.feed(Asked("a", 0), 43) == [Load("a")]
+    residency.feed(Loaded("a", 40), 44)
+    residency.feed(Bounds(30, 4), 45)
+    assert left(residency, "a", 80) == [Unload("a", "memory is short")]
+    residency.feed(Unloaded("a"), 81)
+    assert residency.feed(Asked("a", 1), 82) == [Refuse("a", (1,), 40)]

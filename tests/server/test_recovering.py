@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from dragoman import create_app
+from dragoman.config import ModelSpec, Settings
 from tests.server.test_own_engine import Late, talk
 
 
@@ -56,5 +57,31 @@ def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
                 said.append((response.status_code, response.json()["models"]["late"]))
                 await asyncio.sleep(0.02)
         assert set(said[:-1]) == {(503, "failed"), (503, "loading")}
+
+    talk(app, script)
+
+
+def test_where_another_answers_for_one_that_has_failed_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.1)
+    default = ModelSpec("late", "tests.server.engines:SlowToLoad", fallback="other")
+    app = create_app(settings=Settings(models=(default, ModelSpec("other", "scripted")), models_dir=()))
+
+    async def script(client: httpx.AsyncClient) -> None:
+        host, other = app.catalog.resolve("").host, app.catalog.resolve("other").host
+        # Before it was there for the first time nobody answers for it.
+        assert (await client.get("/ready")).status_code == 503
+        await host.ready()
+        host._given_up("it died too often")
+        said: list[tuple[int, str]] = []
+        async with asyncio.timeout(10):
+            while not said or said[-1] != (200, "ready"):
+                response = await client.get("/ready")
+                said.append((response.status_code, response.json()["models"]["late"]))
+                await asyncio.sleep(0.02)
+        assert set(said[:-1]) == {(200, "failed"), (200, "loading")}
+        host._given_up("it died too often")
+        other.fail(RuntimeError("no memory left"))
+        assert (await client.get("/ready")).status_code == 503
+        await app.catalog.stop()
 
     talk(app, script)

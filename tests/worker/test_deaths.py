@@ -21,3 +21,16 @@ def test_one_that_has_grown_old_begins_anew() -> None:
 
 def test_after_any_number_of_deaths_the_longest_pause_stays() -> None:
     assert pauses(Deaths(1, 30), *[0.0] * 2000)[-1] == 30
+
+
+def test_the_first_pause_may_be_one_too() -> None:
+    assert pauses(Deaths(5, 60, first=5), *[0.0] * 6) == [5, 10, 20, 40, 60, 60]
+
+
+def test_what_is_young_is_for_each_to_say() -> None:
+    deaths = Deaths(1, 30)
+    deaths.note(0)
+    deaths.note(100, young=200)
+    assert deaths.count == 2
+    deaths.note(200, young=200)
+    assert deaths.count == 1

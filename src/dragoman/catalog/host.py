@@ -3,8 +3,9 @@
 Who uses an engine enters before and leaves afterwards: in between it stays loaded.
 One whose process has died and is being started again is loading, as the first time, and keeps its place in memory.
 
-One that could not be loaded is left alone for a while, longer each time: to load it anew for every request would cost
-the others, and help nobody. An operator who wishes it loaded does not wait, and a new configuration is a new beginning.
+One that could not be loaded is left alone for a while, longer each time until it has been there for a while: to load it
+anew for every request would cost the others, and help nobody. An operator who wishes it loaded does not wait, and a new
+configuration is a new beginning.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ from dragoman.config.quantities import shown_size
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError, DragomanError, ModelFailed, ModelLoading, QueueFull
 from dragoman.formats import named
-from dragoman.worker.parent import WorkerEngine
+from dragoman.worker.deaths import YOUNG_SECONDS, Deaths
+from dragoman.worker.parent import MOST_DEATHS, WorkerEngine
 
 log = logging.getLogger("dragoman.catalog")
 
@@ -36,8 +38,6 @@ SPEED_WEIGHT = 0.2
 FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 60.0
 """Between the failure to load a model and the next try that somebody's request, or a probe, brings about."""
-MOST_DOUBLINGS = 4
-"""Beyond them a pause is longer than the longest."""
 NOT_LOADED = "the model could not be loaded; the server's log says why"
 
 GivenUp = Callable[[str], None]
@@ -98,11 +98,9 @@ class Host:
         self._coming: Engine | None = None
         self._begun = 0.0
         self._load_seconds = EXPECTED_SECONDS
-        self._failures = 0
-        """One after the other, none of them long after the last."""
-        self._failed_at = -math.inf
-        self._rests_until = -math.inf
-        """Until when no request has it loaded again."""
+        self._loaded_at = math.inf
+        """When it came, if it has since it last failed."""
+        self.forget_failures()
         self._awaiting = 0
         """Who waits for a process that is being started again."""
 
@@ -219,7 +217,10 @@ class Host:
 
     def forget_failures(self) -> None:
         """What kept it from being loaded may have been mended."""
-        self._failures, self._failed_at, self._rests_until = 0, -math.inf, -math.inf
+        self._failures = Deaths(FIRST_PAUSE, LONGEST_PAUSE, first=FIRST_PAUSE)
+        self._failed_at = -math.inf
+        self._rests_until = -math.inf
+        """Until when no request has it loaded again."""
 
     def leave(self) -> None:
         self._lives.leave(self)
@@ -243,12 +244,8 @@ class Host:
 
     def load_again(self) -> None:
         """The same for one that has failed, for somebody who asks all the time: the pauses between tries grow."""
-        if self.state == "failed" and time.monotonic() - self._failed_at >= self._pause:
+        if self.state == "failed" and time.monotonic() - self._failed_at >= self._failures.pause:
             self.load()
-
-    @property
-    def _pause(self) -> float:
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._failures - 1, MOST_DOUBLINGS))
 
     def note_speed(self, tokens: int, seconds: float) -> None:
         if tokens > 1 and seconds > 0:
@@ -272,7 +269,7 @@ class Host:
             raise
         finally:
             self._coming = None
-        self.failure = None
+        self.failure, self._rests_until, self._loaded_at = None, -math.inf, time.monotonic()
         self.engine = engine
         self.supports = engine.supports()
         self.is_known = True
@@ -280,7 +277,7 @@ class Host:
         self.memory = await asyncio.to_thread(taken, self.pid)
         if self.engine is None:
             # It was given up meanwhile.
-            raise ModelFailed(NOT_LOADED, retry_after=10)
+            raise ModelFailed(NOT_LOADED)
         self._load_seconds = time.monotonic() - self._begun
         log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
         return self.memory
@@ -292,15 +289,17 @@ class Host:
             key = self.written.rpartition(" ")[2]
             words = f"{self.written}: {words.removeprefix(f'{key}: ')}"
         self._note_failure(words)
-        self._rests_until = self._failed_at + self._pause
+        self._rests_until = self._failed_at + self._failures.pause
         # Only of what nobody foresaw is it worth knowing where it was raised.
         is_foreseen = isinstance(error, ConfigError | DragomanError | OSError)
         log.error("model %s: not loaded: %s", self.key, self.failure, exc_info=None if is_foreseen else error)
 
     def _note_failure(self, words: str) -> None:
         now = time.monotonic()
-        self._failures = self._failures + 1 if now - self._failed_at < 2 * LONGEST_PAUSE else 1
-        self.failure, self._failed_at = words, now
+        # A worker is given up after several deaths: one that dies young each time is loaded as often in between.
+        young = MOST_DEATHS * (YOUNG_SECONDS + self._load_seconds)
+        self._failures.note(max(0.0, now - self._loaded_at), young)
+        self.failure, self._failed_at, self._loaded_at = words, now, math.inf
 
     async def measure(self) -> int:
         """The memory it takes now; what it has once taken still counts when it has gone."""

@@ -165,7 +165,8 @@ class Lifecycle:
 
     async def _unload(self, host: Host) -> None:
         await host.measure()
-        size = host.memory
+        # What it grew to beyond the budget did not keep it from being loaded, and is not to do so the next time.
+        size = host.memory if self.budget is None else min(host.memory, self.budget)
         await host.end()
         self._feed(told.Unloaded(host.key))
         await asyncio.to_thread(host.remember, size)

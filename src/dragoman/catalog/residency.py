@@ -4,7 +4,8 @@
 
 Rules
 1. What is loading, in and leaving takes no more than the budget, as far as its needs are known: the most that was
-   expected and measured of each counts. A model that alone needs more is refused.
+   expected and measured of each counts. A model that alone needs more is refused; one that has only grown to more, in
+   use, is not: it counts for all there is.
 2. A model that somebody uses is not unloaded.
 3. Models stand in line for memory in the order in which they were first asked for. Only one that needs none overtakes.
 4. While somebody stands in line, a model stays for its turn, `turn` seconds from when it came in; then it takes nobody
@@ -174,6 +175,9 @@ class Seat:
         self.keep_alive = math.inf
         self.stays = False
         self.need: int | None = None
+        """To be loaded, as far as it is known."""
+        self.grown = 0
+        """The most it took in use."""
         self.state: State = "out"
         self.order = order
         self.running = 0
@@ -191,10 +195,13 @@ class Seat:
     def takes_in(self) -> bool:
         return self.state == "in" and not self.is_closed and not self.is_dismissed
 
-    @property
-    def weight(self) -> int:
+    def claim(self, budget: float) -> float:
+        """What it may take of the memory once it is there."""
+        return max(self.need or 0, min(self.grown, budget))
+
+    def weight(self, budget: float = math.inf) -> float:
         """What it takes of the memory now."""
-        return 0 if self.state == "out" else self.need or 0
+        return 0 if self.state == "out" else self.claim(budget)
 
     @property
     def rests_until(self) -> float:
@@ -264,7 +271,7 @@ class Residency:
         elif isinstance(event, Weighed):
             seat.need, seat.is_weighing = event.need, False
         elif isinstance(event, Measured):
-            seat.need = max(seat.need or 0, event.need)
+            seat.grown = max(seat.grown, event.need)
         elif isinstance(event, Loaded):
             return self._came_in(seat, event, now)
         elif isinstance(event, Failed | Lost):
@@ -341,32 +348,36 @@ class Residency:
         for seat in self.seats.values():
             seat.is_closed = False
         for key, seat in line:
-            need = 0 if self.budget is None else seat.need
+            need, claim = 0 if self.budget is None else seat.need, seat.claim(self._most)
             if need is None:
                 if not seat.is_weighing:
                     seat.is_weighing = True
                     yield Weigh(key)
-            elif self.budget is not None and need > self.budget:
+            elif need > self._most:
                 yield self._refused(key, seat)
-            elif need == 0 or (not is_blocked and need <= self._room()):
+            elif claim == 0 or (not is_blocked and claim <= self._room()):
                 seat.state = "loading"
                 yield Load(key)
             elif not is_blocked:
                 is_blocked = True
-                yield from self._make_room(need - self._room(), now, f"room is needed for {key}", closing=True)
+                yield from self._make_room(claim - self._room(), now, f"room is needed for {key}", closing=True)
         if not is_blocked and self._room() < 0:
             yield from self._make_room(-self._room(), now, "memory is short", closing=False)
 
+    @property
+    def _most(self) -> float:
+        return math.inf if self.budget is None else self.budget
+
     def _room(self) -> float:
-        return math.inf if self.budget is None else self.budget - sum(seat.weight for seat in self.seats.values())
+        return self._most - sum(seat.weight(self._most) for seat in self.seats.values())
 
     def _make_room(self, shortage: float, now: float, why: str, closing: bool) -> Iterator[Effect]:
         """Unload what may go, and close what may not go yet, until enough is on its way."""
-        shortage -= sum(seat.weight for seat in self.seats.values() if seat.state == "leaving")
+        shortage -= sum(seat.weight(self._most) for seat in self.seats.values() if seat.state == "leaving")
         for key, seat in self._by_use():
             if shortage <= 0:
                 return
-            shortage -= seat.weight
+            shortage -= seat.weight(self._most)
             until = seat.since + self.turn
             if not seat.running:
                 until = min(until, seat.idle_since + min(LINGER, self.turn / 4))
@@ -379,7 +390,7 @@ class Residency:
 
     def _by_use(self) -> Iterable[tuple[str, Seat]]:
         """The models that may have to go: first those with nothing to do, the least recently used one first."""
-        seats = [entry for entry in self.seats.items() if entry[1].state == "in" and entry[1].weight]
+        seats = [entry for entry in self.seats.items() if entry[1].state == "in" and entry[1].weight()]
         return sorted(
             (entry for entry in seats if not entry[1].stays),
             key=lambda entry: (entry[1].running > 0, entry[1].since if entry[1].running else entry[1].idle_since),

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from dragoman import __version__
-from dragoman.catalog import Model
+from dragoman.catalog import Host, Model
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import call
 from dragoman.errors import NotSupported
@@ -31,23 +31,25 @@ async def health(app: "App", exchange: Exchange) -> None:
 async def ready(app: "App", exchange: Exchange) -> None:
     """Ready: the default model can answer, at once or, where it has been unloaded in between, after a moment.
 
-    One whose process has died and is being started again cannot, unless another answers for it.
+    One that has failed, or whose process has died and is being started again, cannot, unless another answers for it.
 
     Asking is enough for it to be loaded the first time, and now and then again where it has failed: who is not ready is
     asked by nobody else. A server that is stopping is not ready.
     """
     default = await app.catalog.find("")
     host = default.host
-    can_answer = host.state == "ready" or (host.is_known and host.failure is None)
-    is_alone = next(app.catalog.fallbacks(default), None) is None
-    is_away = host.is_returning or is_out(host.engine)
-    is_ready = can_answer and not app.is_stopping and not (is_alone and is_away)
+    can_answer = any(not _is_away(model.host) for model in (default, *app.catalog.fallbacks(default)))
+    is_ready = host.is_known and can_answer and not app.is_stopping
     if host.state == "cold" and not host.is_known:
         host.load()
     host.load_again()
     states = {model.name: _state(model) for model in app.catalog.models.values()}
     status = {"status": "ready" if is_ready else "not ready", "models": states}
     await exchange.reply_json(status, 200 if is_ready else 503)
+
+
+def _is_away(host: Host) -> bool:
+    return host.failure is not None or host.is_returning or is_out(host.engine)
 
 
 def _state(model: Model) -> str:
