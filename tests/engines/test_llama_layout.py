@@ -1,6 +1,7 @@
 """Which file is loaded: trials with a small model are real, and what decides is set so that they end as they should."""
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -240,6 +241,43 @@ def test_a_damaged_copy_is_made_again_without_a_trial(
     assert kept(home) == ["Q8_0.gguf", "choice.json", "lock"]
 
 
+def kill_trials(doing: str, done: float) -> None:
+    for trial in trials():
+        os.kill(trial, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+@pytest.mark.parametrize("trouble", ["is nearly full", "File too large", "ended with code -9"])
+def test_where_a_copy_cannot_be_made_again_just_now_nothing_is_forgotten(
+    small: Path, made: Path, home: Path, trouble: str
+) -> None:
+    whole, record = made.read_bytes(), made.with_name("choice.json").read_bytes()
+    flipped(made)
+    told = Told()
+    with contextlib.ExitStack() as undo:
+        if trouble == "is nearly full":
+            undo.enter_context(pytest.MonkeyPatch.context()).setattr(layout, "SPARE_DISK", 1 << 60)
+        elif trouble == "File too large":
+            undo.enter_context(small_files())
+        assert prepared(small, told.say, kill_trials if "code" in trouble else told.bar) == small
+    assert told.lines[-1].startswith("small.gguf stays Q4_1: ")
+    assert trouble in told.lines[-1]
+    assert not [line for line in told.lines if "trying it" in line]
+    assert kept(home) == ["choice.json", "lock"]
+    assert made.with_name("choice.json").read_bytes() == record
+    assert prepared(small) == made
+    assert made.read_bytes() == whole
+
+
 @pytest.mark.usefixtures("taken")
 def test_a_copy_that_becomes_another_is_tried(small: Path, made: Path) -> None:
     record = made.with_name("choice.json")
@@ -327,13 +365,9 @@ def test_a_home_that_cannot_be_written(small: Path, home: Path) -> None:
 
 
 def test_a_disk_that_becomes_full(small: Path, home: Path) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
     told = Told()
-    try:
+    with small_files():
         assert prepared(small, told.say) == small
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert told.lines[1:] == ["small.gguf stays Q4_1: File too large"]
     assert kept(home) == ["lock"]
     assert not is_settled(small)
@@ -341,12 +375,7 @@ def test_a_disk_that_becomes_full(small: Path, home: Path) -> None:
 
 def test_a_trial_that_dies(small: Path, home: Path) -> None:
     told = Told()
-
-    def kill(doing: str, done: float) -> None:
-        for trial in trials():
-            os.kill(trial, signal.SIGKILL)
-
-    assert prepared(small, told.say, kill) == small
+    assert prepared(small, told.say, kill_trials) == small
     assert "could not be tried as Q8_0: the process ended with code -9; remove " in told.lines[-1]
     assert kept(home) == ["choice.json", "lock"]
 

@@ -18,12 +18,15 @@ import pytest
 
 import dragoman.server.fronts.crew
 from dragoman.config import Settings
+from dragoman.errors import ConfigError
 from dragoman.server.app import App
 from dragoman.server.fronts import desk
 from dragoman.server.fronts.crew import Crew
 from dragoman.server.fronts.desk import Desk
 from dragoman.server.fronts.link import Link
+from dragoman.server.fronts.messages import Listening, encode
 from dragoman.server.fronts.places import places
+from dragoman.worker.messages import HEADER
 from tests.server.talking import CHAT, ask, eventually, refused, talking, text_of
 from tests.server.test_jwt import SECRET, token
 from tests.server.test_life import gone
@@ -176,6 +179,20 @@ def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pyt
     asyncio.run(scenario())
 
 
+async def replaced(crew: Crew, victim: int) -> None:
+    """Until another listens in its place."""
+    while victim in {process.pid for process in crew._processes} or crew._listening < len(crew._places):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+async def stopped(crew: Crew, others: set[int]) -> int:
+    """A front end that has just been started, and comes to nothing."""
+    while not (new := {process.pid for process in crew._processes} - others):  # noqa: ASYNC110 (one comes)
+        await asyncio.sleep(0.001)
+    os.kill(min(new), signal.SIGSTOP)
+    return min(new)
+
+
 def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,8 +208,7 @@ def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
             await asyncio.sleep(2.5)
             assert {process.pid for process in crew._processes} == before
             os.kill(min(before), signal.SIGSTOP)
-            while crew._listening < 3:  # noqa: ASYNC110 (until another listens)
-                await asyncio.sleep(0.05)
+            await replaced(crew, min(before))
             now = {process.pid for process in crew._processes}
             assert (len(now), now & before) == (2, {max(before)})
             await crew.stop(0)
@@ -208,13 +224,6 @@ def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
 ) -> None:
     monkeypatch.setattr(desk, "LISTEN_SECONDS", 4)
 
-    async def stopped(crew: Crew, others: set[int]) -> int:
-        """A front end that has just been started, and comes to nothing."""
-        while not (new := {process.pid for process in crew._processes} - others):  # noqa: ASYNC110 (one comes)
-            await asyncio.sleep(0.001)
-        os.kill(min(new), signal.SIGSTOP)
-        return min(new)
-
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = App(settings)
@@ -226,14 +235,75 @@ def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
             assert first not in second
             os.kill(min(second), signal.SIGKILL)
             third = await stopped(crew, second)
-            while crew._listening < 2:  # noqa: ASYNC110 (until another listens)
-                await asyncio.sleep(0.05)
-            assert third not in {process.pid for process in crew._processes}
+            await replaced(crew, third)
             await crew.stop(0)
         await app.stop()
 
     asyncio.run(scenario())
     assert caplog.messages.count("a front end does not listen, 4 s after its start; ending it") >= 2
+
+
+def test_one_that_hangs_while_another_does_not_listen_yet_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "KNOCK_SECONDS", 0.3)
+
+    async def one_listens(crew: Crew, others: set[int]) -> int:
+        """The one that does, and that was not there before."""
+        while crew._listening < 1 or len(new := {process.pid for process in crew._processes} - others) != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return new.pop()
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 2))
+        async with asyncio.timeout(40):
+            late = await stopped(crew, set())
+            first = await one_listens(crew, {late})
+            os.kill(first, signal.SIGSTOP)
+            all_listen = asyncio.create_task(crew.started())
+            second = asyncio.create_task(one_listens(crew, {late, first}))
+            await asyncio.wait({all_listen, second}, return_when=asyncio.FIRST_COMPLETED)
+            assert not all_listen.done()
+            os.kill(late, signal.SIGCONT)
+            await all_listen
+            assert late in {process.pid for process in crew._processes}
+            await crew.stop(0)
+        await app.stop()
+
+    asyncio.run(scenario())
+
+
+def test_where_all_of_them_hang_the_server_gives_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(desk, "LISTEN_SECONDS", 0.02)
+
+    async def scenario() -> None:
+        settings = Settings(port=0, models_dir=())
+        app = App(settings)
+        crew = Crew(app, places(settings, 1))
+        async with asyncio.timeout(30):
+            with pytest.raises(ConfigError, match="3 front ends in a row did not listen; try again"):
+                await crew.started()
+            await crew.stop(0)
+        await app.stop()
+
+    asyncio.run(scenario())
+    assert caplog.messages.count("a front end does not listen, 0.02 s after its start; ending it") == 3
+
+
+def test_what_one_that_has_been_ended_still_says_does_not_count() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        one = Desk(
+            App(Settings(models_dir=())), lambda: None, lambda: told.append("listens"), lambda: told.append("end")
+        )
+        one.end("hangs")
+        one.end("hangs still")
+        one._take(memoryview(encode(Listening())[HEADER.size :]))
+        assert (told, one.is_listening) == (["end"], False)
+
+    asyncio.run(scenario())
 
 
 def test_one_that_does_not_adopt_new_keys_in_time_is_replaced(
@@ -251,8 +321,7 @@ def test_one_that_does_not_adopt_new_keys_in_time_is_replaced(
             before = {process.pid for process in crew._processes}
             os.kill(min(before), signal.SIGSTOP)
             await app.followers[0](settings)
-            while crew._listening < 3:  # noqa: ASYNC110 (until another listens)
-                await asyncio.sleep(0.05)
+            await replaced(crew, min(before))
             assert {process.pid for process in crew._processes} & before == {max(before)}
             await crew.stop(0)
         await app.stop()

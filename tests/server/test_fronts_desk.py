@@ -183,3 +183,25 @@ def test_what_the_parent_cannot_answer_is_refused() -> None:
                 await RemoteResponses(parent).find("anonymous", "resp_1")
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_says_of_itself_what_is_none_is_refused_and_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Odd(ScriptedEngine):
+        tells_calls: Any = "now and then"
+
+    async def scenario() -> None:
+        async with linked(App(ONLY_ENGINES, [Odd("odd"), ScriptedEngine("even")])) as parent, asyncio.timeout(SOON):
+            told: asyncio.Queue[Answer] = asyncio.Queue()
+            for model in ("odd", "even"):
+                parent.hear(model, told.put_nowait)
+                parent.send(Engage(model, "anonymous", None, Wish(model, (), None, strict=False), None, None))
+            answers = {answer.id: answer for answer in (await told.get(), await told.get())}
+            refused = answers["odd"]
+            assert isinstance(refused, Refused)
+            assert "the engine failed (ValidationError)" in refused.error().message
+            assert isinstance(answers["even"], Engaged)
+
+    asyncio.run(scenario())
+    assert "what the engine says of itself cannot be read" in caplog.messages

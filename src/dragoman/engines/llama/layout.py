@@ -9,7 +9,7 @@ Rules
 3. What was found is kept and believed for the same file, processor and llama.cpp. What a busy machine finds is not;
    that it was busy is kept for a while, so that not every load pays for finding nothing.
 4. Only one process tries at a time, others wait for what it finds. The new file appears under its name when it is
-   whole, and is used only if every byte is what it was.
+   whole, and is used only if every byte is what it was; otherwise it is made again, without another trial.
 5. Whatever goes wrong, there is the original.
 """
 
@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,7 @@ BUSY_SECONDS = 1800.0
 """For which nothing is tried after that."""
 SILENCE_SECONDS = 300.0
 """After which a trial is given up."""
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 VERSION = 1
 """Of what is kept: another one is not believed."""
 
@@ -114,7 +116,7 @@ def prepared(original: Path, say: Say = log.info, bar: Bar = _quiet) -> Path:
 
 
 def is_settled(original: Path) -> bool:
-    """Whether loading it will take no trial, as far as one can see without reading all of it."""
+    """Whether loading it will take neither a trial nor a copy made again, as far as one can see without reading all."""
     try:
         outline = read_outline(original)
     except ConfigError:
@@ -177,15 +179,13 @@ class _Shelf:
                 return found
             if self._was_busy():
                 words = f"the machine was too busy to try it; remove {self.busy} to try again at once"
-                say(f"{self.original.name} stays {_kinds(outline)}: {words}")
-                return self.original
+                return self._left(words, outline, say)
             self._sweep()
-            if self._made_again(outline, say, bar):
-                return self.made
+            if (again := self._made_again(outline, say, bar)) is not None:
+                return again
             self._clear()
             if reason := self._no_room(outline):
-                say(f"{self.original.name} stays {_kinds(outline)}: {reason}")
-                return self.original
+                return self._left(reason, outline, say)
             with self._scratch() as folder:
                 say(f"{self.original.name} is {_kinds(outline)}, which may be slow here: trying it as Q8_0, once ...")
                 outcome = _try(self.place, Path(folder), bar)
@@ -198,8 +198,7 @@ class _Shelf:
             later = f"a load in {BUSY_SECONDS / 60:.0f} minutes or later tries again"
             outcome = Failed(f"the machine is too busy to measure anything; {later}", lasting=False)
         if isinstance(outcome, Failed) and not outcome.lasting:
-            say(f"{self.original.name} stays {_kinds(outline)}: {outcome.reason}")
-            return self.original
+            return self._left(outcome.reason, outline, say)
         tried = None if isinstance(outcome, Failed) else outcome
         reason = outcome.reason if isinstance(outcome, Failed) else why_not(outcome)
         size = new.stat().st_size if reason is None else 0
@@ -212,21 +211,28 @@ class _Shelf:
         say(report(choice, self.original.name, self.folder))
         return self.original if reason else self.made
 
-    def _made_again(self, outline: Outline, say: Say, bar: Bar) -> bool:
-        """A copy that is damaged or gone, where it is known that it pays. One that comes out otherwise is tried."""
+    def _made_again(self, outline: Outline, say: Say, bar: Bar) -> Path | None:
+        """A copy that is damaged or gone, where it is known that it pays. One that comes out otherwise is tried; where
+        it cannot be made just now, what is known stays known, and the original serves."""
         choice = self._verdict()
         if choice is None or choice.tried is None:
-            return False
+            return None
         self.made.unlink(missing_ok=True)
-        if self._no_room(outline):
-            return False
+        if reason := self._no_room(outline):
+            return self._left(reason, outline, say)
         say(f"the copy of {self.original.name} as Q8_0 is damaged or gone: making it again ...")
         with self._scratch() as folder:
             outcome = _try(self.place, Path(folder), bar, "again")
+            if isinstance(outcome, Failed) and not outcome.lasting:
+                return self._left(outcome.reason, outline, say)
             if not isinstance(outcome, Made) or outcome.sha256 != choice.tried.sha256:
-                return False
+                return None
             (Path(folder) / MADE).replace(self.made)
-        return True
+        return self.made
+
+    def _left(self, reason: str, outline: Outline, say: Say) -> Path:
+        say(f"{self.original.name} stays {_kinds(outline)}: {reason}")
+        return self.original
 
     def _scratch(self) -> "tempfile.TemporaryDirectory[str]":
         return tempfile.TemporaryDirectory(dir=self.folder, prefix=".trying-", ignore_cleanup_errors=True)
@@ -343,7 +349,9 @@ def _try(original: Path, folder: Path, bar: Bar, *further: str) -> Tried | Made 
                 bar(message.doing, message.done)
         finally:
             process.kill()
-    return Failed(f"it could not be tried as Q8_0: the process ended with code {process.returncode}")
+    # What a trial dies of, another may die of. A copy could be made before: that somebody killed it now proves nothing.
+    lasting = not further or process.returncode not in KILLED
+    return Failed(f"it could not be tried as Q8_0: the process ended with code {process.returncode}", lasting)
 
 
 def _messages(process: "subprocess.Popen[bytes]") -> Iterator[Message]:

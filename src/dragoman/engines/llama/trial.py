@@ -10,7 +10,6 @@ Rules
 import contextlib
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -86,7 +85,6 @@ def _abandon(folder: Path) -> Never:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     original, folder = map(Path, sys.argv[1:3])
     again = sys.argv[3:] == ["again"]
     # What a library prints must not get among the messages.

@@ -2,8 +2,9 @@
 
 Rules
 1. One that dies soon after its start is started again after a pause, which grows.
-2. Until all of them have listened, the first death is the server's. One that hangs then has not died of anything: it
-   is ended, and another started.
+2. Until all of them listen, the first death is the server's. One that hangs then has not died of anything: it is
+   ended, and another started. Only where `MOST_LATE` in a row have come to nothing at one place is that the server's
+   end too.
 3. They have the grace time, and a little more, to end by themselves; then they are ended. In a hurry they have only
    the little more.
 4. One that has not adopted a new configuration within `ADOPT_SECONDS` is ended, so that nobody is let in by the old
@@ -32,6 +33,7 @@ from dragoman.worker.messages import OWN_NUMBER
 log = logging.getLogger("dragoman.fronts")
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.4, 10.0
+MOST_LATE = 3
 ADOPT_SECONDS = 5.0
 END_SECONDS = 8.0
 """Beyond the grace time: to tell those that are cancelled, and to end."""
@@ -46,10 +48,13 @@ class Crew:
         self._processes: set[asyncio.subprocess.Process] = set()
         self._desks: set[Desk] = set()
         """Of those that have begun."""
-        self._listening = 0
         self._all_listen = asyncio.Event()
         self._ending = asyncio.Event()
         app.followers.append(self._configure)
+
+    @property
+    def _listening(self) -> int:
+        return sum(desk.is_listening and not desk.is_ended for desk in self._desks)
 
     @property
     def _stopping(self) -> bool:
@@ -73,22 +78,29 @@ class Crew:
     async def _keep(self, sockets: list[socket.socket]) -> None:
         """One place, manned until the server stops."""
         deaths = Deaths(SHORTEST_PAUSE, LONGEST_PAUSE)
+        late = 0
         while not self._stopping:
             if deaths.pause:
                 await self._pause(deaths.pause)
             born = time.monotonic()
-            is_late = False
+            has_hung = False
             try:
                 desk, count = await self._serve(sockets)
-                is_late = desk.is_late
+                has_hung = desk.is_ended
+                late = late + 1 if has_hung and not desk.is_listening else 0
                 words, why = f"died with {count} requests", "; the lines above say why"
             except OSError as error:
                 words, why = f"could not be started: {error.strerror or error}", _way_out(error)
             if self._stopping:
                 return
             deaths.note(age=time.monotonic() - born)
-            if not self._all_listen.is_set() and not is_late:
-                raise ConfigError(f"a front end {words}{why}")
+            if not self._all_listen.is_set():
+                if not has_hung:
+                    raise ConfigError(f"a front end {words}{why}")
+                if late >= MOST_LATE:
+                    raise ConfigError(
+                        f"{late} front ends in a row did not listen; try again, or start fewer (--workers)"
+                    )
             log.error("a front end %s; starting another", words)
 
     async def _pause(self, seconds: float) -> None:
@@ -136,7 +148,6 @@ class Crew:
             self._processes.discard(process)
 
     def _note_listening(self) -> None:
-        self._listening += 1
         if self._listening >= len(self._places):
             self._all_listen.set()
 

@@ -98,8 +98,8 @@ class Desk:
         self._looking: asyncio.TimerHandle | None = None
         """When it is next seen to whether the front end is there."""
         self.is_listening = False
-        self.is_late = False
-        """Whether it was ended because it did not listen."""
+        self.is_ended = False
+        """Whether it hung and was ended: what it still says does not count."""
 
     def begin(self, number: int, settings: Settings) -> None:
         self.send(Begin(number, _for_fronts(settings)))
@@ -124,7 +124,7 @@ class Desk:
         step, self._step = self._step, []
         self.link.send(encode(PassedStep(tuple(step))))
         if self.link.unsent > MOST_UNSENT:
-            self._stuck()
+            self.end(f"has left {self.link.unsent / 1e6:.0f} MB waiting for it")
 
     def close(self) -> int:
         """The front end has gone; how many requests went with it."""
@@ -175,6 +175,8 @@ class Desk:
         return guest
 
     def _listening(self, message: Listening) -> None:
+        if self.is_ended:
+            return
         self.is_listening = True
         self._listens()
         if self._looking is not None:
@@ -182,10 +184,12 @@ class Desk:
         self._looking = self._loop.call_later(KNOCK_SECONDS, self._knock)
 
     def _miss(self) -> None:
-        self.is_late = True
         self.end(f"does not listen, {LISTEN_SECONDS:g} s after its start")
 
     def end(self, why: str) -> None:
+        if self.is_ended:
+            return
+        self.is_ended = True
         log.error("a front end %s; ending it", why)
         self._stuck()
 

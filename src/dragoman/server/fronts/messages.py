@@ -15,20 +15,26 @@
     Generate  -> Step*, until one has its end
     Relay     -> Relayed | Refused
     Find...   -> Kept | Refused
+
+An answer that cannot be read, because of what an engine of one's own says of itself, is read as `Refused`.
 """
 
-from typing import Any
+import logging
+from typing import Any, get_args
 
 import msgspec
 
 from dragoman.config import Settings
 from dragoman.conversation import GenerationRequest
+from dragoman.engines.run import failed
 from dragoman.errors import ConfigError, DragomanError
 from dragoman.quota import Rate
 from dragoman.server.engaging import Found, Wish
 from dragoman.store import KeptResponse
 from dragoman.telemetry import RequestRecord
 from dragoman.worker.messages import HEADER, Failure, Progress
+
+log = logging.getLogger("dragoman.fronts")
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -247,6 +253,13 @@ class PassedStep(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
     progress: tuple[msgspec.Raw, ...]
 
 
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """How any message with something in it begins."""
+
+    tag: str
+    first: msgspec.Raw
+
+
 Question = FindResponse | FindItems | KeepResponse
 ToParent = (
     Listening
@@ -266,12 +279,14 @@ ToParent = (
     | Question
 )
 Answer = Entered | Waiting | Engaged | Refused | Granted | Relayed | Kept
+ANSWERS = frozenset(one.__name__ for one in get_args(Answer))
 ToFront = Begin | Configured | Stopping | Stop | Hurry | Knock | Answer | Step
 
 _encoder = msgspec.msgpack.Encoder()
 _to_front = msgspec.msgpack.Decoder(ToFront)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 _passed_step = msgspec.msgpack.Decoder(PassedStep)
+_head = msgspec.msgpack.Decoder(Head)
 _request = msgspec.msgpack.Decoder(GenerationRequest)
 
 
@@ -285,9 +300,13 @@ def decode_to_front(body: memoryview) -> ToFront:
     return message
 
 
-def parts_of(body: memoryview) -> tuple[msgspec.Raw, ...]:
-    """Of a `Step`."""
-    return _passed_step.decode(body).progress
+def decode_in_parts(body: memoryview, error: msgspec.MsgspecError) -> PassedStep | Refused:
+    """What could not be decoded as a whole, because of an error."""
+    head = _head.decode(body)
+    if head.tag not in ANSWERS:
+        return _passed_step.decode(body)
+    log.error("what the engine says of itself cannot be read", exc_info=error)
+    return Refused(msgspec.msgpack.decode(head.first, type=str), Failure.of(failed(error)))
 
 
 def decode_to_parent(body: memoryview) -> ToParent:

@@ -44,6 +44,7 @@ from dragoman.server.fronts.messages import (
     Knock,
     Leave,
     Listening,
+    PassedStep,
     Question,
     Refused,
     Relay,
@@ -51,11 +52,12 @@ from dragoman.server.fronts.messages import (
     Step,
     Stop,
     Stopping,
+    ToFront,
     ToParent,
     Waiting,
+    decode_in_parts,
     decode_to_front,
     encode,
-    parts_of,
 )
 from dragoman.store import KeptResponse
 from dragoman.telemetry import RequestRecord
@@ -96,13 +98,15 @@ class Parent:
         self._keys = itertools.count(number << KEY_BITS)
 
     def _take(self, body: memoryview) -> None:
+        message: ToFront | PassedStep
         try:
             message = decode_to_front(body)
-        except msgspec.ValidationError:
-            self._deliver_parts(parts_of(body))
-            return
+        except msgspec.MsgspecError as error:
+            message = decode_in_parts(body, error)
         if isinstance(message, Step):
             self._deliver(message)
+        elif isinstance(message, PassedStep):
+            self._deliver_parts(message.progress)
         elif isinstance(message, Command):
             self._command(message)
         elif isinstance(message, Knock):
