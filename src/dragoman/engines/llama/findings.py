@@ -1,6 +1,6 @@
 """What trying another layout tells: plain values, and the messages in which they cross a pipe.
 
-message := Progress | Tried | Failed          one JSON object per line; Tried or Failed is the last
+message := Progress | Tried | Made | Failed   one JSON object per line; whatever is no Progress is the last
 """
 
 import math
