@@ -1,10 +1,20 @@
-"""A small model of a slow layout: the first layers of the real one."""
+"""A small model of a slow layout, the first layers of the real one; homes in which another is tried or was."""
 
+import contextlib
+import os
+import resource
+import shutil
+import signal
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import pytest
 
+from dragoman.engines.llama import layout
+from dragoman.engines.llama.layout import Choice, prepared
 from dragoman.gguf import Outline, Tensor, read_outline
 
 LAYERS = 4
@@ -39,3 +49,95 @@ def _layer(tensor: Tensor) -> int:
 
 def _padded(size: int, outline: Outline) -> int:
     return -(-size // outline.alignment) * outline.alignment
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
+    return cut(smollm2_path, tmp_path_factory.mktemp("small") / "small.gguf")
+
+
+@pytest.fixture(scope="session")
+def tried(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which the small model was tried and is used as Q8_0."""
+    home = tmp_path_factory.mktemp("tried")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAGOMAN_HOME", str(home))
+        always(patch)
+        assert prepared(small).name == "Q8_0.gguf"
+    return home
+
+
+def always(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is tried is found to be better."""
+    patch.setattr(layout, "LEAST_CORES", 0)
+    patch.setattr(layout, "LEAST_GAIN", 0)
+    patch.setattr(layout, "LEAST_SPEED", 0)
+    patch.setattr(layout, "MOST_DIVERGENCE", 1e9)
+    patch.setattr(layout, "LEAST_AGREEMENT", 0)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    always(monkeypatch)
+
+
+@pytest.fixture
+def made(tried: Path, home: Path) -> Path:
+    """The copy of the small model in a home of the test's own."""
+    shutil.copytree(tried, home)
+    (path,) = home.glob("layouts/*/Q8_0.gguf")
+    return path
+
+
+class Told:
+    """What is said while a file is prepared."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.parts: list[float] = []
+        self.doing: list[str] = []
+
+    def say(self, words: str) -> None:
+        self.lines.append(words)
+
+    def bar(self, doing: str, done: float) -> None:
+        self.doing.append(doing)
+        self.parts.append(done)
+
+
+def kept(home: Path) -> list[str]:
+    return sorted(path.name for path in (home / "layouts").glob("*/*")) if (home / "layouts").is_dir() else []
+
+
+def read_choice(home: Path) -> Choice:
+    (record,) = (home / "layouts").glob("*/choice.json")
+    return msgspec.json.decode(record.read_bytes(), type=Choice)
+
+
+def trials() -> Iterator[int]:
+    """The processes that try a layout for this one, which has others: servers of other tests."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        for child in task.read_text().split():
+            if b"llama.trial" in Path(f"/proc/{child}/cmdline").read_bytes():
+                yield int(child)
+
+
+def kill_trials(doing: str, done: float) -> None:
+    for trial in trials():
+        os.kill(trial, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

@@ -1,108 +1,29 @@
 """Which file is loaded: trials with a small model are real, and what decides is set so that they end as they should."""
 
 import asyncio
-import contextlib
 import json
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from dragoman.engines.llama import layout, machine
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.findings import Quality, Speed, Tried
-from dragoman.engines.llama.layout import Choice, Layout, in_use, is_settled, prepared, why_not
+from dragoman.engines.llama.layout import Layout, in_use, is_settled, prepared, why_not
 from dragoman.engines.llama.options import LlamaOptions
-from tests.engines.laying import cut
+from tests.engines.laying import Told, always, cut, kept, kill_trials, read_choice, small_files
 from tests.serving import free_port
 
 SAME = Speed(100, 100, 100)
 CLOSE = Quality(500, 0.005, 0.97)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
-    return cut(smollm2_path, tmp_path_factory.mktemp("small") / "small.gguf")
-
-
-@pytest.fixture(scope="module")
-def tried(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home in which the small model was tried and is used as Q8_0."""
-    home = tmp_path_factory.mktemp("tried")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAGOMAN_HOME", str(home))
-        always(patch)
-        assert prepared(small).name == "Q8_0.gguf"
-    return home
-
-
-def always(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is tried is found to be better."""
-    patch.setattr(layout, "LEAST_CORES", 0)
-    patch.setattr(layout, "LEAST_GAIN", 0)
-    patch.setattr(layout, "LEAST_SPEED", 0)
-    patch.setattr(layout, "MOST_DIVERGENCE", 1e9)
-    patch.setattr(layout, "LEAST_AGREEMENT", 0)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    always(monkeypatch)
-
-
-@pytest.fixture
-def made(tried: Path, home: Path) -> Path:
-    """The copy of the small model in a home of the test's own."""
-    shutil.copytree(tried, home)
-    (path,) = home.glob("layouts/*/Q8_0.gguf")
-    return path
-
-
-class Told:
-    """What is said while a file is prepared."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.parts: list[float] = []
-        self.doing: list[str] = []
-
-    def say(self, words: str) -> None:
-        self.lines.append(words)
-
-    def bar(self, doing: str, done: float) -> None:
-        self.doing.append(doing)
-        self.parts.append(done)
-
-
-def kept(home: Path) -> list[str]:
-    return sorted(path.name for path in (home / "layouts").glob("*/*")) if (home / "layouts").is_dir() else []
-
-
-def read_choice(home: Path) -> Choice:
-    (record,) = (home / "layouts").glob("*/choice.json")
-    return msgspec.json.decode(record.read_bytes(), type=Choice)
-
-
-def trials() -> Iterator[int]:
-    """The processes that try a layout for this one, which has others: servers of other tests."""
-    for task in Path("/proc/self/task").glob("*/children"):
-        for child in task.read_text().split():
-            if b"llama.trial" in Path(f"/proc/{child}/cmdline").read_bytes():
-                yield int(child)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.mark.timeout(300)
@@ -196,98 +117,6 @@ def test_another_file_under_the_same_name_is_not_the_one_that_was_tried(small: P
     finally:
         os.utime(small, ns=(told.st_atime_ns, told.st_mtime_ns))
     assert is_settled(small)
-
-
-def flipped(made: Path) -> None:
-    told = made.stat()
-    with made.open("r+b") as file:
-        file.seek(told.st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(told.st_size // 2)
-        file.write(bytes([byte ^ 1]))
-    os.utime(made, ns=(told.st_atime_ns, told.st_mtime_ns))
-
-
-def shortened(made: Path) -> None:
-    os.truncate(made, made.stat().st_size - 1)
-
-
-def removed(made: Path) -> None:
-    made.unlink()
-
-
-def garbled(made: Path) -> None:
-    made.with_name("choice.json").write_bytes(b'{"circumstances": \xff')
-
-
-@pytest.mark.parametrize("damage", [shortened, removed, garbled])
-def test_what_is_not_whole_is_not_believed(small: Path, made: Path, damage: Callable[[Path], None]) -> None:
-    damage(made)
-    assert not is_settled(small)
-
-
-@pytest.mark.parametrize("damage", [flipped, shortened, removed])
-def test_a_damaged_copy_is_made_again_without_a_trial(
-    small: Path, made: Path, home: Path, damage: Callable[[Path], None]
-) -> None:
-    whole, record = made.read_bytes(), made.with_name("choice.json").read_bytes()
-    damage(made)
-    told = Told()
-    assert prepared(small, told.say, told.bar) == made
-    assert made.read_bytes() == whole
-    assert made.with_name("choice.json").read_bytes() == record
-    assert told.lines == ["the copy of small.gguf as Q8_0 is damaged or gone: making it again ..."]
-    assert set(told.doing) == {"converting"}
-    assert kept(home) == ["Q8_0.gguf", "choice.json", "lock"]
-
-
-def kill_trials(doing: str, done: float) -> None:
-    for trial in trials():
-        os.kill(trial, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def small_files() -> Iterator[None]:
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-
-@pytest.mark.parametrize("trouble", ["is nearly full", "File too large", "ended with code -9"])
-def test_where_a_copy_cannot_be_made_again_just_now_nothing_is_forgotten(
-    small: Path, made: Path, home: Path, trouble: str
-) -> None:
-    whole, record = made.read_bytes(), made.with_name("choice.json").read_bytes()
-    flipped(made)
-    told = Told()
-    with contextlib.ExitStack() as undo:
-        if trouble == "is nearly full":
-            undo.enter_context(pytest.MonkeyPatch.context()).setattr(layout, "SPARE_DISK", 1 << 60)
-        elif trouble == "File too large":
-            undo.enter_context(small_files())
-        assert prepared(small, told.say, kill_trials if "code" in trouble else told.bar) == small
-    assert told.lines[-1].startswith("small.gguf stays Q4_1: ")
-    assert trouble in told.lines[-1]
-    assert not [line for line in told.lines if "trying it" in line]
-    assert kept(home) == ["choice.json", "lock"]
-    assert made.with_name("choice.json").read_bytes() == record
-    assert prepared(small) == made
-    assert made.read_bytes() == whole
-
-
-@pytest.mark.usefixtures("taken")
-def test_a_copy_that_becomes_another_is_tried(small: Path, made: Path) -> None:
-    record = made.with_name("choice.json")
-    digest = read_choice(made.parents[2]).tried
-    assert digest is not None
-    record.write_text(record.read_text().replace(digest.sha256, "0" * 64))
-    told = Told()
-    assert prepared(small, told.say, told.bar) == made
-    assert "measuring" in told.doing
-    assert len(told.lines) == 3
 
 
 def mapped() -> list[str]:

@@ -11,19 +11,13 @@ from dragoman.engines.llama.binding import Model
 from dragoman.engines.llama.layout import SLOW
 from dragoman.engines.llama.requantise import requantise
 from dragoman.gguf import read_metadata
-from tests.engines.laying import cut
 
 Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
-    return cut(smollm2_path, tmp_path_factory.mktemp("small") / "small.gguf")
-
-
-@pytest.fixture(scope="module")
-def made(small: Path) -> Path:
-    target = small.with_name("made.gguf")
+def made(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("made") / "made.gguf"
     parts: list[float] = []
     requantise(small, target, SLOW, parts.append)
     assert parts == sorted(parts)
