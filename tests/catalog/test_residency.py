@@ -1,11 +1,7 @@
 """Which models are in memory, over schedules made by chance and by hand, in a time of their own."""
 
-import heapq
-import itertools
 import math
-from collections.abc import Mapping
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,138 +9,13 @@ from hypothesis import strategies as st
 from dragoman.catalog.residency import (
     LINGER,
     UNUSED_SECONDS,
-    Added,
-    Admit,
-    Asked,
-    Bounds,
     Dismissed,
-    Effect,
-    Event,
-    Failed,
-    Forget,
     GaveUp,
-    Load,
-    Loaded,
     Lost,
-    Measured,
-    Passed,
-    Refuse,
     Removed,
-    Residency,
-    Unload,
-    Unloaded,
-    Weigh,
-    Weighed,
     Wished,
 )
-
-
-class Left(msgspec.Struct, frozen=True):
-    """Somebody has finished using it: what the `Lifecycle` tells in a call of its own, and a plan in its order."""
-
-    key: str
-
-
-def left(residency: Residency, key: str, now: float) -> list[Effect]:
-    return [] if residency.leave(key, now) else residency.feed(Passed(), now)
-
-
-class World:
-    """A machine whose models load, answer and unload in `seconds`, and which minds what it is told."""
-
-    def __init__(
-        self, needs: Mapping[str, int], budget: int | None, turn: float = 4.0, keep_alive: float = math.inf
-    ) -> None:
-        self.needs = needs
-        self.budget = budget
-        self.residency = Residency(budget, turn)
-        self.now = 0.0
-        self.seconds = 1.0
-        self.loads: list[str] = []
-        self.unloads: list[str] = []
-        self.forgotten: list[str] = []
-        self.admitted: dict[int, float] = {}
-        self.refused: set[int] = set()
-        self.broken: set[str] = set()
-        self._memory: dict[str, int] = {}
-        self._running = dict.fromkeys(needs, 0)
-        self._lengths: dict[int, float] = {}
-        self._tickets = itertools.count()
-        self._plan: list[tuple[float, int, Event | Left]] = []
-        self._order = itertools.count()
-        for key in needs:
-            self.feed(Added(key, keep_alive))
-
-    def ask(self, key: str, length: float = 1.0) -> int:
-        ticket = next(self._tickets)
-        self._lengths[ticket] = length
-        self.feed(Asked(key, ticket))
-        return ticket
-
-    def later(self, seconds: float, event: Event | Left) -> None:
-        heapq.heappush(self._plan, (self.now + seconds, next(self._order), event))
-
-    def feed(self, event: Event | Left) -> None:
-        if isinstance(event, Unloaded):
-            del self._memory[event.key]
-        if isinstance(event, Left):
-            self._running[event.key] -= 1
-            effects = left(self.residency, event.key, self.now)
-        else:
-            effects = self.residency.feed(event, self.now)
-        for effect in effects:
-            self._perform(effect)
-
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Weigh):
-            self.later(0.1, Weighed(effect.key, self.needs[effect.key]))
-        elif isinstance(effect, Load):
-            assert effect.key not in self._memory
-            self._memory[effect.key] = self.needs[effect.key]
-            assert self.budget is None or sum(self._memory.values()) <= self.budget
-            self.loads.append(effect.key)
-            if effect.key in self.broken:
-                del self._memory[effect.key]
-                self.later(self.seconds, Failed(effect.key))
-            else:
-                self.later(self.seconds, Loaded(effect.key, self.needs[effect.key]))
-        elif isinstance(effect, Unload):
-            assert not self._running[effect.key]
-            assert effect.key in self._memory
-            self.unloads.append(effect.key)
-            self.later(self.seconds / 2, Unloaded(effect.key))
-        elif isinstance(effect, Admit):
-            assert effect.key in self._memory
-            for ticket in effect.tickets:
-                assert ticket not in self.admitted
-                self.admitted[ticket] = self.now
-                self._running[effect.key] += 1
-                self.later(self._lengths[ticket], Left(effect.key))
-        elif isinstance(effect, Refuse):
-            self.refused |= set(effect.tickets)
-        elif isinstance(effect, Forget):
-            self.forgotten.append(effect.key)
-
-    def run(self, until: float) -> None:
-        """Let time pass."""
-        while True:
-            planned = self._plan[0][0] if self._plan else math.inf
-            at = min(planned, max(self.now, self.residency.due))
-            if at > until:
-                self.now = until
-                return
-            self.now = at
-            if planned <= at:
-                self.feed(heapq.heappop(self._plan)[2])
-            else:
-                due = self.residency.due
-                self.feed(Passed())
-                assert self.residency.due > min(due, self.now), "it asks for the same moment again"
-
-    @property
-    def inside(self) -> set[str]:
-        return {key for key, seat in self.residency.seats.items() if seat.state == "in"}
-
+from tests.catalog.residing import World
 
 MODELS = st.dictionaries(st.sampled_from("abcde"), st.integers(0, 12), min_size=1)
 ASKS = st.lists(st.tuples(st.integers(0, 4), st.floats(0, 5), st.floats(0.01, 6)), max_size=60)
@@ -298,40 +169,6 @@ def test_a_failure_is_told_to_all_who_wait_and_the_next_tries_again() -> None:
     assert world.loads == ["a", "a"]
 
 
-def test_one_that_needs_more_than_was_thought() -> None:
-    residency = Residency(10, 4)
-    for key in "ab":
-        residency.feed(Added(key), 0)
-        residency.feed(Asked(key, 0), 0)
-        residency.feed(Weighed(key, 5), 0)
-        residency.feed(Loaded(key, 5), 1)
-        left(residency, key, 2)
-    residency.feed(Added("c"), 3)
-    residency.feed(Bounds(16, 4), 3)
-    residency.feed(Asked("c", 1), 3)
-    assert residency.feed(Weighed("c", 5), 3) == [Load("c")]
-    effects = residency.feed(Loaded("c", 8), 9)
-    assert effects == [Unload("a", "memory is short"), Admit("c", (1,))]
-    effects = residency.feed(Bounds(4, 4), 20)
-    assert effects == [Unload("b", "memory is short")]
-    residency.feed(Unloaded("a"), 21)
-    residency.feed(Unloaded("b"), 21)
-    assert left(residency, "c", 21) == [Unload("c", "memory is short")]
-
-
-def test_one_that_turns_out_larger_than_everything_is_refused() -> None:
-    residency = Residency(10, 4)
-    residency.feed(Added("a"), 0)
-    residency.feed(Asked("a", 7), 0)
-    residency.feed(Weighed("a", 5), 0)
-    assert residency.feed(Loaded("a", 11), 1) == [
-        Unload("a", "it needs more memory than there may be"),
-        Refuse("a", (7,), 11),
-    ]
-    residency.feed(Unloaded("a"), 2)
-    assert residency.feed(Asked("a", 8), 3) == [Refuse("a", (8,), 11)]
-
-
 def test_a_wish_and_a_dismissal() -> None:
     world = World({"a": 4}, 8, keep_alive=0)
     world.feed(Wished("a"))
@@ -386,75 +223,3 @@ def test_one_that_is_lost_is_loaded_anew_for_the_next() -> None:
     world.run(20)
     assert world.loads == ["a", "a"]
     assert ticket in world.admitted
-
-
-def test_a_measurement_that_failed_takes_nothing_from_what_was_expected() -> None:
-    residency = Residency(budget=100)
-    for key, need in (("a", 80), ("b", 90)):
-        residency.feed(Added(key), 0)
-        residency.feed(Asked(key, 0), 0)
-        effects = residency.feed(Weighed(key, need), 0)
-        if key == "a":
-            assert effects == [Load("a")]
-            residency.feed(Loaded("a", 0), 1)
-    assert effects == []
-    assert residency.seats["a"].weight() == 80
-
-
-def test_what_it_has_grown_to_counts() -> None:
-    residency = Residency(budget=100, turn=4)
-    for key in ("a", "b"):
-        residency.feed(Added(key), 0)
-        residency.feed(Wished(key), 0)
-        residency.feed(Weighed(key, 30), 0)
-        residency.feed(Loaded(key, 40), 1)
-    assert residency.feed(Measured("a", 70), 9) == [Unload("a", "memory is short")]
-    residency.feed(Unloaded("a"), 10)
-    residency.feed(Asked("a", 0), 10)
-    assert residency.seats["b"].state == "leaving"
-    assert residency.feed(Unloaded("b"), 11) == [Load("a")]
-    residency.feed(Loaded("a", 20), 12)
-    assert residency.seats["a"].weight() == 70
-
-
-@pytest.mark.parametrize("grown", [101, 500])
-def test_one_that_has_grown_beyond_everything_goes_on_serving(grown: int) -> None:
-    residency = Residency(budget=100, turn=4)
-    for key, need in (("a", 60), ("b", 30)):
-        residency.feed(Added(key), 0)
-        residency.feed(Wished(key), 0)
-        residency.feed(Weighed(key, need), 0)
-        residency.feed(Loaded(key, need), 1)
-    residency.enter("a")
-    # The other makes room, which is all that can be had.
-    assert residency.feed(Measured("a", grown), 9) == [Unload("b", "memory is short")]
-    residency.feed(Unloaded("b"), 10)
-    assert left(residency, "a", 11) == []
-    assert residency.feed(Passed(), 60) == []
-    assert residency.seats["a"].state == "in"
-    # Who wants the other has it make room, and it comes again when it is asked for, to be alone.
-    assert residency.feed(Asked("b", 0), 61) == [Unload("a", "room is needed for b")]
-    assert residency.feed(Unloaded("a"), 62) == [Load("b")]
-    assert residency.feed(Loaded("b", 30), 63) == [Admit("b", (0,))]
-    left(residency, "b", 64)
-    assert residency.feed(Asked("a", 1), 70) == [Unload("b", "room is needed for a")]
-    assert residency.feed(Unloaded("b"), 71) == [Load("a")]
-    assert residency.feed(Loaded("a", 60), 72) == [Admit("a", (1,))]
-
-
-def test_what_it_has_grown_to_refuses_nobody_under_a_lower_budget() -> None:
-    residency = Residency(budget=100)
-    residency.feed(Added("a"), 0)
-    residency.feed(Wished("a"), 0)
-    residency.feed(Weighed("a", 40), 0)
-    residency.feed(Loaded("a", 40), 1)
-    residency.feed(Measured("a", 90), 2)
-    assert residency.feed(Bounds(50, 4), 40) == []
-    residency.feed(Dismissed("a"), 41)
-    residency.feed(Unloaded("a"), 42)
-    assert residency.feed(Asked("a", 0), 43) == [Load("a")]
-    residency.feed(Loaded("a", 40), 44)
-    residency.feed(Bounds(30, 4), 45)
-    assert left(residency, "a", 80) == [Unload("a", "memory is short")]
-    residency.feed(Unloaded("a"), 81)
-    assert residency.feed(Asked("a", 1), 82) == [Refuse("a", (1,), 40)]
