@@ -19,6 +19,19 @@ class Recovering(Late):
             raise RuntimeError("no memory left")
 
 
+async def said_until_ready(client: httpx.AsyncClient) -> set[tuple[int, str]]:
+    """What the server says of itself and of its model until both are ready."""
+    said: set[tuple[int, str]] = set()
+    async with asyncio.timeout(10):
+        while True:
+            response = await client.get("/ready")
+            now = response.status_code, response.json()["models"]["late"]
+            if now == (200, "ready"):
+                return said
+            said.add(now)
+            await asyncio.sleep(0.02)
+
+
 def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -50,13 +63,7 @@ def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
         await host.ready()
         assert (await client.get("/ready")).status_code == 200
         host._given_up("it died too often")
-        said: list[tuple[int, str]] = []
-        async with asyncio.timeout(10):
-            while not said or said[-1] != (200, "ready"):
-                response = await client.get("/ready")
-                said.append((response.status_code, response.json()["models"]["late"]))
-                await asyncio.sleep(0.02)
-        assert set(said[:-1]) == {(503, "failed"), (503, "loading")}
+        assert await said_until_ready(client) == {(503, "failed"), (503, "loading")}
 
     talk(app, script)
 
@@ -72,13 +79,7 @@ def test_where_another_answers_for_one_that_has_failed_the_server_is_ready(monke
         assert (await client.get("/ready")).status_code == 503
         await host.ready()
         host._given_up("it died too often")
-        said: list[tuple[int, str]] = []
-        async with asyncio.timeout(10):
-            while not said or said[-1] != (200, "ready"):
-                response = await client.get("/ready")
-                said.append((response.status_code, response.json()["models"]["late"]))
-                await asyncio.sleep(0.02)
-        assert set(said[:-1]) == {(200, "failed"), (200, "loading")}
+        assert await said_until_ready(client) == {(200, "failed"), (200, "loading")}
         host._given_up("it died too often")
         other.fail(RuntimeError("no memory left"))
         assert (await client.get("/ready")).status_code == 503
