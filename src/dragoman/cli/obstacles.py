@@ -3,8 +3,8 @@
     in the way    without it the server itself, or a model, has nothing to begin with
     unservable    the rest serves without it: whoever asks for such a model is told
 
-`dragoman check` and a new configuration of a running server refuse both; a start refuses the first, and warns of the
-second.
+`dragoman check` and a new configuration of a running server refuse both, but for what of the second the old one has
+too; a start refuses the first, and warns of the second.
 """
 
 from collections.abc import Iterable, Iterator
