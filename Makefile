@@ -61,7 +61,7 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 
 clean: ## remove .venv and everything else that was made here
 	@rm -rf $(VENV) $(VLLM) $(RAY) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	@find src tests bench clients -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests bench clients tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
