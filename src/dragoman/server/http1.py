@@ -96,9 +96,10 @@ class RequestHead:
         end = len(data) if found < 0 else found + len(HEAD_END) - len(self._tail)
         self._tail = joined[-len(HEAD_END) + 1 :]
         self._size += end
-        if self._size > self._limit:
-            raise headers_too_large(self._limit)
         self._parse(data[:end])
+        if self._size > self._limit:
+            # It is parsed all the same: path and headers say in which format the error is expected.
+            raise headers_too_large(self._limit)
         if self.is_complete != (found >= 0):
             raise BadRequest("this is not a valid HTTP request")
         if self.is_complete:
