@@ -114,6 +114,16 @@ class Blocking(Engine):
         time.sleep(60)  # noqa: ASYNC251 (that is the point)
 
 
+class Spinning(Engine):
+    """Computes without end, in Python."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield "one "
+        await asyncio.sleep(0.05)
+        while True:
+            pass
+
+
 class Broken(Engine):
     async def start(self) -> None:
         raise ConfigError("this model file is not one")

@@ -410,7 +410,7 @@ PARENT = """
 import asyncio, sys
 from dragoman.worker.parent import WorkerEngine
 async def main():
-    engine = WorkerEngine("tests.worker.engines:Blocking", "b", {})
+    engine = WorkerEngine(sys.argv[1], "b", {})
     await engine.start()
     print(engine.pid, flush=True)
     from tests.worker.test_worker import events
@@ -419,8 +419,10 @@ asyncio.run(main())
 """
 
 
-def test_kill_9_of_the_parent_leaves_no_child() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=os.environ)
+@pytest.mark.parametrize("engine", ["Blocking", "Spinning"])
+def test_kill_9_of_the_parent_leaves_no_child(engine: str) -> None:
+    program = [sys.executable, "-c", PARENT, f"tests.worker.engines:{engine}"]
+    parent = subprocess.Popen(program, stdout=subprocess.PIPE, env=os.environ)
     with parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

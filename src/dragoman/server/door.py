@@ -122,7 +122,7 @@ class Door(ABC):
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
         exchange.speak(route.family if route and route.family else family(exchange.path, exchange.headers))
-        exchange.check_host(self._hosts)
+        exchange.check_headers(self._hosts)
         self._note_client(exchange)
         if self._origins.greet(exchange) and is_preflight(exchange) and methods:
             self._origins.allow(exchange, [*methods, *(["HEAD"] if "GET" in methods else [])])
