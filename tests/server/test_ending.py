@@ -57,10 +57,10 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         children = running.children()
         began = time.monotonic()
         told = asyncio.run(_under_load(running))
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
         assert time.monotonic() - began < 8
         assert len(children) == 1
-        assert eventually(lambda: gone(children[0]), 2)
+        assert eventually(lambda: gone(children[0]))
     for model, stream, (status, text) in told:
         if model == "brief":
             assert status == 200
@@ -106,9 +106,9 @@ def test_the_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
         children = running.children()
         told = asyncio.run(whole(running))
         began = time.monotonic()
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
         assert time.monotonic() - began < 3
-        assert eventually(lambda: all(map(gone, children)), 2)
+        assert eventually(lambda: all(map(gone, children)))
     for at, (status, text) in enumerate(told):
         assert "the server is stopping" in text
         assert status == (503 if at % 2 else 200)
@@ -129,7 +129,7 @@ def test_a_second_sigterm_does_not_hurry(tmp_path: Path, workers: str) -> None:
                 running.process.send_signal(signal.SIGTERM)
                 time.sleep(0.1)
             assert "data: [DONE]" in list(lines)
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -141,7 +141,7 @@ def test_another_signal_while_the_engines_end_changes_nothing(tmp_path: Path, wo
             # The front ends have ended by then, and the engine has not.
             time.sleep(0.6 if number == signal.SIGTERM else 0)
             running.process.send_signal(number)
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
     assert running.events()[-1]["event"] == "run_end"
     assert "Traceback" not in running.log.read_text()
 
@@ -151,9 +151,9 @@ def test_unready_before_it_is_gone(tmp_path: Path) -> None:
     with serving(tmp_path, config) as running, talking(running) as client:
         assert client.get("/ready").status_code == 200
         running.process.send_signal(signal.SIGTERM)
-        assert eventually(lambda: client.get("/ready").status_code == 503, 0.7)
+        assert eventually(lambda: client.get("/ready").status_code == 503)
         assert ask(client, CHAT).status_code == 200
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")

@@ -59,8 +59,8 @@ def test_events_and_a_graceful_end_under_load(tmp_path: Path) -> None:
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         usages.append(json.loads(rest[-2].removeprefix("data: "))["usage"])
-        assert running.process.wait(10) == 0
-        assert eventually(lambda: gone(child), 1)
+        assert running.process.wait(60) == 0
+        assert eventually(lambda: gone(child))
 
         start, *requests, end = running.events()
         assert (start["event"], end["event"]) == ("run_start", "run_end")
@@ -102,8 +102,8 @@ def test_kill_of_the_server_leaves_no_child(tmp_path: Path) -> None:
         assert text_of(ask(client, CHAT, model="in-worker")) == "hello"
         [child] = running.children()
         os.kill(running.process.pid, signal.SIGKILL)
-        running.process.wait(5)
-        assert eventually(lambda: gone(child), 2)
+        running.process.wait(60)
+        assert eventually(lambda: gone(child))
 
 
 def test_what_outlasts_the_time_of_grace_is_told(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_outlasts_the_time_of_grace_is_told(tmp_path: Path) -> None:
         assert "the server is stopping" in told[-1]
         waiting.join(10)
         refused(whole[0], 503, code="unavailable")
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
     log = running.log.read_text()
     assert "Traceback" not in log
     assert running.events()[-1]["errors"] == 2

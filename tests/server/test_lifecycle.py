@@ -61,7 +61,7 @@ def test_ten_simultaneous_first_requests_load_once_and_its_progress_is_shown(tmp
             shown: dict[str, Any] = client.get("/v1/models/a").json()
             return shown
 
-        assert eventually(lambda: progress().get("loading_progress", 0) > 0, 10)
+        assert eventually(lambda: progress().get("loading_progress", 0) > 0)
         shown = progress()
         assert (shown["state"], shown["loading_seconds"] > 0) == ("loading", True)
         for answer in answers:
@@ -77,8 +77,8 @@ def test_a_model_that_is_not_used_goes_and_its_memory_with_it(tmp_path: Path) ->
         assert text_of(ask(client, CHAT, model="b")) == "b " * 5
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
         assert states(client)["a"] == "ready"
-        assert eventually(lambda: states(client)["a"] == states(client)["b"] == "cold", 5)
-        assert eventually(lambda: not running.children(), 2)
+        assert eventually(lambda: states(client)["a"] == states(client)["b"] == "cold")
+        assert eventually(lambda: not running.children())
         # One that has been unloaded since is as good as there.
         assert client.get("/ready").status_code == 200
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
@@ -102,7 +102,7 @@ def test_the_least_recently_used_makes_room_in_a_small_budget(tmp_path: Path, ho
         # What it needs is known from the first time on.
         message = refused(ask(client, CHAT, model="d"), 503, code="model_failed")
         assert "log" in message
-        assert eventually(lambda: states(client)["d"] == "failed", 5)
+        assert eventually(lambda: states(client)["d"] == "failed")
         assert "it needs 9" in running.log.read_text()
         begun = loads(running, "d")
         refused(ask(client, CHAT, model="d"), 503, code="model_failed")
@@ -141,7 +141,7 @@ def test_an_operator_may_prefer_not_to_let_requests_wait(tmp_path: Path) -> None
             told = ask(client, CHAT, model="a", stream=stream)
             refused(told, 503, code="model_loading")
             assert int(told.headers["retry-after"]) >= 1
-        assert eventually(lambda: states(client)["a"] == "ready", 10)
+        assert eventually(lambda: states(client)["a"] == "ready")
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
         assert loads(running, "a") == 1
 
@@ -165,7 +165,7 @@ def test_what_the_operator_wishes(tmp_path: Path) -> None:
         assert rest.rstrip().endswith("[DONE]")
         unloading.join(10)
         assert states(client)["org/a"] == "cold"
-        assert eventually(lambda: not running.children(), 2)
+        assert eventually(lambda: not running.children())
         assert "no such device" in refused(client.post("/admin/models/broken/load"), 503, code="model_failed")
         failed = client.get("/admin/models").json()["data"][2]
         assert (failed["state"], failed["failure"]) == ("failed", "no such device")
@@ -185,13 +185,13 @@ def test_unloading_what_is_being_loaded(tmp_path: Path) -> None:
     config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 1}}}
     with serving(tmp_path, config) as running, talking(running) as client, many(running, 1) as pool:
         waiting = pool.submit(asked, running, "a")
-        assert eventually(lambda: states(client)["a"] == "loading", 5)
+        assert eventually(lambda: states(client)["a"] == "loading")
         begun = time.monotonic()
         told = client.post("/admin/models/a/unload")
         assert (told.status_code, told.json()["state"]) == (202, "loading")
         assert time.monotonic() - begun < 0.7
         assert text_of(waiting.result()) == "a " * 5
-        assert eventually(lambda: states(client)["a"] == "cold", 5)
+        assert eventually(lambda: states(client)["a"] == "cold")
         assert loads(running, "a") == 1
 
 
@@ -200,7 +200,7 @@ def test_unloading_what_is_loaded_again_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, config) as running, talking(running) as client, many(running, 3) as pool:
         client.post("/admin/models/a/load")
         answers = [pool.submit(asked, running, "a")]
-        assert eventually(lambda: client.get("/admin/models").json()["data"][1]["running"] == 1, 5)
+        assert eventually(lambda: client.get("/admin/models").json()["data"][1]["running"] == 1)
         unloading = pool.submit(talking_post, running, "/admin/models/a/unload")
         time.sleep(0.2)
         answers.append(pool.submit(asked, running, "a"))

@@ -262,7 +262,7 @@ def test_kill_9_of_the_worker(crowd: Asking) -> None:
 def test_the_worker_is_started_again_without_being_asked(crowd: Asking) -> None:
     (child,) = crowd.running.children()
     os.kill(child, signal.SIGKILL)
-    assert eventually(lambda: len(crowd.running.children()) == 1 and crowd.running.children() != [child], 10)
+    assert eventually(lambda: len(crowd.running.children()) == 1 and crowd.running.children() != [child])
     assert crowd.chat("Say hello.", max_tokens=1)
 
 
@@ -273,7 +273,7 @@ def test_a_file_that_is_gone_when_the_worker_comes_back(tmp_path: Path, smollm2_
         (child,) = model.running.children()
         link.unlink()
         os.kill(child, signal.SIGKILL)
-        assert eventually(lambda: f"there is no model file at {link}" in model.running.log.read_text(), 10)
+        assert eventually(lambda: f"there is no model file at {link}" in model.running.log.read_text())
         with pytest.raises(openai.InternalServerError) as raised:
             model.chat("hello")
         assert (raised.value.status_code, raised.value.code) == (503, "model_failed")
@@ -295,7 +295,7 @@ def test_kill_9_of_the_server_leaves_no_child(tmp_path: Path, smollm2_path: Path
             next(stream)
             model.running.process.kill()
             model.running.process.wait()
-            assert eventually(lambda: not alive(child), 5)
+            assert eventually(lambda: not alive(child))
 
 
 def test_a_signal_ends_the_server_after_what_is_running(tmp_path: Path, smollm2_path: Path) -> None:
@@ -306,8 +306,8 @@ def test_a_signal_ends_the_server_after_what_is_running(tmp_path: Path, smollm2_
             model.running.process.send_signal(signal.SIGTERM)
             *_, last = stream
         assert last.choices[0].finish_reason == "length"
-        assert model.running.process.wait(10) == 0
-        assert eventually(lambda: not alive(child), 2)
+        assert model.running.process.wait(60) == 0
+        assert eventually(lambda: not alive(child))
         assert model.running.events()[-1]["event"] == "run_end"
         assert "Traceback" not in model.running.log.read_text()
 
@@ -346,4 +346,4 @@ def test_a_corrupt_file_as_another_model_leaves_the_first_alone(corrupt: Path) -
             assert int(raised.value.response.headers["retry-after"]) >= 1
             assert str(corrupt.parent) not in raised.value.message
             assert content(model.chat("hello", model="echo")) == "hello"
-        assert eventually(lambda: not model.running.children(), 2)
+        assert eventually(lambda: not model.running.children())

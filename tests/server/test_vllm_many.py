@@ -122,7 +122,7 @@ def test_512_streams_are_in_order_and_complete_and_each_can_be_left(
                 asked = [{"role": "user", "content": "how many"}]
                 return text_of(ask(client, CHAT, model="m", messages=asked))
 
-            assert eventually(lambda: how_many() == f"0 running, {len(left)} given up", 20)
+            assert eventually(lambda: how_many() == f"0 running, {len(left)} given up")
             assert client.get("/stats").json()["models"]["m"]["running"] == 0
         assert running.stop() == 0
         ends = [event["status"] for event in running.events() if event["event"] == "request"]

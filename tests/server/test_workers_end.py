@@ -31,7 +31,7 @@ def test_a_clean_end_under_load(tmp_path: Path) -> None:
     with serving(tmp_path, config, "--workers", "2") as running:
         children = running.children()
         told, waited, ready = asyncio.run(whole(running))
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
         assert all(gone(pid) for pid in children)
     assert ready == 503
     assert told[:6] == [(NUMBERS, "done")] * 6
@@ -50,4 +50,4 @@ def test_a_parent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
         children = running.children()
         assert len(children) == 4
         running.process.kill()
-        assert eventually(lambda: all(gone(pid) for pid in children), 2)
+        assert eventually(lambda: all(gone(pid) for pid in children))

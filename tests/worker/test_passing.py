@@ -24,7 +24,7 @@ class Following:
         self.told.setdefault(part.id, []).append(part)
 
     async def until_ended(self, key: int) -> list[Progress]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not self.told.get(key, [Progress(key)])[-1].ended:  # noqa: ASYNC110 (another process tells)
                 await asyncio.sleep(0.01)
         return self.told[key]
@@ -97,7 +97,7 @@ def test_what_cannot_be_handed_out_is_a_death_and_then_a_new_life(caplog: pytest
         failure = (await follower.until_ended(OTHERS))[-1].failure
         assert failure is not None
         assert isinstance(failure.error(), EngineDied)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # Without anybody who asks for it.
             while engine.is_away:  # noqa: ASYNC110 (another process tells)
                 await asyncio.sleep(0.01)

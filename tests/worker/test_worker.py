@@ -198,7 +198,7 @@ def test_a_request_waits_for_a_new_life_as_long_as_it_may(caplog: pytest.LogCapt
         assert engine.pid is not None
         assert not engine.is_away
         os.kill(engine.pid, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not engine.is_away:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         with pytest.raises(ModelLoading):
@@ -249,7 +249,7 @@ def test_one_that_hangs_over_a_question_is_ended() -> None:
     async def scenario() -> None:
         await engine.start()
         await asyncio.sleep(0.6)  # idle, which is no silence
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             begun = time.monotonic()
             with pytest.raises(EngineTimeout):
                 await engine.tokenize("hang", False)
@@ -277,7 +277,7 @@ def test_requests_at_the_moment_of_its_death_get_502(loop: Any) -> None:
         with pytest.raises(EngineDied):
             await engine.tokenize("x", False)
         await opened.aclose()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while engine._child is child:  # noqa: ASYNC110 (it ends in another process)
                 await asyncio.sleep(0.01)
         assert len(await events(engine, "count 2")) == 4
@@ -359,7 +359,7 @@ def _started_by(task: Path) -> list[str]:
 
 async def new_child(before: set[int]) -> int:
     """The child of this process that was not there before."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not children() - before:  # noqa: ASYNC110 (nothing says when a process appears)
             await asyncio.sleep(0.01)
     (child,) = children() - before
