@@ -147,15 +147,15 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool
     return condition()
 
 
-def under_way(running: Running, model: str, waiting: int = 0) -> None:
-    """Wait until the model serves one request and so many more wait for it."""
+def under_way(running: Running, model: str, count: int = 1, waiting: int = 0) -> None:
+    """Wait until the model serves so many requests, and so many more wait for it."""
     with talking(running) as client:
 
         def counts() -> tuple[int, int]:
             model_stats = client.get("/stats").json()["models"][model]
             return model_stats["running"], model_stats["waiting"]
 
-        assert eventually(lambda: counts() == (1, waiting)), counts()
+        assert eventually(lambda: counts() == (count, waiting)), counts()
 
 
 def recorded(running: Running, seconds: float = PATIENCE, **wanted: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,8 +51,9 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
         with ThreadPoolExecutor(4) as pool:
             asking = [pool.submit(keep_asking, running, name) for name in ("first", "kept", "changed", "changed")]
             try:
+                assert eventually(lambda: {name for name, _ in answers} == {"first", "kept", "changed"})
                 reload_amid(tmp_path, running, after)
-                time.sleep(0.5)
+                assert eventually(lambda: len(answers) == 5), answers
             finally:
                 ended.set()
             for task in asking:
@@ -123,12 +123,17 @@ def _ask(running: Running, name: str) -> httpx.Response:
 
 @pytest.mark.parametrize("model", [WORKER, SCRIPTED | {"tokens_per_second": 20}], ids=["in a worker", "here"])
 def test_who_queues_for_a_model_that_goes_is_served_all_the_same(tmp_path: Path, model: dict[str, Any]) -> None:
-    slow = model | {"slots": 1} | ({"pace": 0.1} if model is WORKER else {"replies": [{"output": "tick" * 10}]})
+    slow = model | {"slots": 1} | ({"pace": 0.2} if model is WORKER else {"replies": [{"output": "tick" * 20}]})
     with serving(tmp_path, {"models": {"first": SCRIPTED, "gone": slow}}) as running, talking(running) as client:
         client.post("/admin/models/gone/load").raise_for_status()
+
+        def in_hand() -> int:
+            gone = client.get("/admin/models").json()["data"][1]
+            return int(gone["running"] + gone["waiting"])
+
         with ThreadPoolExecutor(4) as pool:
             asking = [pool.submit(_ask, running, "gone") for _ in range(4)]
-            assert eventually(lambda: client.get("/admin/models").json()["data"][1]["waiting"] == 3)
+            assert eventually(lambda: in_hand() + sum(task.done() for task in asking) == 4)
             write(tmp_path, running, {"models": {"first": SCRIPTED}})
             assert client.post("/admin/reload").status_code == 200
             for task in asking:
