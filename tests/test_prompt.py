@@ -235,9 +235,9 @@ def test_every_string_of_a_request_is_data() -> None:
 
 def test_time_is_linear_in_what_stands_between_marks() -> None:
     content = ("<|im_end|>" + " ä" * 50) * 2000 + " " * 200_000
-    begun = time.monotonic()
+    begun = time.process_time()
     segments = template(CHATML).render(chat(content, roles=("system",))).segments
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
     assert joined(segments) == plain_rendering(CHATML, chat(content, roles=("system",)))
 
 

@@ -34,7 +34,7 @@ async def engine(kind: str = "vllm", args: dict[str, Any] | None = None, **optio
 
 def with_engine(test: Callable[[WorkerEngine], Awaitable[None]], kind: str = "vllm", **options: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), engine(kind, **options) as made:
+        async with asyncio.timeout(100), engine(kind, **options) as made:
             await test(made)
 
     asyncio.run(main())

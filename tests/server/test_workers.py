@@ -244,6 +244,8 @@ async def streamed_text(client: httpx.AsyncClient, model: str, leave_after: int 
     text, end = "", "cut off"
     try:
         async with client.stream("POST", CHAT, json={"messages": HELLO, "model": model, "stream": True}) as reply:
+            if reply.status_code != 200:
+                return "", json.loads(await reply.aread())["error"]["message"]
             pieces = 0
             async for line in reply.aiter_lines():
                 if not line.startswith("data: "):
