@@ -34,7 +34,7 @@ async def settled(host: Host) -> str:
 def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
     spec: ModelSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.2)
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 1.0)
 
     async def scenario() -> None:
         catalog = Catalog(settings(spec))
@@ -46,7 +46,7 @@ def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
             await host.enter()
         # Whoever asks has it tried again, after a pause.
         assert host.state == "failed"
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(1.1)
         with pytest.raises(ModelLoading):
             await host.enter()
         await settled(host)

@@ -61,7 +61,7 @@ class Terminal:
         self.process = process
         self.shown = ""
 
-    def see(self, words: str, seconds: float = 20) -> str:
+    def see(self, words: str, seconds: float = 60) -> str:
         """All that is new up to these words."""
         deadline = time.monotonic() + seconds
         while words not in self.shown:

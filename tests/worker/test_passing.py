@@ -44,7 +44,7 @@ def packed(text: str) -> msgspec.Raw:
 
 
 def test_a_reply_that_is_complete_is_no_work_however_long_its_reader_takes() -> None:
-    engine = worker(stall_seconds=0.5)
+    engine = worker(stall_seconds=1)
 
     async def scenario() -> None:
         await engine.start()
@@ -57,7 +57,7 @@ def test_a_reply_that_is_complete_is_no_work_however_long_its_reader_takes() -> 
         assert [event.text for event in said if isinstance(event, TextDelta)] == [f"{at} " for at in range(5)]
         assert isinstance(said[-1], Finished)
         assert not engine._child.busy
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(1.5)
         assert engine.pid == first
         engine.let_go(OTHERS, ended=True)
         assert len(await events(engine, "count 2")) == 4
