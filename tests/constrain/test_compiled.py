@@ -109,10 +109,10 @@ def test_many_different_schemas_leave_memory_flat() -> None:
             made = shaped("hermes", constraint=JsonSchema(schema))
             kept.guide(made.grammar, made.param)
 
-    compile_some(0, 600)
+    compile_some(0, 300)
     before = resident()
-    compile_some(600, 1000)
-    assert resident() - before < 32
+    compile_some(300, 500)
+    assert resident() - before < 16
     assert kept.kept.size < compiled.MOST_TEXT
 
 

@@ -123,7 +123,7 @@ BEGINNINGS = [
 
 
 def test_32_streams_at_once_say_what_each_says_alone(crowd: Asking) -> None:
-    fields: dict[str, Any] = {"max_tokens": 24, "extra_body": {"return_token_ids": True}}
+    fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"return_token_ids": True}}
 
     def together(prompt: str) -> list[int]:
         with crowd.complete(prompt, stream=True, **fields) as chunks:

@@ -90,11 +90,13 @@ async def listen(running: Running, at: int, begun: asyncio.Barrier) -> Heard:
 
 async def listen_to_all(running: Running) -> Sequence[Heard]:
     begun = asyncio.Barrier(STREAMS + 1)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as group:
         listening = [group.create_task(listen(running, at, begun)) for at in range(STREAMS)]
-        await begun.wait()
+        while begun.n_waiting < STREAMS:  # noqa: ASYNC110 (the last to come would release them)
+            await asyncio.sleep(0.01)
         # The system spreads connections evenly.
         assert min(sockets_of(pid) for pid in running.fronts()) > STREAMS // 4
+        await begun.wait()
     return [task.result() for task in listening]
 
 
