@@ -42,14 +42,14 @@ def agent_tools() -> tuple[Tool, ...]:
 def test_the_tools_of_a_coding_agent_compile_together_in_no_time(kind: str, mode: Any) -> None:
     tools, kept = agent_tools(), grammars()
     assert len(tools) == 24
-    begun = time.monotonic()
+    begun = time.process_time()
     made = shaped(kind, tools=tools, tool_choice=ToolChoice(mode))
     kept.guide(made.grammar, made.param)
-    assert time.monotonic() - begun < 2
-    begun = time.monotonic()
+    assert time.process_time() - begun < 4
+    begun = time.process_time()
     again = shaped(kind, tools=tools, tool_choice=ToolChoice(mode))
     kept.guide(again.grammar, again.param)
-    assert time.monotonic() - begun < 0.2
+    assert time.process_time() - begun < 0.4
     assert len(kept.kept) == 1
 
 
@@ -109,10 +109,10 @@ def test_many_different_schemas_leave_memory_flat() -> None:
             made = shaped("hermes", constraint=JsonSchema(schema))
             kept.guide(made.grammar, made.param)
 
-    compile_some(0, 600)
+    compile_some(0, 300)
     before = resident()
-    compile_some(600, 1000)
-    assert resident() - before < 32
+    compile_some(300, 500)
+    assert resident() - before < 16
     assert kept.kept.size < compiled.MOST_TEXT
 
 
