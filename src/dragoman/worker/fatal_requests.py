@@ -15,7 +15,7 @@ import msgspec
 
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import RequestRefused
-from dragoman.worker.messages import UNSENDABLE, Question
+from dragoman.worker.messages import ENCODE_ERRORS, Question
 
 Asked = GenerationRequest | msgspec.Raw | Question
 """What a process was asked; `Raw` is an encoded GenerationRequest."""
@@ -66,5 +66,5 @@ def _digest(asked: Asked) -> bytes | None:
         else:
             asked = msgspec.structs.replace(asked, id=0)
         return hashlib.sha256(msgspec.msgpack.encode(asked)).digest()
-    except UNSENDABLE:
+    except ENCODE_ERRORS:
         return None

@@ -29,10 +29,10 @@ from dragoman.errors import (
 from dragoman.mailbox import Mailbox
 from dragoman.worker.fatal_requests import Asked
 from dragoman.worker.messages import (
+    ENCODE_ERRORS,
     HEADER,
     KEY_BITS,
     OWN_NUMBER,
-    UNSENDABLE,
     Answer,
     Cancel,
     Failure,
@@ -57,7 +57,7 @@ from dragoman.worker.messages import (
 
 log = logging.getLogger("dragoman.worker")
 
-NOT_SENT = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
+UNSENDABLE = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
 
 
 class Follower(Protocol):
@@ -143,8 +143,8 @@ class ChildProcess:
             self.heard = time.monotonic()
         try:
             self.send(message(key))
-        except UNSENDABLE as error:
-            raise BadRequest(NOT_SENT) from error
+        except ENCODE_ERRORS as error:
+            raise BadRequest(UNSENDABLE) from error
         return key
 
     def cancel(self, key: int) -> None:
