@@ -241,7 +241,8 @@ def test_one_callers_worst_schemas_do_not_hold_up_another() -> None:
         ]
         await until(lambda: running_trials(constraints))
         assert await constrain(constraints, Regex("b+"), principal="alice") is not None
-        assert len(running_trials(constraints)) <= MOST_PER_CALLER < MOST_TURNS
+        # Alice's own trial may not have been reaped yet.
+        assert len(running_trials(constraints)) <= MOST_PER_CALLER + 1 <= MOST_TURNS
         assert not all(task.done() for task in hostile)
         for task in hostile:
             task.cancel()
