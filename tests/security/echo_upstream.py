@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, b"", "application/x-protobuf")
             return
         asked = json.loads(body)["messages"][-1]["content"]
-        words = asked if isinstance(asked, str) else asked[-1]["text"]
+        words = asked if isinstance(asked, str) else asked[-1].get("text", "")
         self._answer(words)
 
     def _answer(self, words: str) -> None:
