@@ -185,6 +185,21 @@ def test_malformed_heads_are_refused(guarded: Guarded, head: bytes) -> None:
     assert STATIC.encode() not in answer.head + answer.body
 
 
+def test_ready_names_models_only_to_callers_who_may_list_them(guarded: Guarded) -> None:
+    narrow = guarded.authority.stored("narrow", models=("echo",))
+    expected = [
+        (Credential("none"), set()),
+        (bearer("wrong", "sk-wrong"), set()),
+        (bearer("for echo", narrow), {"echo"}),
+        (bearer("static", STATIC), {"echo", "other"}),
+    ]
+    with PipelinedClient(guarded.running.port) as client:
+        for credential, names in expected:
+            answer = client.send(Request("GET", b"/ready", credential.headers))
+            assert answer.status == 200
+            assert set(answer.json()["models"]) == names, credential.name
+
+
 @pytest.mark.parametrize("workers", PROCESSES)
 def test_anonymous_callers_never_reach_operator_routes(tmp_path: Path, workers: str) -> None:
     keys = {"anonymous": True, "store": "keys.db"}
