@@ -78,7 +78,6 @@ MALFORMED = [
     b"GET v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET * HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"GET http://localhost HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET http:/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"CONNECT /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
