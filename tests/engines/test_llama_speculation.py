@@ -144,7 +144,7 @@ def test_what_a_model_repeats_is_drafted_and_the_same(with_halves: Run) -> None:
             await forget(engine)
             speculate(engine, wanted)
             replies.append([await collect(engine, request) for request in requests])
-        assert runner.accepted >= 40
+        assert runner.accepted >= 20
         assert_same(*replies)
         assert SEA.startswith(replies[1][0].text[:60], SEA.index(" man"))
         # What was drafted wrongly is nowhere: a reply that goes on from there is as it would be.
