@@ -23,7 +23,9 @@ STREAM_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 
 @contextmanager
 def talking(running: Running, headers: Mapping[str, str] | None = None) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, trust_env=False, timeout=30, headers=headers) as client:
+    """A client, as the operator where the server has no keys."""
+    given = running.operator | dict(headers or {})
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=30, headers=given) as client:
         yield client
 
 
