@@ -32,9 +32,9 @@ def configure_as_parent() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    if level == "info":
-        # It would tell of every request that is passed on to another server.
-        logging.getLogger("httpx").setLevel(logging.WARNING)
+    # Their lines contain whole addresses, whose queries may be secret.
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 class JsonLines(logging.Formatter):
