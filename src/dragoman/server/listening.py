@@ -19,6 +19,7 @@ import uvicorn
 
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
+from dragoman.server.bodies import return_large_blocks
 from dragoman.server.connection import guarded
 from dragoman.server.door import Door
 
@@ -150,3 +151,4 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    return_large_blocks()

@@ -6,7 +6,6 @@ Rules
 3. A conversation is no larger than a body may be, whether it was sent or kept.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +24,8 @@ from dragoman.errors import (
     UpgradeRequired,
 )
 from dragoman.protocols import openai, responses
-from dragoman.server.exchange import LARGE_BODY, Exchange, Receive, Scope, Send
+from dragoman.server.bodies import LARGE_BODY, run_beside_loop
+from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.prompts import count_prompt
 from dragoman.server.respond import reply_to
 from dragoman.store import KeptItem, KeptResponse
@@ -83,7 +83,7 @@ async def _question(door: "Door", exchange: Exchange) -> responses.Question:
 
 async def _made(exchange: Exchange, items: int, make: Callable[[], T]) -> T:
     """What is made of a large conversation is made in a thread, so that meanwhile others stream."""
-    return await asyncio.to_thread(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
+    return await run_beside_loop(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
 
 
 def _decoded(asking: responses.Asking, earlier: Sequence[KeptItem], found: Mapping[str, bytes]) -> responses.Question:
