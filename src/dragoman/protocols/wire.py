@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dragoman.errors import BadRequest
+from dragoman.errors import MAX_VALUE, BadRequest, cut, quote
 from dragoman.protocols.elements import DEFAULT_LIMIT, count_keys, has_more_elements
 
 MAX_DEPTH = 64
@@ -117,7 +117,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} comes twice in one object")
+        raise ValueError(f"the key {quote(twice)} comes twice in one object")
     return made
 
 
@@ -184,6 +184,8 @@ def bad_field(error: msgspec.ValidationError, at: str) -> BadRequest:
     words = str(error)
     found = _ERROR.match(words)
     what, path = (found["what"], found["path"]) if found else (words, None)
+    # It quotes the value: 'Invalid enum value …'.
+    what = cut(what, MAX_VALUE + 20)
     missing = re.search(r"missing required field `(.*)`", what)
     param = (at + (path or "$").removeprefix("$")).removeprefix(".")
     if missing:

@@ -22,6 +22,7 @@ from dragoman.errors import (
     PreviousResponseNotFound,
     TooLarge,
     UpgradeRequired,
+    quote,
 )
 from dragoman.protocols import openai, responses
 from dragoman.server.bodies import LARGE_BODY, run_beside_loop
@@ -66,7 +67,7 @@ async def _question(door: "Door", exchange: Exchange) -> responses.Question:
     if previous is not None:
         kept = await door.responses.find(principal, previous)
         if kept is None:
-            words = f"previous_response_id: no response {previous!r:.100} is kept here; send the whole conversation"
+            words = f"previous_response_id: no response {quote(previous)} is kept here; send the whole conversation"
             raise PreviousResponseNotFound(words, param="previous_response_id")
         earlier = kept.items
     found = await door.responses.items(principal, asking.references)
@@ -154,7 +155,7 @@ def _named(exchange: Exchange) -> tuple[str, str]:
 async def _kept(app: "App", exchange: Exchange, response_id: str) -> KeptResponse:
     kept = await app.responses.find(exchange.record.principal, response_id)
     if kept is None:
-        raise NotFound(f"no response {response_id!r:.100} is kept here")
+        raise NotFound(f"no response {quote(response_id)} is kept here")
     return kept
 
 
