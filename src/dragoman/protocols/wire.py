@@ -21,8 +21,9 @@ from dragoman.protocols.elements import DEFAULT_LIMIT, count_keys, has_more_elem
 MAX_DEPTH = 64
 LARGE = 256 * 1024
 """Bytes of a body for which no step may take long without a turn for other threads."""
-MAX_UNKNOWN = 256
+MAX_UNKNOWN = 16_384
 """Unknown fields of one object."""
+CONTAINERS = (dict, list)
 T = TypeVar("T", bound=msgspec.Struct)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LOCATION = re.compile(r" - at `[^`]*`$")
@@ -143,7 +144,7 @@ def _measure(root: object) -> int:
         below: list[object] = []
         for node in level:
             keys += len(node) if isinstance(node, dict) else 0
-            below += [child for child in _children(node) if isinstance(child, dict | list)]
+            below += [child for child in _children(node) if isinstance(child, CONTAINERS)]
         if not below:
             return keys
         level = below
