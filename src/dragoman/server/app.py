@@ -81,6 +81,7 @@ class App(Door):
         super().__init__(settings, Telemetry(settings.telemetry, settings.event_log))
         self.responses = _response_store(settings.limits)
         self.created = int(time.time())
+        self.started = time.monotonic()
         self._stopped = False
         self._reread = reread
         self._reloading = asyncio.Lock()
