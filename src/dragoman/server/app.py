@@ -82,6 +82,7 @@ class App(Door):
         super().__init__(settings, Telemetry(settings.telemetry, settings.event_log))
         self.responses = _response_store(settings.limits)
         self.created = int(time.time())
+        self.started = time.monotonic()
         self.admin_token = new_token()
         """What `/admin` asks for, in the header X-Dragoman-Admin-Token, where no keys are configured."""
         self._stopped = False
