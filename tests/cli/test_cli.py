@@ -58,7 +58,7 @@ def run(
         env=environment(folder) | (environ or {}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
