@@ -226,7 +226,7 @@ class Endless:
 
 
 def test_an_endless_body_does_not_fill_the_disk(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.play(Endless(monkeypatch), path=PATH)  # type: ignore[arg-type]
+    server.play(Endless(monkeypatch), path=PATH)
     with pytest.raises(ConfigError, match="MB of them stay so"):
         sources.fetch(server.url + PATH)
 
