@@ -39,7 +39,9 @@ def test_a_template_that_computes_for_ever_fails_its_model_alone(tmp_path: Path,
     with serving(tmp_path, config) as running, talking(running) as client:
         listed = [model["id"] for model in client.get("/v1/models").json()["data"]]
         assert listed == ["echo", "endless"]
-        reply = client.post(CHAT, json={"model": "endless", "messages": [{"role": "user", "content": "x"}]}, timeout=120)
+        reply = client.post(
+            CHAT, json={"model": "endless", "messages": [{"role": "user", "content": "x"}]}, timeout=120
+        )
         refused(reply, 503, code="model_failed")
         assert text_of(ask(client, CHAT, model="echo")) == "hello"
         told = {model["id"]: model for model in client.get("/admin/models").json()["data"]}
