@@ -43,8 +43,6 @@ LINGER_BYTES = 1024 * 1024
 LINGER_SECONDS = 2.0
 DEPARTURE_SECONDS = 0.5
 """How often a paused socket is asked whether its client has left."""
-UNREAD_SECONDS = 0.1
-"""The time for data that has arrived before its timer ran out, and was not read yet."""
 LEFT = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 GOODBYE_SECONDS = 0.5
 LOOKS = 4
@@ -238,20 +236,12 @@ class Connection(asyncio.Protocol):
         self._departure_timer = None
         if self._is_reading or self.transport.is_closing():
             return
-        if self._poll(LEFT):
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), LEFT)
+        if poll.poll(0):
             self.transport.abort()
         else:
             self._departure_timer = self._loop.call_later(DEPARTURE_SECONDS, self._check_departure)
-
-    def _poll(self, events: int) -> bool:
-        """Whether one of these events is pending on the socket."""
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), events)
-        return bool(poll.poll(0))
-
-    def _has_unread(self) -> bool:
-        """Whether data has arrived that was not read yet: after a stall, timers run before reads."""
-        return not self.transport.is_closing() and self._poll(select.POLLIN)
 
     def _pause_reading(self) -> None:
         if self._is_reading:
@@ -317,8 +307,6 @@ class Connection(asyncio.Protocol):
         if self._head is not None or self._is_answering:
             return
         left = self._heard_at + self._keep_alive_seconds - self._loop.time()
-        if left <= 0 and self._has_unread():
-            left = UNREAD_SECONDS
         if left <= 0:
             self.transport.close()
         else:
@@ -370,9 +358,6 @@ class Connection(asyncio.Protocol):
 
     def _give_up_on_head(self) -> None:
         self._head_timer = None
-        if self._has_unread():
-            self._head_timer = self._loop.call_later(UNREAD_SECONDS, self._give_up_on_head)
-            return
         if self._head is None or not self._head.is_started:
             self.transport.close()
             return
