@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dragoman import sources
+from tools.fuzz.isolation import LocalRun
 from tools.fuzz.runner import HttpRun, Summary
 from tools.fuzz.servers import PROFILES
 from tools.fuzz.state import Book, commit_seed
-from tools.fuzz.targets import HTTP_TARGETS, SHARES, TARGETS, config
+from tools.fuzz.targets import HTTP_TARGETS, LOCAL_SHARES, SHARES, TARGETS, config
 
 REQUESTS = {"scripted": 1_000_000, "smollm2": 50_000}
 MIB = 2**20
@@ -43,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summaries = [
         run_target(book, engine, target, numbers, args.workers)
         for engine in ([args.engine] if args.engine else list(REQUESTS))
-        for target in SHARES[engine]
+        for target, share in SHARES[engine].items()
         if not args.targets or target in args.targets
-        if (numbers := chosen(book, engine, target, args.requests, args.only))
+        if (numbers := chosen(book, engine, target, share * (args.requests or REQUESTS[engine]), args.only))
     ]
     print(table(summaries))
     for signature, finding in book.findings.items():
@@ -53,19 +54,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if book.findings else 0
 
 
-def chosen(book: Book, engine: str, target: str, requests: int | None, only: str | None) -> Sequence[int]:
+def chosen(book: Book, engine: str, target: str, count: float, only: str | None) -> Sequence[int]:
     """The numbers of the cases to run."""
     if only is not None:
         first, _, last = only.partition("-")
         return range(int(first), int(last or first) + 1)
-    count = int((requests or REQUESTS[engine]) * SHARES[engine][target])
-    return range(book.next_number(engine, target), count)
+    return range(book.next_number(engine, target), int(count))
 
 
 def run_target(book: Book, engine: str, target: str, numbers: Sequence[int], workers: int) -> Summary:
+    if target in LOCAL_SHARES:
+        summary = LocalRun(target, book.state.seed, book).run(numbers)
+    else:
+        summary = run_http(book, engine, target, numbers, workers)
+    print(line(summary), flush=True)
+    return summary
+
+
+def run_http(book: Book, engine: str, target: str, numbers: Sequence[int], workers: int) -> Summary:
     seed, kind, profile = book.state.seed, HTTP_TARGETS[target], PROFILES[engine]
     model = sources.fetch("smollm2") if engine == "smollm2" else None
-    with tempfile.TemporaryDirectory(prefix="dragoman-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dragoman-fuzz-") as folder, config(target, seed, model) as settings:
         run = HttpRun(
             target,
             engine,
@@ -73,14 +82,12 @@ def run_target(book: Book, engine: str, target: str, numbers: Sequence[int], wor
             book,
             Path(folder),
             make=lambda number: kind.case(engine, seed, number),
-            config=config(engine, kind, model),
+            config=settings,
             connections=kind.connections,
             seconds=profile.seconds,
             workers=workers,
         )
-        summary = run.run(numbers)
-    print(line(summary), flush=True)
-    return summary
+        return run.run(numbers)
 
 
 def line(summary: Summary) -> str:

@@ -43,8 +43,9 @@ def log_problem(line: str) -> tuple[str, str | None] | None:
         is_wrong = "Traceback" in line or line.startswith(("ERROR", "CRITICAL", "thread '", "fatal", "GGML_ASSERT"))
         return (line[:500], None) if is_wrong else None
     if entry.get("level") in ("error", "critical") or "exception" in entry:
-        text = f"{entry.get('message', '')} {str(entry.get('exception', ''))[-600:]}"
-        return text.strip(), entry.get("request_id")
+        *places, last = str(entry.get("exception", "")).strip().splitlines() or [""]
+        place = next((line.strip() for line in reversed(places) if line.lstrip().startswith("File ")), "")
+        return f"{last} {place} {entry.get('message', '')}".strip(), entry.get("request_id")
     return None
 
 

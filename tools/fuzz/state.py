@@ -20,6 +20,8 @@ REGRESSIONS = Path(__file__).parent / "corpus" / "regressions"
 FOLDER = ROOT / ".fuzz"
 NO_COMMIT = "dragoman"
 """The seed where there is no commit to take it from."""
+VARYING = re.compile(r"0x[0-9a-f]+|[0-9a-f]{6,}|\d+|'[^']*'|\"[^\"]*\"|`[^`]*`")
+"""What differs between findings of one defect."""
 CASE_TYPES: dict[str, type[Case]] = {"requests": HttpCase, "http": RawCase}
 
 
@@ -48,9 +50,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def signature(self) -> str:
         """The same for findings that are probably one defect."""
-        return (
-            f"{self.target} {self.kind} " + re.sub(r"[0-9a-f]{6,}|\d+|'[^']*'|\"[^\"]*\"|`[^`]*`", "#", self.text)[:90]
-        )
+        return f"{self.target} {self.kind} {VARYING.sub('#', self.text)[:90]}"
 
 
 class Regression(NamedTuple):

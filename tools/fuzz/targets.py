@@ -1,10 +1,11 @@
 """The targets, and how many of a run's requests each gets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.fuzz import http, requests
+from tools.fuzz import http, requests, sse
 from tools.fuzz.cases import HttpCase, RawCase
 from tools.fuzz.servers import scripted_config, smollm2_config
 
@@ -21,15 +22,24 @@ class HttpTarget(NamedTuple):
 HTTP_TARGETS: Mapping[str, HttpTarget] = {
     "requests": HttpTarget(requests.case, 8),
     "http": HttpTarget(http.case, 32, 2),
+    "sse": HttpTarget(sse.case, 16),
 }
+LOCAL_SHARES: Mapping[str, float] = {"schemas": 0.04, "templates": 0.02, "gguf": 0.04, "ipc": 0.1}
+"""Cases of the in-process targets, which need no server: so many for each request on the scripted engine."""
 SHARES: Mapping[str, Mapping[str, float]] = {
-    "scripted": {"requests": 0.8, "http": 0.2},
+    "scripted": {"requests": 0.8, "http": 0.15, "sse": 0.05, **LOCAL_SHARES},
     "smollm2": {"requests": 1.0},
 }
-"""Of the requests of a run, by engine."""
-TARGETS = tuple(HTTP_TARGETS)
+"""How many cases each target has, for each request of a run on this engine."""
+TARGETS = (*HTTP_TARGETS, *LOCAL_SHARES)
 
 
-def config(engine: str, target: HttpTarget, model: Path | None) -> dict[str, Any]:
-    made = scripted_config() if model is None else smollm2_config(model)
-    return made | {"limits": {**made["limits"], "body_seconds": target.body_seconds}}
+@contextmanager
+def config(target: str, seed: str, model: Path | None) -> Iterator[dict[str, Any]]:
+    """The configuration of the server; for `sse` with an upstream that runs until the end of the block."""
+    with ExitStack() as stack:
+        if target == "sse":
+            made = stack.enter_context(sse.Upstream(seed)).config()
+        else:
+            made = scripted_config() if model is None else smollm2_config(model)
+        yield made | {"limits": {**made["limits"], "body_seconds": HTTP_TARGETS[target].body_seconds}}
