@@ -12,7 +12,7 @@ LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-v
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm test-ray lint bench soak clients lock clean
+.PHONY: help serve test test-vllm test-ray lint bench soak fuzz clients lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -50,6 +50,10 @@ soak: $(VENV)/.installed-dev ## an hour of mixed load: nothing lost, memory flat
 	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m bench.soak $(ARGS)
 
+fuzz: $(VENV)/.installed-dev ## a million random requests, each answer judged; goes on where it stopped; ARGS="--seed x http"
+	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/python -m tools.fuzz --resume $(ARGS)
+
 clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one
 	@$(BIN)/python -m clients.run $(ARGS)
 
@@ -60,7 +64,7 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
 
 clean: ## remove .venv and everything else that was made here
-	@rm -rf $(VENV) $(VLLM) $(RAY) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(RAY) $(CLIENTS) dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find src tests bench clients tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

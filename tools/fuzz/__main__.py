@@ -10,7 +10,7 @@ from dragoman import sources
 from tools.fuzz.isolation import LocalRun
 from tools.fuzz.runner import HttpRun, Summary
 from tools.fuzz.servers import PROFILES
-from tools.fuzz.state import Book, commit_seed
+from tools.fuzz.state import Book
 from tools.fuzz.targets import HTTP_TARGETS, LOCAL_SHARES, SHARES, TARGETS, config
 
 REQUESTS = {"scripted": 1_000_000, "smollm2": 50_000}
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unknown target {', '.join(sorted(unknown))}; there are: {', '.join(TARGETS)}", file=sys.stderr)
         return 2
     places = () if args.folder is None else (args.folder,)
-    book = Book(args.seed or commit_seed(), *places, resume=args.resume)
+    book = Book(args.seed, *places, resume=args.resume)
     print(f"seed {book.state.seed}", flush=True)
     summaries = [
         run_target(book, engine, target, numbers, args.workers)
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(summaries))
     for signature, finding in book.findings.items():
         print(f"\n{finding.kind}, {book.counts[signature]} times: {finding.text[:400]}\n    {finding.command}")
-    return 1 if book.findings else 0
+    if not (args.only or args.targets):
+        book.finish()
+    return 1 if book.state.findings else 0
 
 
 def chosen(book: Book, engine: str, target: str, count: float, only: str | None) -> Sequence[int]:

@@ -88,7 +88,7 @@ PROFILES = {
         frozenset(),
         frozenset(),
         8,
-        60.0,
+        120.0,
     ),
 }
 
@@ -98,7 +98,9 @@ def scripted_config() -> dict[str, Any]:
 
 
 def smollm2_config(model: Path) -> dict[str, Any]:
-    entry = {"source": str(model), "context": 512, "slots": 4, "layout": "as-is", "sampling": {"max_tokens": 4}}
+    # One thread: several wait for each other at every step where the fuzzer has a core.
+    options = {"context": 512, "slots": 4, "layout": "as-is", "threads": 1, "sampling": {"max_tokens": 4}}
+    entry = {"source": str(model), **options}
     aliases = {"gpt-*": "smollm2", "claude-*": "smollm2"}
     limits = {**COMMON["limits"], "queue": 64}
     return {**COMMON, "models": {"smollm2": entry}, "default": "smollm2", "aliases": aliases, "limits": limits}

@@ -79,14 +79,17 @@ class State(msgspec.Struct):
 class Book:
     """Where progress and findings are kept."""
 
-    def __init__(self, seed: str, folder: Path = FOLDER, *, resume: bool = False) -> None:
+    def __init__(self, seed: str | None = None, folder: Path = FOLDER, *, resume: bool = False) -> None:
+        """`resume` goes on with the run that stopped; with a seed only if that run had the same."""
         self._folder = folder
         self._file = folder / "state.json"
-        self.state = State(seed)
+        self.state = State(seed or commit_seed())
         self.findings: dict[str, Finding] = {}
         self.counts: dict[str, int] = {}
         if resume and self._file.exists():
-            self.state = msgspec.json.decode(self._file.read_bytes(), type=State)
+            stopped = msgspec.json.decode(self._file.read_bytes(), type=State)
+            if seed in (None, stopped.seed):
+                self.state = stopped
 
     def next_number(self, engine: str, target: str) -> int:
         return self.state.progress.get(f"{engine}/{target}", 0)
@@ -97,6 +100,10 @@ class Book:
         temporary = self._file.with_suffix(".new")
         temporary.write_bytes(msgspec.json.encode(self.state))
         temporary.replace(self._file)
+
+    def finish(self) -> None:
+        """The run is complete: the next one begins anew."""
+        self._file.unlink(missing_ok=True)
 
     def is_known(self, finding: Finding) -> bool:
         """Whether there is one like it already; it is counted."""
