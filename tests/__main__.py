@@ -3,11 +3,9 @@
     python -m tests [arguments of pytest]
 
 Most of the others wait more than they compute, so that together the two take little longer than the longer one alone.
-What the tests with a model print comes when the others have ended. A model computes with one thread here: several would
-wait for each other at every step while the other tests have a core.
+What the tests with a model print comes when the others have ended.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,12 +13,11 @@ from typing import IO
 
 NONE_SELECTED = 5
 """What pytest exits with where its arguments select tests of the other half only."""
-ONE_THREAD = {"OMP_THREAD_LIMIT": "1"}
 
 
 def started(which: str, output: IO[str] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pytest", "-m", which, *sys.argv[1:]]
-    return subprocess.Popen(command, stdout=output, stderr=output, text=True, env=os.environ | ONE_THREAD)
+    return subprocess.Popen(command, stdout=output, stderr=output, text=True)
 
 
 def main() -> int:

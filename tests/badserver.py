@@ -42,8 +42,8 @@ Act = Literal["close", "reset", "hang"]
 """Close the connection; reset it; say nothing more until the client leaves."""
 Script = Sequence[bytes | float | Act]
 CHAT = "/v1/chat/completions"
-SILENCE = 0.4
-"""Seconds: a client of these tests waits no longer."""
+SILENCE = 0.8
+"""Seconds: a client waits no longer for a server that hangs."""
 
 
 class BadServer:
@@ -64,15 +64,21 @@ class BadServer:
         self._thread.start()
         self._server = asyncio.run_coroutine_threadsafe(
             asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self._tls), self._loop
-        ).result(10)
+        ).result(60)
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
 
     def __exit__(self, *error: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join()
         self._loop.close()
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which a client waits. A loaded machine must not make a server silent that does not hang."""
+        hangs = any("hang" in script for scripts in self.scripts.values() for script in scripts)
+        return SILENCE if hangs else 60.0
 
     @property
     def url(self) -> str:
@@ -211,7 +217,6 @@ class Row:
     made: tuple[Part, ...] | type[DragomanError] = SAID
     attempts: int = 1
     arrived: tuple[Part, ...] = field(default=())
-    within: float = 10.0
 
 
 def row(
@@ -221,9 +226,8 @@ def row(
     *then: Script,
     attempts: int = 1,
     arrived: tuple[Part, ...] = (),
-    within: float = 10.0,
 ) -> Row:
-    return Row(name, [script, *then], made, attempts, arrived, within)
+    return Row(name, [script, *then], made, attempts, arrived)
 
 
 def zipped(data: bytes) -> bytes:
@@ -307,7 +311,7 @@ ROWS = [
     row("arguments cut short", stream(call('{"x"', id="a", name="f"), finish("length")), (ToolCall("a", "f", '{"x"'),)),
     row("a reset after the finish", [*cut(HEL, LO, END), 0.05, "reset"]),
     row("cut within the usage", [*cut(HEL, LO, END, b'data: {"usage": {"pro'), "close"]),
-    row("open after the end mark", [*cut(GREETING), "hang"], within=3),
+    row("open after the end mark", [*cut(GREETING), "hang"]),
     # streams that fail
     row("no finish", stream(HEL), StreamCutOff, arrived=LOST),
     row("an end mark without a finish", stream(HEL, DONE), StreamCutOff, arrived=LOST),
@@ -318,10 +322,10 @@ ROWS = [
     row("nothing after the head", [STREAM_HEAD, "close"], StreamCutOff),
     row("a chunk that lies", [*cut(HEL), b"zz\r\n", "close"], StreamCutOff, arrived=LOST),
     row("less than the length", [head(content_length="900") + HEL, "close"], StreamCutOff, arrived=LOST),
-    row("silence in the middle", [*cut(HEL), "hang"], StreamCutOff, arrived=LOST, within=3),
+    row("silence in the middle", [*cut(HEL), "hang"], StreamCutOff, arrived=LOST),
     row("an error frame", stream(HEL, frame({"error": {"message": "boom"}}), DONE), ServerFailed, arrived=LOST),
     row("an error in one piece", stream(HEL + frame({"error": "boom"})), ServerFailed, arrived=LOST),
-    row("an error, then silence", [*cut(HEL, frame({"error": "boom"})), "hang"], ServerFailed, arrived=LOST, within=3),
+    row("an error, then silence", [*cut(HEL, frame({"error": "boom"})), "hang"], ServerFailed, arrived=LOST),
     row("an error line", stream(HEL, b'error: {"code": 500, "message": "boom"}\n\n'), ServerFailed, arrived=LOST),
     row("too long, in a frame", stream(frame({"error": {"message": "maximum context length is 9"}})), ContextTooLong),
     row("a finish that is none", stream(HEL, finish("error")), BadAnswer, arrived=LOST),
@@ -333,7 +337,7 @@ ROWS = [
         arrived=(ToolCall("a", "f", '{"x"'),),
     ),
     row("gzip that is none", [GZIP_HEAD, chunk(b"not gzip at all"), LAST], BadAnswer),
-    row("blanks without end", [ZIPPED_HEAD, *BLANKS, LAST], BadAnswer, within=5),
+    row("blanks without end", [ZIPPED_HEAD, *BLANKS, LAST], BadAnswer),
     row("blanks in a stream", [GZIP_HEAD, chunk(zipped(HEL + b"\n" * 4_000_000)), LAST], BadAnswer, arrived=LOST),
     row("comments without end", [GZIP_HEAD, chunk(zipped(HEL + b": x\n" * 900_000)), LAST], BadAnswer, arrived=LOST),
     row("packed twice", [head(content_encoding="gzip, gzip", content_length=str(len(TWICE))) + TWICE], BadAnswer),
@@ -357,7 +361,7 @@ ROWS = [
     row("half a head", [b"HTTP/1.1 200 O", "close"], Unreachable),
     row("closed before the head", ["close"], Unreachable),
     row("reset before the head", [0.05, "reset"], Unreachable),
-    row("silence before the head", ["hang"], AnswerTimeout, within=3),
+    row("silence before the head", ["hang"], AnswerTimeout),
     # errors, and who is asked again
     row("429, then a reply", refused("429 Too Many"), SAID, HELLO, attempts=2),
     row("429 with Retry-After", refused("429 Too Many", **SOON), SAID, HELLO, attempts=2),

@@ -1,7 +1,9 @@
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from dragoman import sources
@@ -10,6 +12,18 @@ from tests.serving import Running, serving
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background makes them deaf to it, and with them every process they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For llama.cpp, which is loaded later. Its threads wait for each other at every step, even when others have the cores.
+os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+
+# How long an example takes says nothing on a machine that does other work.
+hypothesis.settings.register_profile(
+    "any-speed",
+    parent=hypothesis.settings.default,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("any-speed")
 
 REAL_MODELS = ("smollm2_path", "minilm_path", "smol")
 """Fixtures of tests that compute with a real model; a parameter may name one, too."""

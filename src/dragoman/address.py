@@ -12,6 +12,7 @@ Rules
 import base64
 import ipaddress
 import re
+from collections.abc import Iterable
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import msgspec
@@ -20,6 +21,8 @@ from dragoman.errors import ConfigError
 
 DEFAULT = "http://127.0.0.1:8000"
 _VERSION = re.compile(r"/v\d+[a-z0-9]*(/|$)")
+LEAST_SECRET = 8
+"""Characters. What is shorter is a placeholder, or appears in texts by chance."""
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
@@ -66,6 +69,19 @@ def _login(parts: SplitResult) -> str | None:
         return None
     told = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return f"Basic {base64.b64encode(told.encode()).decode()}"
+
+
+def secrets_in(url: str, key: str | None) -> tuple[str, ...]:
+    """What must not be repeated of a server's address and key. Words such as `none` are not secrets."""
+    password = urlsplit(url).password or ""
+    every = (key, (site(url).login or "").removeprefix("Basic "), password, unquote(password))
+    return tuple(secret for secret in every if secret and len(secret) >= LEAST_SECRET)
+
+
+def hidden(text: str, secrets: Iterable[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
 
 
 def public(text: str) -> str:

@@ -2,7 +2,7 @@
 
     DragomanError
     ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
-    │                     InvalidConfig, InvalidSchema, ThreadUnsupported, UnsupportedParameter
+    │                     InvalidConfig, InvalidSchema, RequestRefused, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
     ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
@@ -94,6 +94,12 @@ class InvalidConfig(BadRequest):
 
 class InvalidSchema(BadRequest):
     code = "invalid_schema"
+
+
+class RequestRefused(BadRequest):
+    """The engine's process died of this request before."""
+
+    code = "request_refused"
 
 
 class ThreadUnsupported(BadRequest):

@@ -31,6 +31,7 @@ from pathlib import Path
 import msgspec
 
 from dragoman import hub
+from dragoman.address import public
 from dragoman.download import Wanted, bring, digest_of, is_sound, is_whole, place_of, split_hash
 from dragoman.errors import ConfigError
 from dragoman.gguf import PART, parts_of, read_metadata
@@ -209,7 +210,7 @@ def _wanted(plain: str, sha256: str | None, folder: Path) -> Wanted:
 
 def _existing(source: str) -> Path:
     if "://" in source:
-        raise ConfigError(f"{source}: an address begins with https: or http:")
+        raise ConfigError(f"{public(source)}: an address begins with https: or http:")
     path = Path(source).expanduser()
     if path.is_dir():
         if is_model_folder(path):

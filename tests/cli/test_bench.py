@@ -99,7 +99,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None
         if "1 at once" in line:
             break
     process.send_signal(signal.SIGINT)
-    output, rest = process.communicate(timeout=30)
+    output, rest = process.communicate(timeout=60)
     assert (process.returncode, rest) == (130, "")
     assert output.splitlines()[2].split()[:3] == ["2", "2", "0"]
 
@@ -116,7 +116,7 @@ def test_ctrl_c_before_anything_was_measured(tmp_path: Path, server: Running) ->
     assert process.stderr is not None
     assert process.stderr.readline() == "warming up slow\n"
     process.send_signal(signal.SIGINT)
-    output, rest = process.communicate(timeout=30)
+    output, rest = process.communicate(timeout=60)
     assert (process.returncode, output, rest) == (130, "", "stopped before anything was measured\n")
 
 

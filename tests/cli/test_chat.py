@@ -61,7 +61,7 @@ class Terminal:
         self.process = process
         self.shown = ""
 
-    def see(self, words: str, seconds: float = 20) -> str:
+    def see(self, words: str, seconds: float = 60) -> str:
         """All that is new up to these words."""
         deadline = time.monotonic() + seconds
         while words not in self.shown:
@@ -162,7 +162,7 @@ def test_a_terminal(tmp_path: Path, server: Running) -> None:
         assert "maximum context length" in screen.ask("hello, this is too long", "has")
         screen.ask("one \\\rtwo", "has")
         screen.type("/quit\r")
-        assert screen.process.wait(10) == 0
+        assert screen.process.wait(60) == 0
     history = (tmp_path / "home" / "chat_history").read_text()
     assert "the weather?" in history
     saved = json.loads((tmp_path / "talk.json").read_text())
@@ -188,7 +188,7 @@ def test_an_answer_can_be_stopped(tmp_path: Path, server: Running) -> None:
         assert "Hmm." in shown
         assert not re.search(r"\x1b\[[012]m", shown)
         screen.type("\x04")
-        assert screen.process.wait(10) == 0
+        assert screen.process.wait(60) == 0
 
 
 def test_a_reader_who_has_enough(server: Running, tmp_path: Path) -> None:

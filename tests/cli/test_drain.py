@@ -37,9 +37,8 @@ def drained(house: House, folder: Path, *arguments: str) -> list[dict[str, Any]]
 
 def asked(house: House) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    answer = httpx.post(
-        f"{house.front.url}/v1/chat/completions", json=body, headers={"authorization": "Bearer k"}, trust_env=False
-    )
+    url, headers = f"{house.front.url}/v1/chat/completions", {"authorization": "Bearer k"}
+    answer = httpx.post(url, json=body, headers=headers, trust_env=False, timeout=60)
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
 
 

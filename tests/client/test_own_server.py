@@ -228,7 +228,7 @@ def test_the_same_asynchronously(server: Running, protocol: Any) -> None:
 
 
 def test_calls_run_at_the_same_time(server: Running) -> None:
-    together = threading.Barrier(2, timeout=5)
+    together = threading.Barrier(2, timeout=60)
 
     def meet(city: str) -> str:
         together.wait()
@@ -250,14 +250,14 @@ def test_calls_run_at_the_same_time(server: Running) -> None:
 
     with Client(server.url, model="agent", api_key="secret") as client:
         assert client.run("weather?", tools=[meet]).text == "Sunny, then rain."
-    assert asyncio.run(asyncio.wait_for(ask(), 10)) == "Sunny, then rain."
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == "Sunny, then rain."
 
 
 def test_who_leaves_frees_the_model(server: Running) -> None:
     with Client(server.url, model="slow", api_key="secret") as client:
         with client.stream("hello") as events:
             next(events)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not any(record.get("model") == "slow" for record in records(server.event_log)):
             assert time.monotonic() < deadline
             time.sleep(0.05)

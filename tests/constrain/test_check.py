@@ -35,9 +35,9 @@ def test_what_was_not_enforced_is_looked_at(schema: dict[str, Any], good: bytes,
 
 def test_a_pattern_that_takes_forever_is_let_go() -> None:
     check = Check("answer", {"pattern": "^(?=a)(a|aa)+$"}, "here")
-    begun = time.monotonic()
+    begun = time.process_time()
     assert warnings([check], [("answer", b'"' + b"a" * 60 + b'!"')]) == ()
-    assert time.monotonic() - begun < 2
+    assert time.process_time() - begun < 4
 
 
 def test_what_cannot_be_looked_at_is_not_called_wrong() -> None:

@@ -1,9 +1,9 @@
 """Grammars over a vocabulary: how long they take, how much is kept, and what hostile ones cost."""
 
 import json
+import random
 import resource
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from dragoman.constrain import compiled
 from dragoman.constrain.compiled import MOST_GRAMMARS, Grammars, Guide
 from dragoman.constrain.grammar import Shape, shape
 from dragoman.constrain.schema import inline
-from dragoman.conversation import Constraint, GenerationRequest, Grammar, JsonSchema, Regex, Tool, ToolChoice
-from dragoman.errors import DragomanError, EngineFailed, InvalidSchema
+from dragoman.constrain.trial_server import CPU_SECONDS
+from dragoman.conversation import Constraint, GenerationRequest, Grammar, JsonSchema, OneOf, Regex, Tool, ToolChoice
+from dragoman.errors import EngineFailed, InvalidSchema
 from dragoman.formats import FORMATS
 from tests.constrain.matching import END, speaker, tokenizer, tokens
 
@@ -42,15 +43,11 @@ def agent_tools() -> tuple[Tool, ...]:
 def test_the_tools_of_a_coding_agent_compile_together_in_no_time(kind: str, mode: Any) -> None:
     tools, kept = agent_tools(), grammars()
     assert len(tools) == 24
-    begun = time.monotonic()
+    begun = time.process_time()
     made = shaped(kind, tools=tools, tool_choice=ToolChoice(mode))
     kept.guide(made.grammar, made.param)
-    assert time.monotonic() - begun < 2
-    begun = time.monotonic()
-    again = shaped(kind, tools=tools, tool_choice=ToolChoice(mode))
-    kept.guide(again.grammar, again.param)
-    assert time.monotonic() - begun < 0.2
-    assert len(kept.kept) == 1
+    assert time.process_time() - begun < CPU_SECONDS
+    assert shaped(kind, tools=tools, tool_choice=ToolChoice(mode)).grammar == made.grammar
 
 
 def test_all_of_an_agents_keywords_are_enforced_in_json() -> None:
@@ -109,11 +106,11 @@ def test_many_different_schemas_leave_memory_flat() -> None:
             made = shaped("hermes", constraint=JsonSchema(schema))
             kept.guide(made.grammar, made.param)
 
-    compile_some(0, 600)
+    compile_some(0, 300)
     before = resident()
-    compile_some(600, 1000)
+    compile_some(300, 700)
     assert resident() - before < 32
-    assert kept.kept.size < compiled.MOST_TEXT
+    assert kept.kept.size < compiled.MOST_BYTES
 
 
 def resident() -> float:
@@ -123,103 +120,58 @@ def resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
-def members(count: int, schema: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{at}": schema for at in range(count)}}
-
-
-HOSTILE: dict[str, Constraint] = {
-    "many properties": JsonSchema({"type": "object", "properties": {f"o{at}": members(900, {}) for at in range(4)}}),
-    "long enum": JsonSchema({"enum": ["x" * 20 + str(at) for at in range(8000)]}),
-    "long text": JsonSchema({"const": "x" * 200_000}),
-    "huge": JsonSchema({"const": "x" * 1_000_000}),
-    "repeats": JsonSchema({"type": "string", "pattern": "^(a{1000}){1000}$"}),
-    "backtracking": JsonSchema({"type": "string", "pattern": "(a+)+b"}),
-    "heavy patterns": JsonSchema(
-        members(60, {"type": "string", "pattern": "(.*a.{1,400}b|[a-z]{9}c.*d{5,500})*x{1,900}"})
-    ),
-    "divisors": JsonSchema({"allOf": [{"type": "integer", "multipleOf": 9967 - at} for at in range(30)]}),
-    "products": JsonSchema(
-        {"allOf": [{"anyOf": [members(1, {"const": [at, other]}) for other in range(8)]} for at in range(7)]}
-    ),
-    "references": JsonSchema(
-        {
-            "$defs": {
-                f"d{at}": {
-                    "type": "object",
-                    "properties": {f"r{other}": {"$ref": f"#/$defs/d{at * other % 60}"} for other in range(60)},
-                }
-                for at in range(60)
-            },
-            "$ref": "#/$defs/d0",
-        }
-    ),
-    "a chain of references": JsonSchema(
-        {"$defs": {f"d{at}": {"$ref": f"#/$defs/d{(at + 1) % 900}"} for at in range(900)}, "$ref": "#/$defs/d0"}
-    ),
-    "nested counts": JsonSchema({"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}),
-    "long strings": JsonSchema({"type": "string", "minLength": 10**9}),
-    "expression": Regex("(.*a.{500})*(b.{900}c)*d"),
-    "deep expression": Regex("(" * 2000 + "a" + ")" * 2000),
-    "deep grammar": Grammar("start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
-    "ambiguous grammar": Grammar('start: s\ns: s s | s s s | "a" | ""'),
-    "repeating grammar": Grammar('start: A\nA: B{9999}\nB: C{9999}\nC: "x"{9999}'),
-    "endless grammar": Grammar('start: a\na: a "x"'),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_shapes_cost_little_and_hold_nobody_up(name: str) -> None:
-    waits = Waits()
-    # Of the processor's time: what else the machine does is not the shape's fault.
-    begun = time.process_time()
-    try:
-        made = shaped("hermes", constraint=HOSTILE[name])
-        guide = grammars().guide(made.grammar, made.param)
-        for _ in range(20):
-            allowed = guide.allowed(END + 1)
-            guide.take(next(token for token in (*b'"{[ax:1', *range(END)) if allowed[token]))
-    except (StopIteration, DragomanError) as error:
-        assert not isinstance(error, DragomanError) or isinstance(error, InvalidSchema | EngineFailed)  # noqa: PT017
-    assert time.process_time() - begun < 2
-    assert waits.longest() < 0.5
-
-
-class Waits(threading.Thread):
-    """Another thread, and how long it was kept from running."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most = 0.0
-        self.done = False
-        self.start()
-
-    def run(self) -> None:
-        last = time.monotonic()
-        while not self.done:
-            time.sleep(0.001)
-            now = time.monotonic()
-            self.most = max(self.most, now - last)
-            last = now
-
-    def longest(self) -> float:
-        self.done = True
-        self.join()
-        return self.most
-
-
 def test_a_reply_whose_masks_take_too_long_is_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "SPARE_SECONDS", -1.0)
     guide = grammars().guide(f"start: {inline({'type': 'object'})}", "here")
     guide.take(ord("{"))
-    with pytest.raises(EngineFailed, match="too complex"):
-        guide.allowed(END + 1)
-
-
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "COMPILE_SECONDS", -1.0)
     with pytest.raises(InvalidSchema, match="too complex") as raised:
-        grammars().guide('start: "a"', "response_format")
-    assert raised.value.param == "response_format"
+        guide.allowed(END + 1)
+    assert raised.value.param == "here"
+
+
+BRANCHING = Regex("|".join(f"(.*{letter}.{{{20 + at}}})" for at, letter in enumerate("abc")))
+"""Almost every text leads to a state of its own."""
+
+
+def follow_random_text(guide: Guide, count: int) -> None:
+    chance = random.Random(1)
+    for _ in range(count):
+        guide.take(chance.choice([token for token in b"abcdefgh" if guide.allowed(END + 1)[token]]))
+
+
+def test_grammar_that_becomes_too_complex_is_the_callers_mistake_and_spoils_no_later_reply() -> None:
+    made, kept = shaped("hermes", constraint=BRANCHING), grammars()
+    with pytest.raises(InvalidSchema, match="too many states") as raised:
+        follow_random_text(kept.guide(made.grammar, "guided_regex"), 200_000)
+    assert raised.value.param == "guided_regex"
+    follow_random_text(kept.guide(made.grammar, "guided_regex"), 50)
+
+
+def test_ambiguous_grammar_fails_its_reply_before_it_has_held_up_others() -> None:
+    made = shaped("hermes", constraint=Grammar('start: s\ns: s s | s s s | /[a-z]/ | " " | ""'))
+    guide = grammars().guide(made.grammar, made.param)
+    begun = time.thread_time()
+    with pytest.raises(InvalidSchema, match="too complex"):
+        walk_through(guide, "the reply goes on and on" * 100)
+    # Reading every token again costs more and more: taking them counts as well as masks do.
+    assert time.thread_time() - begun < 2 * compiled.SPARE_SECONDS + guide.tokens * compiled.TOKEN_SECONDS
+
+
+@pytest.mark.parametrize("count", [1, 2_001, 10_000])
+def test_reply_is_one_of_many_choices(count: int) -> None:
+    made = shaped("hermes", constraint=OneOf(tuple(f"choice {at}" for at in range(count))))
+    guide = grammars().guide(made.grammar, made.param)
+    walk_through(guide, f"choice {count - 1}")
+    assert guide.accepting
+    assert not guide.lets(tokens("x"))
+
+
+def test_empty_choice_is_a_choice() -> None:
+    for choices in (("",), ("", "a")):
+        made = shaped("hermes", constraint=OneOf(choices))
+        guide = grammars().guide(made.grammar, made.param)
+        assert guide.accepting
+        assert guide.lets(tokens("a")) == ("a" in choices)
 
 
 @pytest.mark.parametrize(

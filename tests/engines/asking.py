@@ -9,14 +9,14 @@ import httpx
 
 from dragoman.config import ModelSpec, Settings
 from dragoman.server.app import App, create_app
-from tests.badserver import SILENCE, BadServer
+from tests.badserver import BadServer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 
 
 def upstream_app(*urls: str | Mapping[str, Any], **options: Any) -> App:
-    given = {"urls": list(urls), "protocol": "chat", "silence_seconds": SILENCE, "health_seconds": 0} | options
+    given = {"urls": list(urls), "protocol": "chat", "health_seconds": 0} | options
     return create_app(settings=Settings(models=(ModelSpec("m", "upstream", options=given),)))
 
 

@@ -99,7 +99,7 @@ async def idle(engine: LlamaEngine) -> None:
     """Until the runner has nothing left; every sequence is then nobody's."""
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not scheduler.idle:  # noqa: ASYNC110  (it becomes so in another thread)
             await asyncio.sleep(0.01)
     assert not scheduler.sequences.taken
@@ -110,6 +110,6 @@ async def reading(engine: LlamaEngine) -> None:
     """Until the first part of a prompt is in memory."""
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not any(slot.done for slot in list(scheduler.slots.values())):  # noqa: ASYNC110  (as above)
             await asyncio.sleep(0.001)

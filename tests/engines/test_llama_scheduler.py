@@ -11,7 +11,7 @@ from dragoman.engines.llama.scheduler import Job, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy, Trim
 from tests.engines.world import WRONG, World, chunks_of
 
-SCHEDULES = 10_000
+SCHEDULES = 5_000
 
 LONG = [tuple(range(90)), (*range(50), *range(90, 200)), (*range(120), 7, 7, 7)]
 

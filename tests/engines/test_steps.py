@@ -78,7 +78,7 @@ def with_engine(request: pytest.FixtureRequest) -> Callable[[Callable[[Engine], 
             engine = request.param()
             await engine.start()
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     await test(engine)
             finally:
                 await engine.stop()
@@ -143,7 +143,7 @@ def test_what_cannot_be_sent_of_a_step_fails_its_own_request() -> None:
         assert isinstance(engine, WorkerEngine)
         await engine.start()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 words = ["undisturbed", "un#ble", "neither", "#" * 10**6, "one!", "x"]
                 told = await asyncio.gather(*(spelt(engine, word) for word in words), return_exceptions=True)
                 assert [told[at] for at in (0, 2, 5)] == [letters(words[at]) for at in (0, 2, 5)]

@@ -349,7 +349,7 @@ def test_to_leave_ends_it_over_there(server: BadServer) -> None:
         assert [type(event) for event in first] == [Started, TextDelta]
         assert engine.states()[0].running == 1
         await events.aclose()
-        assert await asyncio.to_thread(server.left.wait, 2)
+        assert await asyncio.to_thread(server.left.wait, 60)
         assert engine.states()[0].running == 0
         await engine.stop()
 
@@ -397,12 +397,13 @@ def test_a_whole_reply_begins_again_elsewhere(
     server.play(broken)
     other.play(HELLO)
     urls = (server.url, {"url": other.url, "rank": 1})
-    answer = ask(upstream_app(*urls), stop=stop)
+    silence = server.silence
+    answer = ask(upstream_app(*urls, silence_seconds=silence), stop=stop)
     assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "Hello")
-    assert "Hel" in ask(upstream_app(*urls), stream=True).text
+    assert "Hel" in ask(upstream_app(*urls, silence_seconds=silence), stream=True).text
     assert len(other.requests[CHAT]) == 1
     server.play(broken)
-    several = ask(upstream_app(*urls), n=3).json()["choices"]
+    several = ask(upstream_app(*urls, silence_seconds=silence), n=3).json()["choices"]
     assert [choice["message"]["content"] for choice in several] == ["Hello"] * 3
 
 

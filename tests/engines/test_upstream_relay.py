@@ -17,12 +17,16 @@ REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),
 DIGITS = [delta(content=str(digit)) for digit in range(10)]
 
 
-def with_engine(server: BadServer, use: Callable[[UpstreamEngine], Awaitable[None]]) -> None:
+def with_engine(
+    server: BadServer, use: Callable[[UpstreamEngine], Awaitable[None]], silence: float | None = None
+) -> None:
+    silence = silence or server.silence
+
     async def used() -> None:
-        options = UpstreamOptions(url=server.url, protocol="chat", health_seconds=0, silence_seconds=SILENCE)
+        options = UpstreamOptions(url=server.url, protocol="chat", health_seconds=0, silence_seconds=silence)
         engine = UpstreamEngine("m", options)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await use(engine)
             assert engine.states()[0].running == 0
         finally:
@@ -31,7 +35,9 @@ def with_engine(server: BadServer, use: Callable[[UpstreamEngine], Awaitable[Non
     asyncio.run(used())
 
 
-def told(server: BadServer, *scripts: Script, listener: Listener | None = None) -> list[Event]:
+def told(
+    server: BadServer, *scripts: Script, listener: Listener | None = None, silence: float | None = None
+) -> list[Event]:
     """All events of one reply; whatever comes of it is raised after them."""
     events: list[Event] = []
 
@@ -43,7 +49,7 @@ def told(server: BadServer, *scripts: Script, listener: Listener | None = None) 
         await engine.tell(REQUEST, note)
 
     server.play(*scripts)
-    with_engine(server, ask)
+    with_engine(server, ask, silence)
     return events
 
 
@@ -98,7 +104,7 @@ def test_what_a_listener_raises_ends_it_and_is_nobody_elses_fault(server: BadSer
     slowly = [part for digit in DIGITS[: last + 1] for part in (0.005, digit)]
     with pytest.raises(BadRequest, match="enough"):
         told(server, [*cut(*slowly), "hang"], listener=listener)
-    assert server.left.wait(2)
+    assert server.left.wait(60)
 
 
 def test_to_cancel_it_ends_it_over_there(server: BadServer) -> None:
@@ -112,7 +118,7 @@ def test_to_cancel_it_ends_it_over_there(server: BadServer) -> None:
         telling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await telling
-        assert await asyncio.to_thread(server.left.wait, 2)
+        assert await asyncio.to_thread(server.left.wait, 60)
 
     with_engine(server, leave)
 
@@ -130,7 +136,7 @@ def test_what_came_is_told_before_it_fails(server: BadServer, act: str) -> None:
 def test_a_slow_stream_is_no_silence(server: BadServer) -> None:
     """As long as something comes in time, however long it takes in all."""
     slowly = [part for digit in DIGITS for part in (digit, SILENCE / 4)]
-    assert text(told(server, stream(*slowly, END, DONE))) == "0123456789"
+    assert text(told(server, stream(*slowly, END, DONE), silence=SILENCE)) == "0123456789"
 
 
 def test_the_connection_is_used_again(server: BadServer) -> None:

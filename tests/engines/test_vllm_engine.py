@@ -279,7 +279,7 @@ def test_an_engine_process_that_dies_before_it_serves_has_not_started(tmp_path: 
         given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", 8)}, "args": {"dies_in": dies_in}}
         made = WorkerEngine("vllm", "m", given)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 with pytest.raises(ModelFailed):
                     await made.start()
         finally:

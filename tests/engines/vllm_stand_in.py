@@ -34,7 +34,7 @@ async def engine(kind: str = "vllm", args: dict[str, Any] | None = None, **optio
 
 def with_engine(test: Callable[[WorkerEngine], Awaitable[None]], kind: str = "vllm", **options: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), engine(kind, **options) as made:
+        async with asyncio.timeout(100), engine(kind, **options) as made:
             await test(made)
 
     asyncio.run(main())
@@ -75,7 +75,7 @@ def engine_process(made: WorkerEngine) -> int:
 
 
 async def gone(pid: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while _runs(pid):  # noqa: ASYNC110 (another process ends)
             await asyncio.sleep(0.02)
 

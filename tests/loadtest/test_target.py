@@ -77,7 +77,7 @@ def reply(body: bytes, status: str = "200 OK") -> bytes:
     return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), len(body), body)
 
 
-def asking(answer: Answer, ask: Callable[[Target], Awaitable[T]], silence_seconds: float = 5) -> T:
+def asking(answer: Answer, ask: Callable[[Target], Awaitable[T]], silence_seconds: float = 60) -> T:
     """What becomes of it against a server that gives this answer to every request; it is told which one it is."""
 
     async def scenario() -> T:

@@ -22,31 +22,34 @@ def smol(smollm2: Running) -> Iterator[Asking]:
         yield Asking(client, smollm2, "smollm2")
 
 
+TIGHT = {
+    "echo": {"engine": "scripted", "slots": 1, "chunk": 1000},
+    # Ten minutes: a test that has to wait for the end of the reply does not pass.
+    "slow": {"engine": "scripted", "slots": 1, "tokens_per_second": 20, "replies": [{"output": "tick" * 12_000}]},
+    "slow-to-start": {"engine": "scripted", "slots": 1, "prefill_seconds": 600},
+    "in-worker": {
+        "engine": "scripted",
+        "slots": 1,
+        "tokens_per_second": 20,
+        "crash_after": 100_000,
+        "replies": [{"output": "tick" * 12_000}],
+    },
+}
+TIGHT_LIMITS = {"header_bytes": HEADER_BYTES, "body_bytes": BODY_BYTES, "queue": 1}
+
+
 @pytest.fixture(scope="session")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose limits are near. Every model has one slot, and one more request may wait."""
-    config = {
-        "models": {
-            "echo": {"engine": "scripted", "slots": 1, "chunk": 1000},
-            "slow": {"engine": "scripted", "slots": 1, "tokens_per_second": 20, "replies": [{"output": "tick" * 400}]},
-            "slow-to-start": {"engine": "scripted", "slots": 1, "prefill_seconds": 1.5},
-            "in-worker": {
-                "engine": "scripted",
-                "slots": 1,
-                "tokens_per_second": 20,
-                "crash_after": 100_000,
-                "replies": [{"output": "tick" * 400}],
-            },
-        },
-        "limits": {
-            "header_bytes": HEADER_BYTES,
-            "body_bytes": BODY_BYTES,
-            "body_seconds": 1,
-            "write_seconds": 1,
-            "queue": 1,
-        },
-    }
-    with serving(tmp_path_factory.mktemp("tight"), config) as running:
+    """A server with low limits. Every model has one slot, and one more request may wait."""
+    with serving(tmp_path_factory.mktemp("tight"), {"models": TIGHT, "limits": TIGHT_LIMITS}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The same server where a client has one second to send a request and one to read more of the response."""
+    limits = TIGHT_LIMITS | {"body_seconds": 1, "write_seconds": 1}
+    with serving(tmp_path_factory.mktemp("impatient"), {"models": TIGHT, "limits": limits}) as running:
         yield running
 
 

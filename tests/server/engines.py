@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -110,14 +111,14 @@ class ShowingFromAfar(Showing):
 
 class WeightyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mebibytes: int = 1
-    load_seconds: float = 0
+    hold: str = ""
     pace: float = 0.01
     words: int = 5
     slots: int = 4
 
 
 class Weighty(Engine):
-    """Takes memory, in a process of its own, and time: to load, and for each word."""
+    """Takes memory, in a process of its own, and time for each word. It is not loaded while the file `hold` exists."""
 
     Options = WeightyOptions
 
@@ -141,9 +142,9 @@ class Weighty(Engine):
 
     async def start(self) -> None:
         self.weight = b"x" * (self.options.mebibytes << 20)
-        for step in range(10):
-            self.progress = step / 10
-            await asyncio.sleep(self.options.load_seconds / 10)
+        self.progress = 0.5
+        while self.options.hold and Path(self.options.hold).exists():  # noqa: ASYNC110, ASYNC240 (a test removes it)
+            await asyncio.sleep(0.01)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         if request.last_user_text == "die":

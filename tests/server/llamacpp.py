@@ -30,10 +30,10 @@ def llamacpp(model: Path) -> Iterator[str]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", url: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(url, trust_env=False).status_code == 200:
+            if httpx.get(url, trust_env=False, timeout=60).status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -60,7 +60,7 @@ class Asking:
         return text
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        response = httpx.post(self.running.url + path, json=body, trust_env=False)
+        response = httpx.post(self.running.url + path, json=body, trust_env=False, timeout=60)
         assert response.is_success, response.text
         return response.json()
 

@@ -19,11 +19,13 @@ SMALLEST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {
 
 JSON_BODY = {"content-type": "application/json"}
 STREAM_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+PATIENCE = 60.0
+"""Seconds to wait for what must happen. A loaded machine may need many of them; success returns at once."""
 
 
 @contextmanager
 def talking(running: Running, headers: Mapping[str, str] | None = None) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, trust_env=False, timeout=30, headers=headers) as client:
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=PATIENCE, headers=headers) as client:
         yield client
 
 
@@ -83,29 +85,44 @@ class Answer:
 
 
 def connect(running: Running) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", running.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE)
 
 
-def raw(running: Running, data: bytes, patience: float = 2.0) -> Answer:
+def raw(running: Running, data: bytes, quiet: float = 20.0) -> Answer:
     with connect(running) as sock:
         sock.sendall(data)
-        return read(sock, patience)
+        return read(sock, quiet)
 
 
-def read(sock: socket.socket, patience: float = 2.0) -> Answer:
-    """What comes until the connection is closed, or until nothing came for a while."""
-    sock.settimeout(patience)
+def read(sock: socket.socket, quiet: float = 20.0) -> Answer:
+    """Everything up to the end of the connection, or the first whole response and what follows it until `quiet`
+    seconds pass without data. With 0 the response alone."""
     received, closed = bytearray(), False
     try:
-        while piece := sock.recv(65536):
+        while not (whole := _is_whole(received)) or quiet:
+            sock.settimeout(quiet if whole else PATIENCE)
+            if not (piece := sock.recv(65536)):
+                closed = True
+                break
             received += piece
-        closed = True
     except TimeoutError:
-        pass
+        assert whole, f"no whole response within {PATIENCE} s: {bytes(received[-200:])!r}"
     except ConnectionResetError:
         closed = True
     head, _, body = bytes(received).partition(b"\r\n\r\n")
     return Answer(head, body, closed)
+
+
+def _is_whole(received: bytearray) -> bool:
+    """Whether a response has arrived completely, by its Content-Length or its last chunk."""
+    end = received.find(b"\r\n\r\n")
+    if end < 0:
+        return False
+    lines = bytes(received[:end]).lower().split(b"\r\n")
+    if b"transfer-encoding: chunked" in lines:
+        return received.endswith(b"\r\n0\r\n\r\n")
+    length = next((int(line[16:]) for line in lines if line.startswith(b"content-length: ")), None)
+    return length is not None and len(received) >= end + 4 + length
 
 
 def request_bytes(path: str, body: Mapping[str, Any], *headers: str) -> bytes:
@@ -121,7 +138,7 @@ def sent(running: Running, path: str, /, **fields: Any) -> socket.socket:
     return sock
 
 
-def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -130,7 +147,18 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
-def recorded(running: Running, seconds: float = 3.0, **wanted: Any) -> list[dict[str, Any]]:
+def under_way(running: Running, model: str, count: int = 1, waiting: int = 0) -> None:
+    """Wait until the model serves so many requests, and so many more wait for it."""
+    with talking(running) as client:
+
+        def counts() -> tuple[int, int]:
+            model_stats = client.get("/stats").json()["models"][model]
+            return model_stats["running"], model_stats["waiting"]
+
+        assert eventually(lambda: counts() == (count, waiting)), counts()
+
+
+def recorded(running: Running, seconds: float = PATIENCE, **wanted: Any) -> list[dict[str, Any]]:
     """The records of the event log that have these values; one is waited for."""
 
     def found() -> list[dict[str, Any]]:

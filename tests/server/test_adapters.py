@@ -50,7 +50,7 @@ def said(reply: dict[str, Any]) -> str:
 
 
 def test_all_are_listed(served: Running) -> None:
-    listed = httpx.get(f"{served.url}/v1/models", trust_env=False).json()["data"]
+    listed = httpx.get(f"{served.url}/v1/models", trust_env=False, timeout=60).json()["data"]
     assert [model["id"] for model in listed] == ["smollm2", "smollm2-chance", "smollm2-mute"]
     assert len({(model["state"], model["max_model_len"], model["format"]) for model in listed}) == 1
 
@@ -86,7 +86,7 @@ def test_the_weights_are_there_once(served: Running, smollm2_path: Path) -> None
 
 
 def test_their_memory_counts_once(served: Running) -> None:
-    told = httpx.get(f"{served.url}/admin/models", trust_env=False).json()
+    told = httpx.get(f"{served.url}/admin/models", trust_env=False, timeout=60).json()
     memory = [model["memory"] for model in told["data"]]
     assert len(memory) == 3
     assert told["used"] == pytest.approx(memory[0], rel=0.05)

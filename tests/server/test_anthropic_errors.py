@@ -31,10 +31,10 @@ def strained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         "busy": {"engine": "scripted", "slots": 1, "tokens_per_second": 10, "replies": [{"output": "tick " * 400}]},
         "short": {"engine": "scripted", "context": 20},
         "short-from-afar": {"engine": "scripted", "context": 20, "crash_after": 1000},
-        "slow-to-start": {"engine": "scripted", "prefill_seconds": 0.6},
+        "slow-to-start": {"engine": "scripted", "prefill_seconds": 1},
         "blind": {"engine": "tests.server.engines:Calling"},
     }
-    limits = {"queue": 0, "stall_seconds": 1.5, "body_bytes": 10_000, "keepalive_seconds": 0.3, "header_bytes": 4096}
+    limits = {"queue": 0, "stall_seconds": 2, "body_bytes": 10_000, "keepalive_seconds": 0.3, "header_bytes": 4096}
     config = {"models": models, "default": "echo", "api_keys": [KEY], "limits": limits}
     with serving(tmp_path_factory.mktemp("strained"), config) as running:
         yield running

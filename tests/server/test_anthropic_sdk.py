@@ -205,7 +205,9 @@ def test_models(client: Anthropic) -> None:
 
 
 def test_bodies_are_of_the_types_of_the_sdk(running: Running) -> None:
-    with httpx.Client(base_url=running.url, trust_env=False, headers={"anthropic-version": "2026-10-21"}) as http:
+    with httpx.Client(
+        base_url=running.url, trust_env=False, timeout=60, headers={"anthropic-version": "2026-10-21"}
+    ) as http:
         asking = ASKING | {"tools": TOOLS}
         whole = http.post("/v1/messages", json=asking).content
         assert len(validated(Message, whole).content) == 3

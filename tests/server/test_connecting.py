@@ -61,7 +61,7 @@ def test_tls(tmp_path: Path) -> None:
     with serving_at(
         tmp_path,
         config,
-        lambda port: httpx.Client(base_url=f"https://localhost:{port}", verify=trusted, trust_env=False),
+        lambda port: httpx.Client(base_url=f"https://localhost:{port}", verify=trusted, trust_env=False, timeout=60),
     ) as (
         running,
         client,
@@ -95,7 +95,7 @@ def listened_on(path: Path) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(path)) == 0
 
-    return eventually(listens, 30)
+    return eventually(listens)
 
 
 def test_a_unix_socket(tmp_path: Path) -> None:
@@ -143,11 +143,11 @@ def test_the_socket_of_whoever_comes_next_is_left_alone(tmp_path: Path, workers:
             reader = stream.iter_raw()
             assert next(reader)
             old.process.terminate()
-            assert eventually(is_refused, 10)
+            assert eventually(is_refused)
             (tmp_path / "next").mkdir()
             new, _ = stack.enter_context(serving_at(tmp_path / "next", config, connect, "--workers", workers))
             assert old.process.poll() is None
-        assert old.process.wait(20) == 0
+        assert old.process.wait(60) == 0
         with connect(0) as third:
             assert third.get("/health").status_code == 200
         assert new.stop() == 0
@@ -283,15 +283,15 @@ def test_two_at_once_over_tls_while_one_stops_reading(tmp_path: Path) -> None:
     with serving_at(
         tmp_path,
         config,
-        lambda port: httpx.Client(base_url=f"https://localhost:{port}", verify=trusted, trust_env=False),
+        lambda port: httpx.Client(base_url=f"https://localhost:{port}", verify=trusted, trust_env=False, timeout=60),
     ) as (
         running,
         client,
     ):
-        raw = socket.create_connection(("127.0.0.1", running.port), timeout=20)
+        raw = socket.create_connection(("127.0.0.1", running.port), timeout=60)
         with trusted.wrap_socket(raw, server_hostname="localhost") as deaf:
             deaf.sendall(request_bytes(CHAT, {"messages": HELLO, "model": "much", "stream": True}))
             threading.Event().wait(0.3)
             assert text_of(ask(client, CHAT)) == "hello"
-            [record] = recorded(running, model="much", seconds=6)
+            [record] = recorded(running, model="much")
             assert record["status"] == 499

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.serving import Running, serving
 
 WORKER = {"engine": "tests.server.engines:Weighty"}
 DIE = [{"role": "user", "content": "die"}]
-KILLS = 20
+KILLS = 8
 
 
 def outcome(client: httpx.Client, name: str, stream: bool) -> str:
@@ -36,7 +35,7 @@ def outcome(client: httpx.Client, name: str, stream: bool) -> str:
     return "told in a frame" if '"error"' in body.strip().splitlines()[-1] else "wrong"
 
 
-def test_killed_twenty_times_under_load_each_request_is_answered_or_told(tmp_path: Path) -> None:
+def test_killed_again_and_again_under_load_each_request_is_answered_or_told(tmp_path: Path) -> None:
     config = {"models": {"first": {"engine": "scripted"}, "victim": WORKER, "other": WORKER}}
     outcomes: dict[str, Counter[str]] = {"victim": Counter(), "other": Counter()}
     ended = threading.Event()
@@ -56,13 +55,16 @@ def test_killed_twenty_times_under_load_each_request_is_answered_or_told(tmp_pat
             asking = [pool.submit(keep_asking, running, "victim", stream) for stream in (False, True)]
             asking += [pool.submit(keep_asking, running, "other", stream) for stream in (False, True)]
             try:
-                for _ in range(KILLS):
-                    assert eventually(lambda: victim(running, spared) is not None, 15)
+                for kill in range(KILLS):
+                    # The pauses between restarts grow.
+                    assert eventually(lambda: victim(running, spared) is not None)
                     pid = victim(running, spared)
                     assert pid is not None
-                    time.sleep(0.25)
+                    if kill % 2:
+                        answered = outcomes["victim"]["answered"]
+                        assert eventually(lambda: outcomes["victim"]["answered"] > answered)  # noqa: B023
                     os.kill(pid, signal.SIGKILL)
-                    assert eventually(lambda: victim(running, spared) != pid, 5)  # noqa: B023 (called at once)
+                    assert eventually(lambda: victim(running, spared) != pid)  # noqa: B023 (called at once)
             finally:
                 ended.set()
             for task in asking:
@@ -78,7 +80,7 @@ def test_one_that_keeps_dying_is_marked_with_the_reason_and_comes_back_on_demand
     with serving(tmp_path, config) as running, talking(running) as client:
         for _ in range(3):
             refused(ask(client, CHAT, model="a", messages=DIE), 502, code="engine_died")
-        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "failed", 2)
+        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "failed")
         shown = client.get("/admin/models").json()["data"][1]
         assert shown["failure"] == "its process died 3 times soon after its start (exit -9)"
         assert "model a: its process died 3 times" in running.log.read_text()
@@ -106,14 +108,17 @@ def seen(client: httpx.Client, name: str) -> set[str]:
 
 
 def test_one_that_is_started_again_is_loading_and_then_answers(tmp_path: Path) -> None:
-    config = {"models": {"a": {**WORKER, "load_seconds": 2}}}
+    hold = tmp_path / "hold"
+    config = {"models": {"a": {**WORKER, "hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client:
+        hold.touch()
         kill(running)
-        assert eventually(lambda: client.get("/ready").status_code == 503, 1)
+        assert eventually(lambda: client.get("/ready").status_code == 503)
         assert seen(client, "a") == {"loading"}
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(ask, client, CHAT, model="a")
-            assert eventually(lambda: client.get("/admin/models").json()["data"][0]["waiting"] == 1, 1)
+            assert eventually(lambda: client.get("/admin/models").json()["data"][0]["waiting"] == 1)
+            hold.unlink()
             assert text_of(waiting.result()) == "a " * 5
         assert seen(client, "a") == {"ready"}
         assert client.get("/ready").status_code == 200
@@ -123,35 +128,38 @@ def test_one_that_is_started_again_is_loading_and_then_answers(tmp_path: Path) -
 def test_one_that_is_started_again_is_waited_for_no_longer_than_at_first(
     tmp_path: Path, workers: int, patience: float
 ) -> None:
+    hold = tmp_path / "hold"
     models = {
-        "a": {**WORKER, "load_seconds": 3, "slots": 1},
-        "b": {**WORKER, "load_seconds": 3, "fallback": "other"},
+        "a": {**WORKER, "hold": str(hold), "slots": 1},
+        "b": {**WORKER, "hold": str(hold), "fallback": "other"},
         "other": {"engine": "scripted", "replies": [{"output": "instead"}]},
     }
     config = {"models": models, "limits": {"load_seconds": patience}}
     with serving(tmp_path, config, "--workers", str(workers)) as running, talking(running) as client:
         for name in ("b", "other"):
             client.post(f"/admin/models/{name}/load")
-        assert eventually(lambda: set(client.get("/ready").json()["models"].values()) == {"ready"}, 20)
+        assert eventually(lambda: set(client.get("/ready").json()["models"].values()) == {"ready"})
+        hold.touch()
         kill(running)
-        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "loading", 1)
-        begun = time.monotonic()
+        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "loading")
         with ThreadPoolExecutor(3) as pool:
             for task in [pool.submit(ask, client, CHAT, model="a", stream=at == 1) for at in range(3)]:
                 refused(task.result(), 503, code="model_loading")
                 assert int(task.result().headers["retry-after"]) >= 1
         assert text_of(ask(client, CHAT, model="b")) == "instead"
-        assert time.monotonic() - begun < 2.5
-        assert eventually(lambda: client.get("/ready").status_code == 200, 15)
+        hold.unlink()
+        assert eventually(lambda: client.get("/ready").status_code == 200)
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
 
 
 def test_one_that_is_started_again_can_be_unloaded(tmp_path: Path) -> None:
-    config = {"models": {"first": {"engine": "scripted"}, "a": {**WORKER, "load_seconds": 2}}}
+    hold = tmp_path / "hold"
+    config = {"models": {"first": {"engine": "scripted"}, "a": {**WORKER, "hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client:
         client.post("/admin/models/a/load").raise_for_status()
+        hold.touch()
         kill(running)
-        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "loading", 1)
+        assert eventually(lambda: client.get("/ready").json()["models"]["a"] == "loading")
         unloaded = client.post("/admin/models/a/unload")
         assert (unloaded.status_code, unloaded.json()["state"]) == (200, "cold")
         assert not running.workers()

@@ -2,11 +2,9 @@
 
 import math
 import struct
-import time
 from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -16,7 +14,7 @@ from openai import OpenAI
 
 from dragoman.embedding import Embedding
 from tests.server.sdk import sdk
-from tests.server.talking import eventually, refused, talking
+from tests.server.talking import eventually, refused, talking, under_way
 from tests.serving import Running, serving
 
 TEXTS = ["How do I reset my password?", "I forgot my login and need a new one.", "The cat sleeps on the sofa."]
@@ -111,28 +109,23 @@ def test_a_chat_model_embeds_when_it_is_asked(client: OpenAI) -> None:
     assert password.likeness(login) > password.likeness(cat)
 
 
-def test_a_stream_of_the_same_model_goes_on(client: OpenAI) -> None:
+def test_a_stream_of_the_same_model_goes_on(server: Running, client: OpenAI) -> None:
     texts = ["The old clockmaker wound the clock of the tower every morning. " * 8] * 10
     with ThreadPoolExecutor(1) as pool:
         embedding = pool.submit(vectors, client, texts, "smollm2")
-        time.sleep(0.5)
-        times = []
+        under_way(server, "smollm2")
         with client.chat.completions.create(
             model="smollm2", messages=[{"role": "user", "content": "Tell me a story."}], max_tokens=24, stream=True
         ) as chunks:
-            for _ in chunks:
-                times.append(time.monotonic())  # noqa: PERF401 (when each comes is the point)
+            assert len(list(chunks)) >= 24
         assert not embedding.done()
-        gaps = sorted(after - before for before, after in pairwise(times))
-        assert gaps[len(gaps) // 2] < 0.25
         assert len(embedding.result(60)) == 10
 
 
 def test_work_ends_when_its_client_leaves(server: Running, client: OpenAI) -> None:
     impatient = client.with_options(timeout=0.5)
     with pytest.raises(openai.APITimeoutError):
-        impatient.embeddings.create(model="smollm2", input=["word " * 900] * 20)
-    eventually(lambda: any(event.get("status") == 499 for event in server.events()), 3)
-    begun = time.monotonic()
-    vectors(client, ["short"], "smollm2")
-    assert time.monotonic() - begun < 3
+        # Minutes of work.
+        impatient.embeddings.create(model="smollm2", input=["word " * 900] * 200)
+    assert eventually(lambda: any(event.get("status") == 499 for event in server.events()))
+    assert vectors(client, ["short"], "smollm2")

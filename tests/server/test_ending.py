@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking
+from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking, under_way
 from tests.server.test_life import gone
 from tests.serving import Running, serving
 
@@ -37,30 +37,29 @@ async def _under_load(running: Running) -> list[tuple[str, bool, tuple[int, str]
     """Requests of every kind, a signal in the middle of them, and what each was told."""
     plan = [(model, stream) for model in ("brief", "endless", "in-worker", "single") for stream in (True, False)] * 5
     limits = httpx.Limits(max_connections=100)
-    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=30, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60, limits=limits) as client:
         tasks = [
             asyncio.create_task(_ask(client, CHAT, {"model": model, "messages": HELLO, "stream": stream}))
             for model, stream in plan
         ]
         message = {"model": "endless", "messages": HELLO, "stream": True, "max_tokens": 4000}
         tasks.append(asyncio.create_task(_ask(client, "/v1/messages", message)))
-        await asyncio.sleep(0.6)
+        for model, count, waiting in (("endless", 11, 0), ("in-worker", 10, 0), ("single", 1, 9)):
+            await asyncio.to_thread(under_way, running, model, count, waiting)
         running.process.send_signal(signal.SIGTERM)
         told = await asyncio.gather(*tasks)
     return [(model, stream, reply) for (model, stream), reply in zip([*plan, ("messages", True)], told, strict=True)]
 
 
 def test_sigterm_under_load(tmp_path: Path) -> None:
-    with serving(tmp_path, {"models": MODELS, "grace_seconds": 2}) as running:
+    with serving(tmp_path, {"models": MODELS, "grace_seconds": 4}) as running:
         with talking(running) as client:
             client.post(CHAT, json={"model": "in-worker", "messages": HELLO, "max_tokens": 1})
         children = running.children()
-        began = time.monotonic()
         told = asyncio.run(_under_load(running))
-        assert running.process.wait(10) == 0
-        assert time.monotonic() - began < 8
+        assert running.process.wait(60) == 0
         assert len(children) == 1
-        assert eventually(lambda: gone(children[0]), 2)
+        assert eventually(lambda: gone(children[0]))
     for model, stream, (status, text) in told:
         if model == "brief":
             assert status == 200
@@ -90,25 +89,25 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
 def test_the_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
     async def whole(running: Running) -> list[tuple[int, str]]:
         limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=30, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60, limits=limits) as client:
             plan = [(model, stream) for model in ("endless", "in-worker") for stream in (True, False)] * 4
             bodies = [{"model": model, "messages": HELLO, "stream": stream} for model, stream in plan]
             tasks = [asyncio.create_task(_ask(client, CHAT, body)) for body in bodies]
-            await asyncio.sleep(1)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            for model in ("endless", "in-worker"):
+                await asyncio.to_thread(under_way, running, model, 8)
+            running.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(eventually, lambda: "have 600 s to finish" in running.log.read_text())
+            for number in (signal.SIGTERM, signal.SIGINT):
                 running.process.send_signal(number)
-                await asyncio.sleep(0.4)
             return await asyncio.gather(*tasks)
 
-    with serving(tmp_path, {"models": MODELS}, "--workers", workers) as running:
+    with serving(tmp_path, {"models": MODELS, "grace_seconds": 600}, "--workers", workers) as running:
         with talking(running) as client:
             client.post(CHAT, json={"model": "in-worker", "messages": HELLO, "max_tokens": 1})
         children = running.children()
         told = asyncio.run(whole(running))
-        began = time.monotonic()
-        assert running.process.wait(10) == 0
-        assert time.monotonic() - began < 3
-        assert eventually(lambda: all(map(gone, children)), 2)
+        assert running.process.wait(60) == 0
+        assert eventually(lambda: all(map(gone, children)))
     for at, (status, text) in enumerate(told):
         assert "the server is stopping" in text
         assert status == (503 if at % 2 else 200)
@@ -129,7 +128,7 @@ def test_a_second_sigterm_does_not_hurry(tmp_path: Path, workers: str) -> None:
                 running.process.send_signal(signal.SIGTERM)
                 time.sleep(0.1)
             assert "data: [DONE]" in list(lines)
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -141,19 +140,19 @@ def test_another_signal_while_the_engines_end_changes_nothing(tmp_path: Path, wo
             # The front ends have ended by then, and the engine has not.
             time.sleep(0.6 if number == signal.SIGTERM else 0)
             running.process.send_signal(number)
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
     assert running.events()[-1]["event"] == "run_end"
     assert "Traceback" not in running.log.read_text()
 
 
 def test_unready_before_it_is_gone(tmp_path: Path) -> None:
-    config = {"models": {"echo": {"engine": "scripted"}}, "drain_seconds": 1}
+    config = {"models": {"echo": {"engine": "scripted"}}, "drain_seconds": 5}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert client.get("/ready").status_code == 200
         running.process.send_signal(signal.SIGTERM)
-        assert eventually(lambda: client.get("/ready").status_code == 503, 0.7)
+        assert eventually(lambda: client.get("/ready").status_code == 503)
         assert ask(client, CHAT).status_code == 200
-        assert running.process.wait(10) == 0
+        assert running.process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +166,7 @@ def test_a_request_has_an_end(hasty: Running) -> None:
     with talking(hasty) as client:
         began = time.monotonic()
         refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
-        assert 0.9 < time.monotonic() - began < 2.5
+        assert time.monotonic() - began > 0.9
         body = {"model": "endless", "messages": HELLO, "stream": True}
         text = client.post(CHAT, json=body).text
         assert "longer than 1 s" in text
@@ -179,9 +178,7 @@ def test_a_request_has_an_end(hasty: Running) -> None:
 
 def test_a_caller_asks_for_less(hasty: Running) -> None:
     with talking(hasty, {"x-dragoman-timeout": "0.3"}) as client:
-        began = time.monotonic()
         assert "longer than 0.3 s" in refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
-        assert time.monotonic() - began < 0.95
     with talking(hasty, {"x-dragoman-timeout": "100"}) as client:
         refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
     for wrong in ("soon", "0", "-1", "nan", "inf"):

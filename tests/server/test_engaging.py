@@ -24,7 +24,7 @@ def test_who_waits_for_a_slot_does_not_hold_the_model() -> None:
         await asyncio.sleep(0.05)
         assert (seat.running, waiting.done()) == (1, False)
         first.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await waiting is engine
         assert seat.running == 1
         second.close()

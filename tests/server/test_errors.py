@@ -230,11 +230,16 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "echo": {"engine": "scripted"},
             "hanging": {"engine": "scripted", "hang_after": 0},
             "hanging-later": {"engine": "scripted", "hang_after": 1, "slots": 1},
-            "ticking": {"engine": "scripted", "slots": 1, "tokens_per_second": 5, "replies": [{"output": "tick " * 9}]},
+            "ticking": {
+                "engine": "scripted",
+                "slots": 1,
+                "tokens_per_second": 20,
+                "replies": [{"output": "tick " * 60}],
+            },
         },
         "api_keys": [KEY, OTHER_KEY],
         "strict": True,
-        "limits": {"stall_seconds": 0.5, "queue": 0},
+        "limits": {"stall_seconds": 1, "queue": 0},
     }
     with serving(tmp_path_factory.mktemp("guarded"), config) as running:
         yield running
@@ -324,7 +329,7 @@ class TestSilence:
     def test_before_the_first_token_is_a_504(self, client: httpx.Client, path: str, stream: bool) -> None:
         begun = time.monotonic()
         refused(ask(client, path, model="hanging", stream=stream), 504, code="engine_timeout")
-        assert 0.4 < time.monotonic() - begun < 3
+        assert time.monotonic() - begun > 0.9
 
     def test_in_mid_stream_is_an_error_frame_and_frees_the_slot(self, client: httpx.Client) -> None:
         for _ in range(2):
@@ -350,7 +355,7 @@ class TestDeath:
     def test_without_a_stream_is_a_502_and_the_engine_comes_back(self, mortal: Running, client: httpx.Client) -> None:
         refused(ask(client, COMPLETIONS, model="crashing", prompt="die"), 502, code="engine_died")
         assert text_of(ask(client, COMPLETIONS, model="crashing", prompt="a")) == "a"
-        assert eventually(lambda: bool(mortal.children()), 10)
+        assert eventually(lambda: bool(mortal.children()))
 
     def test_in_mid_stream_is_an_error_frame(self, client: httpx.Client) -> None:
         response = ask(client, COMPLETIONS, model="crashing", prompt="die", stream=True)
@@ -372,7 +377,7 @@ def test_full_queue_is_a_503_with_retry_after(guarded: Running) -> None:
 
 
 def test_no_free_slot_within_the_time_is_a_503(tmp_path: Path) -> None:
-    ticking = {"engine": "scripted", "slots": 1, "tokens_per_second": 5, "replies": [{"output": "tick " * 9}]}
+    ticking = {"engine": "scripted", "slots": 1, "tokens_per_second": 5, "replies": [{"output": "tick " * 3000}]}
     config = {"models": {"ticking": ticking}, "limits": {"queue": 1, "queue_seconds": 0.3}}
     with (
         serving(tmp_path, config) as running,

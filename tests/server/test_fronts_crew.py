@@ -1,6 +1,7 @@
 """Front ends begin, adopt a new configuration and end as their server wants, whatever has happened to them before."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -47,7 +48,7 @@ def reload_with(running: Running, secret: str) -> None:
     folder, before = running.log.parent, running.log.read_text().count("read again")
     (folder / "dragoman.json").write_text(json.dumps(signed_with(folder, secret)))
     running.process.send_signal(signal.SIGHUP)
-    assert eventually(lambda: running.log.read_text().count("read again") > before, 10)
+    assert eventually(lambda: running.log.read_text().count("read again") > before)
 
 
 def bearer(secret: str) -> dict[str, str]:
@@ -55,7 +56,7 @@ def bearer(secret: str) -> dict[str, str]:
 
 
 def another_came(running: Running, victim: int) -> bool:
-    return eventually(lambda: len(running.fronts()) == 2 and victim not in running.fronts(), 10)
+    return eventually(lambda: len(running.fronts()) == 2 and victim not in running.fronts())
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +101,9 @@ def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, worker
     with serving(tmp_path, {"models": MODELS, "drain_seconds": 60}, "--workers", workers) as running:
         children = running.children()
         running.process.send_signal(signal.SIGINT)
-        assert eventually(lambda: "new requests are taken for another 60 s" in running.log.read_text(), 10)
+        assert eventually(lambda: "new requests are taken for another 60 s" in running.log.read_text())
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(20) == 0
+        assert running.process.wait(60) == 0
         assert all(gone(pid) for pid in children)
         assert "died" not in running.log.read_text()
 
@@ -125,9 +126,9 @@ def fronts_of(pid: int) -> list[int]:
 def test_a_signal_for_the_whole_group_while_they_start(tmp_path: Path) -> None:
     process = started(tmp_path)
     # They are there, and have not come to anything yet.
-    assert eventually(lambda: len(fronts_of(process.pid)) == 2, 30)
+    assert eventually(lambda: len(fronts_of(process.pid)) == 2)
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert "a front end" not in (tmp_path / "log").read_text()
 
 
@@ -136,7 +137,7 @@ def test_where_there_are_no_files_left_to_open_for_them(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 
     process = started(tmp_path, "--workers", "16", before=short)
-    assert process.wait(30) == 2
+    assert process.wait(60) == 2
     told = (tmp_path / "log").read_text().splitlines()[-1]
     assert told.startswith("dragoman: ")
     assert told.endswith("Too many open files; allow more (ulimit -n), or start fewer (--workers)")
@@ -147,13 +148,13 @@ def test_the_port_is_told_where_any_would_do(tmp_path: Path, workers: str) -> No
     process = started(tmp_path, "--workers", workers, "--host", "localhost")
     try:
         told = re.compile(r"serving echo on http://localhost:(\d+)/v1")
-        assert eventually(lambda: told.search((tmp_path / "log").read_text()) is not None, 30)
+        assert eventually(lambda: told.search((tmp_path / "log").read_text()) is not None)
         found = told.search((tmp_path / "log").read_text())
         assert found is not None
-        assert httpx.get(f"http://localhost:{found[1]}/health", trust_env=False).status_code == 200
+        assert httpx.get(f"http://localhost:{found[1]}/health", trust_env=False, timeout=60).status_code == 200
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pyt
             await app.followers[0](settings)
 
         monkeypatch.setattr(Link, "connect", connect_while_reloading)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await crew.started()
             await app.followers[0](settings)
             await crew.stop(0)
@@ -196,7 +197,7 @@ async def stopped(crew: Crew, others: set[int]) -> int:
 def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(desk, "KNOCK_SECONDS", 0.3)
+    monkeypatch.setattr(desk, "KNOCK_SECONDS", 0.6)
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
@@ -205,7 +206,7 @@ def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
         async with asyncio.timeout(60):
             await crew.started()
             before = {process.pid for process in crew._processes}
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(4)
             assert {process.pid for process in crew._processes} == before
             os.kill(min(before), signal.SIGSTOP)
             await replaced(crew, min(before))
@@ -216,13 +217,20 @@ def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
 
     asyncio.run(scenario())
     said = [message for message in caplog.messages if "not answered" in message]
-    assert said == ["a front end has not answered for 1.5 s; ending it"]
+    assert said == ["a front end has not answered for 3 s; ending it"]
 
 
 def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(desk, "LISTEN_SECONDS", 4)
+    begin, seconds = Desk.begin, itertools.cycle((1, 60))
+
+    def begin_with(self: Desk, number: int, settings: Settings) -> None:
+        """Every other one is stopped by this test; the others have time to start."""
+        monkeypatch.setattr(desk, "LISTEN_SECONDS", next(seconds))
+        begin(self, number, settings)
+
+    monkeypatch.setattr(Desk, "begin", begin_with)
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
@@ -240,11 +248,11 @@ def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
         await app.stop()
 
     asyncio.run(scenario())
-    assert caplog.messages.count("a front end does not listen, 4 s after its start; ending it") >= 2
+    assert caplog.messages.count("a front end does not listen, 1 s after its start; ending it") == 2
 
 
 def test_one_that_hangs_while_another_does_not_listen_yet_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "KNOCK_SECONDS", 0.3)
+    monkeypatch.setattr(desk, "KNOCK_SECONDS", 0.6)
 
     async def one_listens(crew: Crew, others: set[int]) -> int:
         """The one that does, and that was not there before."""
@@ -256,7 +264,7 @@ def test_one_that_hangs_while_another_does_not_listen_yet_is_replaced_too(monkey
         settings = Settings(port=0, models_dir=())
         app = App(settings)
         crew = Crew(app, places(settings, 2))
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             late = await stopped(crew, set())
             first = await one_listens(crew, {late})
             os.kill(first, signal.SIGSTOP)
@@ -282,7 +290,7 @@ def test_where_all_of_them_hang_the_server_gives_up(
         settings = Settings(port=0, models_dir=())
         app = App(settings)
         crew = Crew(app, places(settings, 1))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             with pytest.raises(ConfigError, match="3 front ends in a row did not listen; try again"):
                 await crew.started()
             await crew.stop(0)
@@ -316,7 +324,7 @@ def test_one_that_does_not_adopt_new_keys_in_time_is_replaced(
         settings = Settings(port=0, models_dir=())
         app = App(settings)
         crew = Crew(app, places(settings, 2))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await crew.started()
             before = {process.pid for process in crew._processes}
             os.kill(min(before), signal.SIGSTOP)

@@ -1,6 +1,7 @@
 """HTTP as no library sends it: malformed, too large, too slow, out of turn."""
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from tests.server.talking import (
     sent,
     talking,
     text_of,
+    under_way,
 )
 from tests.serving import Running
 
@@ -93,15 +95,16 @@ def test_pipelined_requests_are_answered_in_order(tight: Running) -> None:
     assert answer.body.index(b'"one"') < answer.body.index(b'"two"')
 
 
-def test_garbage_behind_a_running_stream_ends_the_connection_without_a_word(tight: Running) -> None:
+def test_garbage_behind_a_running_stream_is_refused_after_the_stream(tight: Running) -> None:
     with connect(tight) as sock:
         sock.sendall(request_bytes(CHAT, TICKS))
         sock.recv(1)
         sock.sendall(b"\x00garbage\r\n\r\n")
-        answer = read(sock)
+        answer = read(sock, 60)
     assert answer.closed
-    assert b"HTTP/1.1 400" not in answer.body
-    assert b"[DONE]" not in answer.body
+    stream, _, refusal = answer.body.partition(STREAM_END)
+    assert stream.startswith(b"1")
+    assert refusal.startswith(b"HTTP/1.1 400 ")
 
 
 def received_until(sock: socket.socket, end: bytes) -> bytes:
@@ -129,41 +132,37 @@ def test_empty_lines_behind_a_request_that_is_answered_do_no_harm(tight: Running
         sock.sendall(b"\r\n")
         received_until(sock, STREAM_END)
         sock.sendall(b"\r\n" + HEALTH)
-        assert read(sock, 0.5).status == 200
+        assert read(sock, 0).status == 200
 
 
-def test_connection_with_nothing_but_empty_lines_is_closed_silently(tight: Running) -> None:
-    with connect(tight) as sock:
+def test_connection_with_nothing_but_empty_lines_is_closed_silently(impatient: Running) -> None:
+    with connect(impatient) as sock:
         sock.sendall(HEALTH)
-        assert read(sock, 0.3).status == 200
+        assert read(sock, 0).status == 200
         sock.sendall(b"\r\n")
         answer = read(sock)
     assert answer.closed
     assert answer.head == b""
 
 
-def test_head_behind_a_running_stream_has_its_time_when_the_stream_has_ended(tight: Running) -> None:
-    with connect(tight) as sock:
+def test_head_behind_a_running_stream_has_its_time_when_the_stream_has_ended(impatient: Running) -> None:
+    with connect(impatient) as sock:
         sock.sendall(request_bytes(CHAT, TICKS) + HEALTH[:20])
         received_until(sock, STREAM_END)
         ended = time.monotonic()
         answer = read(sock)
     refused(answer.response, 408, code="request_timeout")
-    assert 0.9 < time.monotonic() - ended < 2
+    assert time.monotonic() - ended > 0.9
 
 
-@pytest.mark.parametrize("model", ["slow", "slow-to-start"])
-def test_garbage_behind_a_request_that_waits_for_another_ends_the_connection(tight: Running, model: str) -> None:
+def test_garbage_behind_a_waiting_request_is_refused_in_its_turn(tight: Running) -> None:
     with connect(tight) as sock:
-        sock.sendall(request_bytes(CHAT, TICKS | {"model": model}) + HEALTH)
-        time.sleep(0.3)
+        sock.sendall(request_bytes(CHAT, TICKS) + HEALTH)
+        under_way(tight, "slow")
         sock.sendall(b"\x00garbage\r\n\r\n")
-        answer = read(sock)
+        answer = read(sock, 60)
     assert answer.closed
-    assert b"HTTP/1.1" not in answer.body
-    assert b" 400 " not in answer.head
-    assert b"[DONE]" not in answer.body
-    time.sleep(0.2)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer.head + answer.body) == [b"200", b"200", b"400"]
     assert "Traceback" not in tight.log.read_text()
 
 
@@ -174,7 +173,7 @@ def test_size_of_a_head_in_one_packet_with_another_request_is_counted(tight: Run
     with connect(tight) as sock:
         # The next head begins in the packet in which the body ends, and goes on in others.
         sock.sendall(request_bytes(CHAT, SMALLEST[CHAT]) + b"GET /health HTTP/1.1\r\n" + HOST + b"X-Long: ")
-        assert read(sock, 0.3).status == 200
+        assert read(sock, 0).status == 200
         sock.sendall(b"a" * (HEADER_BYTES + 1))
         refused(read(sock).response, 431)
 
@@ -182,12 +181,9 @@ def test_size_of_a_head_in_one_packet_with_another_request_is_counted(tight: Run
 def test_response_to_head_leaves_at_once_and_alone(tight: Running) -> None:
     with connect(tight) as sock:
         sock.sendall(HEALTH.replace(b"GET", b"HEAD"))
-        answer = read(sock, 0.5)
-        assert not answer.closed
-        assert answer.status in (200, 405)
-        assert answer.body == b""
+        assert received_until(sock, b"\r\n\r\n").split(b" ")[1] in (b"200", b"405")
         sock.sendall(HEALTH)
-        following = read(sock, 0.5)
+        following = read(sock, 0)
         assert following.status == 200
         assert following.response.json()
 
@@ -204,14 +200,14 @@ class TestUpgrade:
         with connect(tight) as sock:
             for _ in range(2):
                 sock.sendall(request_bytes(path, SMALLEST[path], *self.wish(protocol)))
-                assert text_of(read(sock, 0.3).response) == "hello"
+                assert text_of(read(sock, 0).response) == "hello"
 
     def test_byte_by_byte(self, tight: Running, protocol: str) -> None:
         with connect(tight) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for byte in request_bytes(CHAT, SMALLEST[CHAT], *self.wish(protocol)):
                 sock.sendall(bytes([byte]))
-            assert text_of(read(sock, 0.3).response) == "hello"
+            assert text_of(read(sock, 0).response) == "hello"
 
     def test_in_chunks_and_pipelined(self, tight: Running, protocol: str) -> None:
         lines = [line.encode() for line in self.wish(protocol)]
@@ -226,7 +222,7 @@ class TestUpgrade:
 
     def test_without_a_body(self, tight: Running, protocol: str) -> None:
         lines = "\r\n".join(self.wish(protocol)).encode() + b"\r\n"
-        assert raw(tight, HEALTH[:-2] + lines + b"\r\n", 0.3).status == 200
+        assert raw(tight, HEALTH[:-2] + lines + b"\r\n", 0).status == 200
 
     def test_headers_are_counted(self, tight: Running, protocol: str) -> None:
         long = "X-Long: " + "a" * HEADER_BYTES
@@ -304,12 +300,12 @@ def test_compressed_body(tight: Running, path: str, coding: str) -> None:
 
 
 def dribble(running: Running, first: bytes, rest: bytes) -> tuple[httpx.Response, float]:
-    """What is answered to a request whose end comes byte by byte, and after how long."""
+    """What is answered to a request whose end comes byte by byte and never completely, and after how long."""
     begun = time.monotonic()
     with connect(running) as sock:
         sock.sendall(first)
         sock.settimeout(0.1)
-        for at in range(60):
+        for at in range(600):
             sock.sendall(rest[at % len(rest) :][:1])
             try:
                 if sock.recv(1, socket.MSG_PEEK):
@@ -322,26 +318,26 @@ def dribble(running: Running, first: bytes, rest: bytes) -> tuple[httpx.Response
 
 
 @ROUTES
-def test_slow_body(tight: Running, path: str) -> None:
-    response, seconds = dribble(tight, head(path, b"Host: localhost", b"Content-Length: 1000"), b" ")
+def test_slow_body(impatient: Running, path: str) -> None:
+    response, seconds = dribble(impatient, head(path, b"Host: localhost", b"Content-Length: 1000"), b" ")
     refused(response, 408, code="request_timeout")
-    assert 0.9 < seconds < 3
+    assert seconds > 0.9
 
 
-def test_slow_headers(tight: Running) -> None:
-    response, seconds = dribble(tight, b"GET / HTTP/1.1\r\n" + HOST + b"X-Slow: ", b"a")
+def test_slow_headers(impatient: Running) -> None:
+    response, seconds = dribble(impatient, b"GET / HTTP/1.1\r\n" + HOST + b"X-Slow: ", b"a")
     refused(response, 408, code="request_timeout")
-    assert 0.9 < seconds < 3
+    assert seconds > 0.9
 
 
-def test_connection_without_a_request_is_closed_silently(tight: Running) -> None:
-    answer = raw(tight, b"")
+def test_connection_without_a_request_is_closed_silently(impatient: Running) -> None:
+    answer = raw(impatient, b"")
     assert answer.closed
     assert answer.head == b""
 
 
-def test_quiet_connection_is_kept_for_the_next_request(tight: Running) -> None:
-    with connect(tight) as sock:
+def test_quiet_connection_is_kept_for_the_next_request(impatient: Running) -> None:
+    with connect(impatient) as sock:
         for _ in range(2):
             sock.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
             answer = read(sock, 1.2)
@@ -353,10 +349,10 @@ def test_full_queue(tight: Running) -> None:
     with sent(tight, CHAT, model="slow", stream=True) as running:
         running.recv(1)
         with sent(tight, CHAT, model="slow", max_tokens=1) as waiting, talking(tight) as client:
-            time.sleep(0.2)
+            under_way(tight, "slow", waiting=1)
             response = ask(client, COMPLETIONS, model="slow")
             refused(response, 503, code="overloaded")
             assert int(response.headers["retry-after"]) >= 1
             assert text_of(ask(client, COMPLETIONS)) == "hello"
             running.close()
-            assert read(waiting).status == 200
+            assert read(waiting, 0).status == 200

@@ -53,7 +53,9 @@ def asked(running: Running, model: str, **fields: Any) -> httpx.Response:
 
 
 def test_ten_simultaneous_first_requests_load_once_and_its_progress_is_shown(tmp_path: Path) -> None:
-    config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 1}}}
+    hold = tmp_path / "hold"
+    hold.touch()
+    config = {"models": {"first": FIRST, "a": LIGHT | {"hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client, many(running, 10) as pool:
         answers = [pool.submit(asked, running, "A ") for _ in range(10)]
 
@@ -61,9 +63,10 @@ def test_ten_simultaneous_first_requests_load_once_and_its_progress_is_shown(tmp
             shown: dict[str, Any] = client.get("/v1/models/a").json()
             return shown
 
-        assert eventually(lambda: progress().get("loading_progress", 0) > 0, 10)
+        assert eventually(lambda: progress().get("loading_progress", 0) > 0)
         shown = progress()
         assert (shown["state"], shown["loading_seconds"] > 0) == ("loading", True)
+        hold.unlink()
         for answer in answers:
             assert text_of(answer.result()) == "a " * 5
             assert answer.result().json()["model"] == "a"
@@ -72,13 +75,13 @@ def test_ten_simultaneous_first_requests_load_once_and_its_progress_is_shown(tmp
 
 
 def test_a_model_that_is_not_used_goes_and_its_memory_with_it(tmp_path: Path) -> None:
-    config = {"models": {"first": FIRST, "a": LIGHT | {"keep_alive": "0.3s"}, "b": LIGHT}, "keep_alive": 0}
+    config = {"models": {"first": FIRST, "a": LIGHT | {"keep_alive": "2s"}, "b": LIGHT}, "keep_alive": 0}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert text_of(ask(client, CHAT, model="b")) == "b " * 5
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
         assert states(client)["a"] == "ready"
-        assert eventually(lambda: states(client)["a"] == states(client)["b"] == "cold", 5)
-        assert eventually(lambda: not running.children(), 2)
+        assert eventually(lambda: states(client)["a"] == states(client)["b"] == "cold")
+        assert eventually(lambda: not running.children())
         # One that has been unloaded since is as good as there.
         assert client.get("/ready").status_code == 200
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
@@ -102,7 +105,7 @@ def test_the_least_recently_used_makes_room_in_a_small_budget(tmp_path: Path, ho
         # What it needs is known from the first time on.
         message = refused(ask(client, CHAT, model="d"), 503, code="model_failed")
         assert "log" in message
-        assert eventually(lambda: states(client)["d"] == "failed", 5)
+        assert eventually(lambda: states(client)["d"] == "failed")
         assert "it needs 9" in running.log.read_text()
         begun = loads(running, "d")
         refused(ask(client, CHAT, model="d"), 503, code="model_failed")
@@ -121,8 +124,7 @@ def test_two_models_that_do_not_fit_together_take_turns(tmp_path: Path) -> None:
 
     def keep_asking(running: Running, name: str) -> None:
         with talking(running) as client:
-            # A busy machine takes its time for a load.
-            while (passed := time.monotonic() - begun) < 7 or (passed < 30 and loaded(running) < 3):
+            while loaded(running) < 4 or min(counts.values()) <= 10:
                 assert text_of(ask(client, CHAT, model=name)) == f"{name} " * 5
                 counts[name] += 1
 
@@ -130,24 +132,26 @@ def test_two_models_that_do_not_fit_together_take_turns(tmp_path: Path) -> None:
     with serving(tmp_path, within) as running, many(running, 4) as pool:
         for asking in [pool.submit(keep_asking, running, name) for name in "abab"]:
             asking.result()
-        assert 3 <= loaded(running) <= 3 + (time.monotonic() - begun) / turn_seconds
-    assert min(counts.values()) > 10
+        assert loaded(running) <= 3 + (time.monotonic() - begun) / turn_seconds
 
 
 def test_an_operator_may_prefer_not_to_let_requests_wait(tmp_path: Path) -> None:
-    config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 0.5}}, "limits": {"load_seconds": 0}}
+    hold = tmp_path / "hold"
+    hold.touch()
+    config = {"models": {"first": FIRST, "a": LIGHT | {"hold": str(hold)}}, "limits": {"load_seconds": 0}}
     with serving(tmp_path, config) as running, talking(running) as client:
         for stream in (False, True):
             told = ask(client, CHAT, model="a", stream=stream)
             refused(told, 503, code="model_loading")
             assert int(told.headers["retry-after"]) >= 1
-        assert eventually(lambda: states(client)["a"] == "ready", 10)
+        hold.unlink()
+        assert eventually(lambda: states(client)["a"] == "ready")
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
         assert loads(running, "a") == 1
 
 
 def test_what_the_operator_wishes(tmp_path: Path) -> None:
-    slow = LIGHT | {"words": 30, "pace": 0.05}
+    slow = LIGHT | {"words": 60, "pace": 0.05}
     broken = {"engine": "tests.server.engines:Exploding"}
     config = {"models": {"first": FIRST, "org/a": slow, "broken": broken}}
     with serving(tmp_path, config) as running, talking(running) as client:
@@ -163,9 +167,9 @@ def test_what_the_operator_wishes(tmp_path: Path) -> None:
             assert states(client)["org/a"] == "ready"
             rest = "\n".join(lines)
         assert rest.rstrip().endswith("[DONE]")
-        unloading.join(10)
+        unloading.join()
         assert states(client)["org/a"] == "cold"
-        assert eventually(lambda: not running.children(), 2)
+        assert eventually(lambda: not running.children())
         assert "no such device" in refused(client.post("/admin/models/broken/load"), 503, code="model_failed")
         failed = client.get("/admin/models").json()["data"][2]
         assert (failed["state"], failed["failure"]) == ("failed", "no such device")
@@ -182,30 +186,34 @@ def test_what_the_operator_wishes(tmp_path: Path) -> None:
 
 
 def test_unloading_what_is_being_loaded(tmp_path: Path) -> None:
-    config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 1}}}
+    hold = tmp_path / "hold"
+    hold.touch()
+    config = {"models": {"first": FIRST, "a": LIGHT | {"hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client, many(running, 1) as pool:
         waiting = pool.submit(asked, running, "a")
-        assert eventually(lambda: states(client)["a"] == "loading", 5)
-        begun = time.monotonic()
+        assert eventually(lambda: states(client)["a"] == "loading")
         told = client.post("/admin/models/a/unload")
         assert (told.status_code, told.json()["state"]) == (202, "loading")
-        assert time.monotonic() - begun < 0.7
+        hold.unlink()
         assert text_of(waiting.result()) == "a " * 5
-        assert eventually(lambda: states(client)["a"] == "cold", 5)
+        assert eventually(lambda: states(client)["a"] == "cold")
         assert loads(running, "a") == 1
 
 
 def test_unloading_what_is_loaded_again_at_once(tmp_path: Path) -> None:
-    config = {"models": {"first": FIRST, "a": LIGHT | {"words": 20, "pace": 0.05, "load_seconds": 2}}}
+    hold = tmp_path / "hold"
+    config = {"models": {"first": FIRST, "a": LIGHT | {"words": 60, "pace": 0.05, "hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client, many(running, 3) as pool:
         client.post("/admin/models/a/load")
+        hold.touch()
         answers = [pool.submit(asked, running, "a")]
-        assert eventually(lambda: client.get("/admin/models").json()["data"][1]["running"] == 1, 5)
+        assert eventually(lambda: client.get("/admin/models").json()["data"][1]["running"] == 1)
         unloading = pool.submit(talking_post, running, "/admin/models/a/unload")
-        time.sleep(0.2)
+        time.sleep(0.5)
         answers.append(pool.submit(asked, running, "a"))
         told = unloading.result()
         assert (told.status_code, told.json()["state"]) == (200, "loading")
+        hold.unlink()
         assert all(answer.result().status_code == 200 for answer in answers)
         assert loads(running, "a") == 2
 

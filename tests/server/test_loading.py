@@ -28,7 +28,7 @@ def test_the_only_model_that_fails_ends_the_server(tmp_path: Path, workers: str)
     # Nobody is to wait so long to be told.
     config.write_text("{models: {bad: {engine: 'tests.server.engines:Exploding'}}, drain_seconds: 60}")
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(free_port())]
-    done = subprocess.run([*command, "--workers", workers], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([*command, "--workers", workers], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "dragoman: no such device"
     assert "new requests are taken" not in done.stderr
@@ -47,13 +47,13 @@ def test_of_a_folder_too_only_the_only_model_ends_the_server(tmp_path: Path, nam
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        assert eventually(lambda: "model a: not loaded: " in log.read_text(), 20)
+        assert eventually(lambda: "model a: not loaded: " in log.read_text())
         if len(names) == 1:
-            assert process.wait(10) == 2
+            assert process.wait(60) == 2
         else:
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1)
-            assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+            assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60).status_code == 200
         assert "serving the models folder on http" in log.read_text()
     finally:
         process.kill()
@@ -89,7 +89,7 @@ def test_an_engine_that_does_not_stop_does_not_keep_the_server(monkeypatch: pyte
     async def scenario() -> None:
         app = create_app(NeverStops())
         await app.catalog.resolve("").host.ready()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await app.stop()
 
     asyncio.run(scenario())
@@ -99,11 +99,14 @@ def test_asking_a_mounted_app_whether_it_is_ready_makes_it_so() -> None:
     async def scenario() -> list[int]:
         transport = httpx.ASGITransport(app=create_app(SlowToLoad()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            first = (await client.get("/ready")).status_code
-            await asyncio.sleep(1.2)
-            return [first, (await client.get("/ready")).status_code]
+            codes = [(await client.get("/ready")).status_code]
+            async with asyncio.timeout(60):
+                while codes[-1] != 200:
+                    await asyncio.sleep(0.05)
+                    codes.append((await client.get("/ready")).status_code)
+            return codes
 
-    assert asyncio.run(scenario()) == [503, 200]
+    assert set(asyncio.run(scenario())) == {503, 200}
 
 
 def test_serving_the_network_needs_a_key_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +158,7 @@ def test_a_download_does_not_keep_the_server_from_ending(tmp_path: Path, monkeyp
         }
         with serving(tmp_path, config) as running, talking(running) as client:
             refused(ask(client, CHAT, model="net"), 503, code="model_loading")
-            assert running.stop(10) == 0
+            assert running.stop() == 0
 
 
 def test_the_default_model_must_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

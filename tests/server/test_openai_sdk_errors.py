@@ -23,7 +23,7 @@ def strained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         "busy": {"engine": "scripted", "slots": 1, "tokens_per_second": 10, "replies": [{"output": "tick " * 400}]},
         "short": {"engine": "scripted", "context": 20},
     }
-    limits = {"queue": 0, "stall_seconds": 0.5, "body_bytes": 10_000}
+    limits = {"queue": 0, "stall_seconds": 2, "body_bytes": 10_000}
     config = {"models": models, "default": "echo", "api_keys": ["sesame"], "limits": limits}
     with serving(tmp_path_factory.mktemp("strained"), config) as running:
         yield running

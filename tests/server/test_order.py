@@ -30,7 +30,7 @@ class Failing(Engine):
     """Fails after a silence in which a stream may have begun."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0.5)
         raise ValueError("no")
         yield "never"
 
@@ -92,7 +92,7 @@ def test_the_head_comes_first(keepalive: float, choices: int) -> None:
 
 def test_a_failure_while_the_head_is_on_its_way() -> None:
     app = ours(Failing(), keepalive_seconds=0.2)
-    start, *pieces = asyncio.run(told(app, slow_to_start, stream=True))
+    start, *pieces = asyncio.run(told(app, lambda message: 0.8 if message["type"] == START else 0, stream=True))
     assert (start["type"], start["status"]) == (START, 200)
     assert "more_body" not in pieces[-1]
     [failure] = frames(b"".join(piece["body"] for piece in pieces).decode())
@@ -100,8 +100,8 @@ def test_a_failure_while_the_head_is_on_its_way() -> None:
 
 
 def test_no_comment_inside_of_an_error() -> None:
-    app = ours(Failing(), keepalive_seconds=0.3)
-    start, *pieces = asyncio.run(told(app, lambda message: 0.3, stream=True))
+    app = ours(Failing(), keepalive_seconds=0.8)
+    start, *pieces = asyncio.run(told(app, lambda message: 0.5, stream=True))
     assert (start["type"], start["status"]) == (START, 500)
     [body] = pieces
     assert json.loads(body["body"])["error"]["code"] == "inference_error"
@@ -109,13 +109,13 @@ def test_no_comment_inside_of_an_error() -> None:
 
 def test_who_waits_for_a_slot_is_not_silent() -> None:
     async def scenario() -> list[list[dict[str, Any]]]:
-        app = ours(Narrow(), stall_seconds=0.4)
+        app = ours(Narrow(), stall_seconds=1)
 
         def asked(seconds: float, **fields: Any) -> asyncio.Task[list[dict[str, Any]]]:
             messages = [{"role": "user", "content": str(seconds)}]
             return asyncio.create_task(told(app, lambda message: 0, messages=messages, **fields))
 
-        tasks = [asked(0.2), asked(0.1, n=2), asked(1)]
+        tasks = [asked(0.2), asked(0.1, n=2), asked(2)]
         return await asyncio.gather(*tasks)
 
     replies = asyncio.run(scenario())

@@ -281,7 +281,7 @@ class Late(Engine):
 
 
 def test_model_that_is_loading() -> None:
-    engine = Late(0.4)
+    engine = Late(2)
     app = create_app(engine, settings=Settings(limits=Limits(load_seconds=0.1)))
 
     async def script(client: httpx.AsyncClient) -> None:
@@ -291,8 +291,9 @@ def test_model_that_is_loading() -> None:
             refused(response, 503, code="model_loading")
             assert int(response.headers["retry-after"]) >= 1
         assert (await client.get("/ready")).json()["models"] == {"late": "loading"}
-        await asyncio.sleep(0.5)
-        assert (await client.get("/ready")).status_code == 200
+        async with asyncio.timeout(60):
+            while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         assert text_of(await client.post(CHAT, json=SMALLEST[CHAT])) == "here"
 
     talk(app, script)
@@ -365,14 +366,17 @@ class TestMounted:
         engine = Patient()
         api = self.app(engine, Settings(event_log=str(tmp_path / "events.jsonl")))
         port = free_port()
-        with in_thread(api, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        with (
+            in_thread(api, port),
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
+        ):
             with client.stream("POST", "/llm" + CHAT, json={"messages": HELLO, "stream": True}) as response:
                 assert len(list(response.iter_lines())) > 10
             whole = client.post("/llm" + CHAT, json={"messages": HELLO})
             assert text_of(whole) == "tick tick tick tick tick tick tick tick tick tick "
             with client.stream("POST", "/llm" + CHAT, json={"messages": HELLO, "stream": True}) as response:
                 next(response.iter_lines())
-            assert eventually(lambda: engine.closed == 3, 2)
+            assert eventually(lambda: engine.closed == 3)
         start, *requests, end = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
         assert (start["event"], end["event"]) == ("run_start", "run_end")
         assert [request["status"] for request in requests] == [200, 200, 499]
@@ -385,7 +389,7 @@ class Patient(Engine):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         try:
             for _ in range(10):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
                 yield "tick "
         finally:
             self.closed += 1
@@ -400,11 +404,11 @@ class in_thread:  # noqa: N801 (used like a function)
 
     def __enter__(self) -> None:
         self.thread.start()
-        assert eventually(lambda: self.server.started, 10)
+        assert eventually(lambda: self.server.started)
 
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join()
 
 
 MODULE = """
@@ -426,13 +430,13 @@ def test_command_line(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([*command, "--alias", "gpt-*=shout"], cwd=tmp_path, env=environ, stderr=log)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            assert eventually(lambda: answers(client), 20), (tmp_path / "log").read_text()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+            assert eventually(lambda: answers(client)), (tmp_path / "log").read_text()
             response = client.post(CHAT, json={"model": "gpt-4o", "messages": HELLO, "stream": True})
             assert streamed(response) == ["HELLO "]
             assert client.get("/v1/models").json()["data"][0]["id"] == "shout"
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

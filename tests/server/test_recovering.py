@@ -22,7 +22,7 @@ class Recovering(Late):
 async def said_until_ready(client: httpx.AsyncClient) -> set[tuple[int, str]]:
     """What the server says of itself and of its model until both are ready."""
     said: set[tuple[int, str]] = set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             response = await client.get("/ready")
             now = response.status_code, response.json()["models"]["late"]
@@ -40,7 +40,7 @@ def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_f
 
     async def script(client: httpx.AsyncClient) -> None:
         said: list[httpx.Response] = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not said or said[-1].status_code != 200:
                 said.append(await client.get("/ready"))
                 await asyncio.sleep(0.02)

@@ -144,7 +144,7 @@ def test_what_there_is_not(ann: httpx.Client) -> None:
 @pytest.mark.parametrize("connection", ["Upgrade", "keep-alive, Upgrade", "keep-alive"])
 def test_a_websocket(running: Running, connection: str) -> None:
     lines = (f"GET {RESPONSES} HTTP/1.1", "Host: localhost", "x-api-key: ann", f"Connection: {connection}")
-    answer = raw(running, "\r\n".join([*lines, "Upgrade: websocket", "", ""]).encode(), 0.3)
+    answer = raw(running, "\r\n".join([*lines, "Upgrade: websocket", "", ""]).encode(), 0)
     assert answer.status == 426
     refused(answer.response, 426, code="upgrade_required")
     assert b"upgrade: HTTP/1.1" in answer.head

@@ -93,7 +93,7 @@ def test_a_websocket_is_answered_426(running: Running, name: str) -> None:
         f"{key}: {value}" for key, value in RECORDINGS[name]["headers"].items() if key.lower() != "authorization"
     ]
     lines = ["GET /v1/responses HTTP/1.1", "Host: localhost", "Connection: Upgrade", *headers]
-    answer = raw(running, "\r\n".join([*lines, "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", ""]).encode(), 0.3)
+    answer = raw(running, "\r\n".join([*lines, "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", ""]).encode(), 0)
     assert answer.status == 426
     assert json.loads(answer.body)["error"]["code"] == "upgrade_required"
 

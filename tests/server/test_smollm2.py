@@ -16,12 +16,12 @@ import openai
 import pytest
 
 from tests.server.sdk import Asking, content, sdk
-from tests.server.talking import eventually, recorded
+from tests.server.talking import COMPLETIONS, eventually, recorded, sent, under_way
 from tests.serving import free_port, serving
 
 STORY = "Write a very long story about a cat who goes to sea."
-SLOT_SECONDS = 1.0
-"""How long a slot may stay taken after its client has left."""
+TOKENS = 1000
+"""Asked for by clients that leave: on any machine they take seconds."""
 
 
 @contextmanager
@@ -106,13 +106,11 @@ def test_no_character_is_ever_cut(smol: Asking, prompt: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces[:-2])
 
 
-def test_a_prompt_beyond_the_context_is_refused_at_once(smol: Asking) -> None:
-    begun = time.monotonic()
+def test_a_prompt_beyond_the_context_is_refused(smol: Asking) -> None:
     for text in ("word " * 2100, "x" * 500_000):
         with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as raised:
             smol.chat(text)
         assert raised.value.code == "context_length_exceeded"
-    assert time.monotonic() - begun < 2
 
 
 # Many at once.
@@ -125,7 +123,7 @@ BEGINNINGS = [
 
 
 def test_32_streams_at_once_say_what_each_says_alone(crowd: Asking) -> None:
-    fields: dict[str, Any] = {"max_tokens": 24, "extra_body": {"return_token_ids": True}}
+    fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"return_token_ids": True}}
 
     def together(prompt: str) -> list[int]:
         with crowd.complete(prompt, stream=True, **fields) as chunks:
@@ -148,40 +146,26 @@ def test_32_streams_at_once_say_what_each_says_alone(crowd: Asking) -> None:
 # Clients that leave.
 
 
-def seconds(work: Callable[[], object]) -> float:
-    begun = time.monotonic()
-    work()
-    return time.monotonic() - begun
-
-
 @pytest.fixture
 def freed(narrow: Asking) -> Iterator[Callable[[], None]]:
-    """Says that the only slot is free, or becomes so within a second; the log must tell of the one who left."""
+    """Check that the only slot becomes free, and that the log names a request whose client left."""
 
     def left() -> int:
-        return len([event for event in narrow.running.events() if event.get("status") == 499])
+        return len(recorded(narrow.running, 0, status=499))
 
-    def short() -> object:
-        # Whoever left may still have a place in the queue when this one comes.
-        while True:
-            try:
-                return narrow.chat("Say hello.", max_tokens=1)
-            except openai.InternalServerError:
-                time.sleep(0.02)
-
-    usual, before = min(seconds(short) for _ in range(2)), left()
+    before = left()
 
     def check() -> None:
-        assert seconds(short) < usual + SLOT_SECONDS
-        assert narrow.client.models.list().data
-        assert left() > before
+        assert eventually(lambda: left() > before)
+        under_way(narrow.running, "smollm2", 0)
+        assert narrow.chat("Say hello.", max_tokens=1)
 
     yield check
     assert narrow.running.process.poll() is None
 
 
 def test_leaving_in_mid_stream(narrow: Asking, freed: Callable[[], None]) -> None:
-    with narrow.chat(STORY, stream=True, max_tokens=1000) as stream:  # type: ignore[attr-defined]
+    with narrow.chat(STORY, stream=True, max_tokens=TOKENS) as stream:  # type: ignore[attr-defined]
         for _ in range(4):
             next(stream)
     freed()
@@ -198,29 +182,19 @@ def test_leaving_while_the_prompt_is_read(narrow: Asking, freed: Callable[[], No
 def test_leaving_without_a_stream(narrow: Asking, freed: Callable[[], None]) -> None:
     impatient = narrow.client.with_options(timeout=0.6)
     with pytest.raises(openai.APITimeoutError):
-        impatient.completions.create(model="smollm2", prompt="Once", max_tokens=1000, extra_body={"ignore_eos": True})
+        impatient.completions.create(model="smollm2", prompt="Once", max_tokens=TOKENS, extra_body={"ignore_eos": True})
     freed()
 
 
 def test_leaving_the_queue(narrow: Asking, freed: Callable[[], None]) -> None:
-    def waits(timeout: float) -> bool:
-        """Whether there was room in the queue for one who then leaves."""
-        try:
-            narrow.client.with_options(timeout=timeout).completions.create(model="smollm2", prompt="Hello")
-        except openai.APITimeoutError:
-            return True
-        except openai.InternalServerError as error:
-            return error.code != "overloaded"
-        raise AssertionError("there was a free slot")
-
-    with narrow.chat(STORY, stream=True, max_tokens=1000) as stream:  # type: ignore[attr-defined]
+    with narrow.chat(STORY, stream=True, max_tokens=TOKENS) as stream:  # type: ignore[attr-defined]
         next(stream)
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(waits, 1.0)
-            time.sleep(0.4)
-            assert not waits(0.2)
-            assert first.result()
-        assert eventually(lambda: waits(0.2), SLOT_SECONDS)
+        with sent(narrow.running, COMPLETIONS, prompt="Hello"):
+            under_way(narrow.running, "smollm2", waiting=1)
+            with pytest.raises(openai.InternalServerError) as refused:
+                narrow.complete("Hello")
+            assert refused.value.code == "overloaded"
+        under_way(narrow.running, "smollm2", waiting=0)
         next(stream)
     freed()
 
@@ -243,7 +217,7 @@ def test_kill_9_of_the_worker(crowd: Asking) -> None:
         next(stream)
         whole = pool.submit(lambda: crowd.complete("Once upon a time", max_tokens=200))
         reading = pool.submit(lambda: crowd.complete("word " * 230, stream=True))
-        time.sleep(0.3)
+        under_way(crowd.running, "smollm2", 3)
         os.kill(child, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="process died") as broken:
             list(stream)
@@ -262,7 +236,7 @@ def test_kill_9_of_the_worker(crowd: Asking) -> None:
 def test_the_worker_is_started_again_without_being_asked(crowd: Asking) -> None:
     (child,) = crowd.running.children()
     os.kill(child, signal.SIGKILL)
-    assert eventually(lambda: len(crowd.running.children()) == 1 and crowd.running.children() != [child], 10)
+    assert eventually(lambda: len(crowd.running.children()) == 1 and crowd.running.children() != [child])
     assert crowd.chat("Say hello.", max_tokens=1)
 
 
@@ -273,7 +247,7 @@ def test_a_file_that_is_gone_when_the_worker_comes_back(tmp_path: Path, smollm2_
         (child,) = model.running.children()
         link.unlink()
         os.kill(child, signal.SIGKILL)
-        assert eventually(lambda: f"there is no model file at {link}" in model.running.log.read_text(), 10)
+        assert eventually(lambda: f"there is no model file at {link}" in model.running.log.read_text())
         with pytest.raises(openai.InternalServerError) as raised:
             model.chat("hello")
         assert (raised.value.status_code, raised.value.code) == (503, "model_failed")
@@ -295,7 +269,7 @@ def test_kill_9_of_the_server_leaves_no_child(tmp_path: Path, smollm2_path: Path
             next(stream)
             model.running.process.kill()
             model.running.process.wait()
-            assert eventually(lambda: not alive(child), 5)
+            assert eventually(lambda: not alive(child))
 
 
 def test_a_signal_ends_the_server_after_what_is_running(tmp_path: Path, smollm2_path: Path) -> None:
@@ -306,8 +280,8 @@ def test_a_signal_ends_the_server_after_what_is_running(tmp_path: Path, smollm2_
             model.running.process.send_signal(signal.SIGTERM)
             *_, last = stream
         assert last.choices[0].finish_reason == "length"
-        assert model.running.process.wait(10) == 0
-        assert eventually(lambda: not alive(child), 2)
+        assert model.running.process.wait(60) == 0
+        assert eventually(lambda: not alive(child))
         assert model.running.events()[-1]["event"] == "run_end"
         assert "Traceback" not in model.running.log.read_text()
 
@@ -346,4 +320,4 @@ def test_a_corrupt_file_as_another_model_leaves_the_first_alone(corrupt: Path) -
             assert int(raised.value.response.headers["retry-after"]) >= 1
             assert str(corrupt.parent) not in raised.value.message
             assert content(model.chat("hello", model="echo")) == "hello"
-        assert eventually(lambda: not model.running.children(), 2)
+        assert eventually(lambda: not model.running.children())

@@ -307,18 +307,18 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that soon breaks a silence."""
     config = {
         "models": {
-            "slow-to-start": {"engine": "scripted", "prefill_seconds": 1.1},
-            "slow": {"engine": "scripted", "tokens_per_second": 1.2},
-            "failing": {"engine": "scripted", "prefill_seconds": 0.7, "fail_after": 0},
+            "slow-to-start": {"engine": "scripted", "prefill_seconds": 1.3},
+            "slow": {"engine": "scripted", "tokens_per_second": 0.8},
+            "failing": {"engine": "scripted", "prefill_seconds": 0.9, "fail_after": 0},
             "fast": {"engine": "scripted", "tokens_per_second": 20},
             "narrow": {
                 "engine": "scripted",
                 "slots": 1,
-                "replies": [{"output": "tick" * 100}],
+                "replies": [{"output": "tick" * 12_000}],
                 "tokens_per_second": 20,
             },
         },
-        "limits": {"keepalive_seconds": 0.3, "queue_seconds": 1},
+        "limits": {"keepalive_seconds": 0.5, "queue_seconds": 1.2},
     }
     with serving(tmp_path_factory.mktemp("quiet"), config) as running:
         yield running
@@ -327,14 +327,14 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 class TestKeepAlive:
     @ROUTES
     def test_before_the_first_token(self, quiet: Running, path: str) -> None:
-        begun = time.monotonic()
         body = SMALLEST[path] | {"stream": True, "stream_options": {"include_usage": True}}
         with talking(quiet) as client, client.stream("POST", path, json=body) as response:
             assert response.status_code == 200
-            assert time.monotonic() - begun < 0.9
-            text = response.read().decode()
+            pieces = list(response.iter_text())
+        assert pieces[0] == ": keep-alive\n\n"
+        text = "".join(pieces)
         comments = text[: text.index("data:")]
-        assert 2 <= comments.count(": keep-alive\n\n") <= 4
+        assert comments.count(": keep-alive\n\n") >= 1
         assert comments.replace(": keep-alive\n\n", "") == ""
         sent = frames(text)
         assert texts(sent[:-2]) == {0: "hello"}
@@ -346,12 +346,12 @@ class TestKeepAlive:
         with talking(quiet) as client:
             response, sent = streamed(client, CHAT, model="slow")
         first, second = response.text.index('"hell"'), response.text.index('"o"')
-        assert 1 <= response.text[first:second].count(": keep-alive\n\n") <= 3
+        assert ": keep-alive\n\n" in response.text[first:second]
         assert texts(sent[:-1]) == {0: "hello"}
 
     def test_none_while_tokens_come(self, quiet: Running) -> None:
         with talking(quiet) as client:
-            response, _ = streamed(client, COMPLETIONS, model="fast", prompt="hello " * 10)
+            response, _ = streamed(client, COMPLETIONS, model="fast", prompt="hello " * 20)
         assert ": keep-alive" not in response.text
 
     def test_failure_after_the_headers_is_an_error_frame(self, quiet: Running) -> None:

@@ -56,7 +56,7 @@ def test_what_vllm_refuses_is_told_with_the_place_of_the_model(tmp_path: Path, m
 def test_a_folder_is_served_where_vllm_is_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
     with serving(folder, {"models_dir": str(folder / "models")}) as running:
-        listed = httpx.get(f"{running.url}/v1/models", trust_env=False).json()["data"]
+        listed = httpx.get(f"{running.url}/v1/models", trust_env=False, timeout=60).json()["data"]
         assert [model["id"] for model in listed] == ["org/tiny"]
         reply = ask(running, "Hällo").json()
         assert reply["choices"][0]["message"]["content"] == "Hällo"
@@ -108,5 +108,5 @@ def test_fields_and_routes_are_as_documented(folder: Path, monkeypatch: pytest.M
         completion = httpx.post(f"{running.url}/v1/completions", json=body, timeout=30, trust_env=False)
         assert {*completion.headers["x-dragoman-ignored"].split(", ")} == {*everywhere}
         for path in absent:
-            assert httpx.post(f"{running.url}{path}", json={}, trust_env=False).status_code == 404, path
+            assert httpx.post(f"{running.url}{path}", json={}, trust_env=False, timeout=60).status_code == 404, path
         assert running.stop() == 0

@@ -20,7 +20,7 @@ from dragoman.errors import ConfigError
 from dragoman.server.serve import default_workers
 from tests.server.anthropic_sdk import anthropic_sdk
 from tests.server.sdk import sdk
-from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.server.talking import CHAT, HELLO, PATIENCE, ask, eventually, frames, refused, talking, text_of, under_way
 from tests.server.test_connecting import listened_on
 from tests.serving import Running, serving, serving_at
 
@@ -28,7 +28,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_cal
 TOOL: Any = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 NUMBERS = "".join(f"{number:04} " for number in range(40))
 IN_WORKER = {"engine": "scripted", "crash_after": 100_000}
-ENDLESS = {"tokens_per_second": 20, "replies": [{"output": "tick" * 4000}]}
+ENDLESS = {"tokens_per_second": 20, "replies": [{"output": "tick" * 12_000}]}
 MODELS: dict[str, Any] = {
     "echo": {"engine": "scripted"},
     "in-worker": IN_WORKER,
@@ -36,6 +36,7 @@ MODELS: dict[str, Any] = {
     "single": {"engine": "scripted", "slots": 1, **ENDLESS},
     "single-in-worker": IN_WORKER | {"slots": 1, **ENDLESS},
     "endless": {"engine": "scripted", **ENDLESS},
+    "endless-in-worker": IN_WORKER | ENDLESS,
     "numbers": IN_WORKER | {"chunk": 5, "tokens_per_second": 20, "replies": [{"output": NUMBERS}]},
     "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
     "dying": {"engine": "scripted", "crash_after": 2, "replies": [{"output": "one two three four"}]},
@@ -44,7 +45,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    config = {"models": MODELS, "limits": {"request_seconds": 20}}
+    config = {"models": MODELS, "limits": {"request_seconds": 100}}
     with serving(tmp_path_factory.mktemp("pair"), config, "--workers", "2") as running:
         yield running
 
@@ -73,7 +74,7 @@ def each(running: Running, headers: dict[str, str] | None = None) -> Iterator[li
     """A client for each front end."""
     with ExitStack() as stack:
         found: dict[int, httpx.Client] = {}
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while len(found) < len(running.fronts()) or len(found) < 2:
             assert time.monotonic() < deadline, found
             client = stack.enter_context(talking(running, headers))
@@ -175,16 +176,15 @@ def test_who_leaves_frees_the_slot_for_whoever_waits_at_the_other(pair: Running,
             reader = stream.iter_lines()
             assert next(reader)
             waiting = pool.submit(ask, other, CHAT, model=model, max_tokens=1)
-            assert eventually(lambda: other.get("/stats").json()["models"][model]["waiting"] == 1, 5)
+            assert eventually(lambda: other.get("/stats").json()["models"][model]["waiting"] == 1)
             assert not waiting.done()
-        began = time.monotonic()
-        assert text_of(waiting.result(5)) == "tick"
-        assert time.monotonic() - began < 1
-        assert eventually(lambda: other.get("/stats").json()["models"][model]["running"] == 0, 1)
+        # The other reply would take ten minutes.
+        assert text_of(waiting.result()) == "tick"
+        assert eventually(lambda: other.get("/stats").json()["models"][model]["running"] == 0)
 
 
 def test_figures_are_those_of_all(tmp_path: Path) -> None:
-    config = {"models": {"echo": {"engine": "scripted", "tokens_per_second": 200}}}
+    config = {"models": {"echo": {"engine": "scripted", "tokens_per_second": 50}}}
     with serving(tmp_path, config, "--workers", "2") as running, each(running) as clients:
         for client in clients:
             for _ in range(3):
@@ -195,8 +195,8 @@ def test_figures_are_those_of_all(tmp_path: Path) -> None:
             page = client.get("/metrics").text
             gaps = page.partition('dragoman_inter_token_seconds_count{model="echo"} ')[2].partition("\n")[0]
             # Tokens that came together with the first of their reply have none.
-            assert 30 < float(gaps) <= 54
-            assert 0.004 < told["inter_token"]["mean"] < 0.05
+            assert 6 < float(gaps) <= 54
+            assert told["inter_token"]["mean"] > 0.004
         clients[0].close()
         assert running.stop() == 0
         events = running.events()
@@ -236,7 +236,7 @@ def test_keys_and_their_limits_hold_for_all_together(tmp_path: Path) -> None:
             with talking(running, {"x-api-key": "b"}) as third:
                 assert "2 requests at a time" in refused(ask(third, CHAT), 429)
                 stack.close()
-                assert eventually(lambda: ask(third, CHAT).status_code == 200, 2)
+                assert eventually(lambda: ask(third, CHAT).status_code == 200)
 
 
 async def streamed_text(client: httpx.AsyncClient, model: str, leave_after: int | None = None) -> tuple[str, str]:
@@ -244,6 +244,8 @@ async def streamed_text(client: httpx.AsyncClient, model: str, leave_after: int 
     text, end = "", "cut off"
     try:
         async with client.stream("POST", CHAT, json={"messages": HELLO, "model": model, "stream": True}) as reply:
+            if reply.status_code != 200:
+                return "", json.loads(await reply.aread())["error"]["message"]
             pieces = 0
             async for line in reply.aiter_lines():
                 if not line.startswith("data: "):
@@ -264,7 +266,7 @@ async def streamed_text(client: httpx.AsyncClient, model: str, leave_after: int 
 
 def many(running: Running) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=30, limits=limits)
+    return httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=PATIENCE, limits=limits)
 
 
 def test_five_hundred_streams_are_each_in_order_and_complete(pair: Running) -> None:
@@ -281,7 +283,7 @@ def test_five_hundred_streams_are_each_in_order_and_complete(pair: Running) -> N
         else:
             assert (text, end) == (NUMBERS, "done")
     with talking(pair) as client:
-        assert eventually(lambda: client.get("/stats").json()["models"]["numbers"]["running"] == 0, 2)
+        assert eventually(lambda: client.get("/stats").json()["models"]["numbers"]["running"] == 0)
 
 
 def test_one_dies_and_the_others_do_not_notice(tmp_path: Path) -> None:
@@ -289,27 +291,31 @@ def test_one_dies_and_the_others_do_not_notice(tmp_path: Path) -> None:
     with serving(tmp_path, {"models": models}, "--workers", "2") as running:
         victim, other = running.fronts()
 
+        def many_run() -> bool:
+            with talking(running) as client:
+                return bool(client.get("/stats").json()["models"]["numbers"]["running"] >= 20)
+
         async def whole() -> list[tuple[str, str]]:
             async with many(running) as client:
                 tasks = [asyncio.create_task(streamed_text(client, "numbers")) for _ in range(40)]
                 tasks.append(asyncio.create_task(streamed_text(client, "single-in-worker")))
-                await asyncio.sleep(0.7)
+                assert await asyncio.to_thread(eventually, many_run)
                 os.kill(victim, signal.SIGKILL)
-                await asyncio.sleep(1.5)
+                told = await asyncio.gather(*tasks[:-1])
                 tasks[-1].cancel()
-                return await asyncio.gather(*tasks[:-1])
+                return told
 
         told = asyncio.run(whole())
         ends = {end for _, end in told}
         assert ends == {"done", "reset"}
         assert all(text == NUMBERS for text, end in told if end == "done")
-        assert eventually(lambda: len(running.fronts()) == 2, 5)
+        assert eventually(lambda: len(running.fronts()) == 2)
         assert other in running.fronts()
         with each(running) as clients:
             for client in clients:
                 assert text_of(ask(client, CHAT)) == "hello"
-            standing = clients[0].get("/stats").json()["models"]
-            assert [standing[name]["running"] for name in models] == [0, 0, 0]
+            for name in models:
+                under_way(running, name, 0)
         assert "a front end died with" in running.log.read_text()
         assert "Traceback" not in running.log.read_text()
 
@@ -317,20 +323,15 @@ def test_one_dies_and_the_others_do_not_notice(tmp_path: Path) -> None:
 def test_an_engine_dies_and_every_stream_is_told(pair: Running) -> None:
     async def whole() -> list[tuple[str, str]]:
         async with many(pair) as client:
-            assert (await client.post(CHAT, json={"messages": HELLO, "model": "numbers"})).status_code == 200
-            workers = [pid for pid in pair.children() if pid not in pair.fronts()]
-            tasks = [asyncio.create_task(streamed_text(client, "numbers")) for _ in range(64)]
-            await asyncio.sleep(1)
-            for pid in workers:
+            tasks = [asyncio.create_task(streamed_text(client, "endless-in-worker")) for _ in range(64)]
+            await asyncio.to_thread(under_way, pair, "endless-in-worker", 64)
+            for pid in pair.workers():
                 os.kill(pid, signal.SIGKILL)
-            began = time.monotonic()
-            told = await asyncio.gather(*tasks)
-            assert time.monotonic() - began < 2
-            return told
+            return await asyncio.gather(*tasks)
 
     for text, end in asyncio.run(whole()):
         assert "process died" in end
-        assert NUMBERS.startswith(text)
+        assert ("tick" * 12_000).startswith(text)
     with each(pair) as clients:
         for client in clients:
             assert text_of(ask(client, CHAT, model="in-worker")) == "hello"
@@ -350,7 +351,7 @@ def test_a_new_configuration_holds_at_once_for_all(tmp_path: Path) -> None:
             refused(ask(client, CHAT, n=3), 400, param="n")
         file.write_text(json.dumps(changed | {"api_keys": ["secret"]}))
         running.process.send_signal(signal.SIGHUP)
-        assert eventually(lambda: running.log.read_text().count("read again") == 2, 5)
+        assert eventually(lambda: running.log.read_text().count("read again") == 2)
         for client in clients:
             refused(ask(client, CHAT), 401)
 
@@ -387,7 +388,7 @@ def test_an_engine_in_the_parent_waits_for_a_client_that_does_not_read(tmp_path:
             return made() == before > 0
 
         with one.stream("POST", CHAT, json=body) as stream:
-            assert eventually(is_still, 15)
+            assert eventually(is_still)
             before = made()
             assert any(made() > before for at, _ in enumerate(stream.iter_raw()) if at % 50 == 49)
 
@@ -395,7 +396,9 @@ def test_an_engine_in_the_parent_waits_for_a_client_that_does_not_read(tmp_path:
 def test_a_unix_socket_is_shared(tmp_path: Path) -> None:
     def connect(port: int) -> httpx.Client:
         assert listened_on(tmp_path / "s")
-        return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(tmp_path / "s")))
+        return httpx.Client(
+            base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(tmp_path / "s")), timeout=60
+        )
 
     config = {"models": {"echo": {"engine": "scripted"}}}
     with serving_at(tmp_path, config, connect, "--workers", "2", "--socket", str(tmp_path / "s")) as (running, client):

@@ -39,7 +39,7 @@ async def _answer(app: object) -> tuple[bytes, ServerState]:
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(ASKED)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             answer = await reader.read()
         writer.close()
         await writer.wait_closed()

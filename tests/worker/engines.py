@@ -1,6 +1,8 @@
 """Engines for the worker's tests; the child process imports them from here."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Self
@@ -47,6 +49,8 @@ class Obedient(Engine):
             self.kv_used = "very"  # type: ignore[assignment]
             yield "x"
             await asyncio.sleep(1)
+        if command == "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if command == "print":
             print("this must not get among the messages", flush=True)
         for at in range(int(rest)):
@@ -65,6 +69,8 @@ class Obedient(Engine):
     def tokenize(self, text: str, special: bool) -> Sequence[int]:
         if text == "numpy":
             return list(np.array([1, 2, 3]))
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if text == "words":
             return ["one"]  # type: ignore[list-item]
         if text == "hang":
@@ -112,6 +118,16 @@ class Blocking(Engine):
         yield "one "
         await asyncio.sleep(0.05)
         time.sleep(60)  # noqa: ASYNC251 (that is the point)
+
+
+class Spinning(Engine):
+    """Computes without end, in Python."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield "one "
+        await asyncio.sleep(0.05)
+        while True:
+            pass
 
 
 class Broken(Engine):

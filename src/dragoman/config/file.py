@@ -151,7 +151,7 @@ class File:
 
     def from_here(self, source: str) -> str:
         """A relative path starts from the folder of the file."""
-        return located(source, self.folder) if is_path(source) else source
+        return located(source, self.folder) if is_path(source) and "://" not in source else source
 
     @property
     def folder(self) -> Path:

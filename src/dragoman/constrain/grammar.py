@@ -69,6 +69,13 @@ def shape(request: GenerationRequest, speaker: Speaker, *, opened: bool) -> Shap
     return _Reply(request, speaker, opened).shape()
 
 
+def blamed_field(request: GenerationRequest) -> str:
+    """The path of the field that asks for the reply's shape."""
+    feature = "tools" if request.constraint is None else "constraint"
+    params = (asked.param for asked in request.asked if asked.feature == feature)
+    return next((param for param in params if param not in CHOOSING), feature)
+
+
 class _Reply:
     def __init__(self, request: GenerationRequest, speaker: Speaker, opened: bool) -> None:
         self.request = request
@@ -80,7 +87,7 @@ class _Reply:
         self.format = speaker.format
         self.opened = opened
         control = {text: token for text, token in speaker.control.items() if token not in speaker.ends}
-        self.rules = Rules(control, self._param())
+        self.rules = Rules(control, blamed_field(self.request))
         self.relaxed: list[str] = []
         self.checks: list[Check] = []
         self.others: list[dict[str, str]] = []
@@ -94,7 +101,7 @@ class _Reply:
         if self.others:
             grammar = json.dumps({"grammars": [{"lark_grammar": grammar}, *self.others]}, ensure_ascii=False)
         relaxed = tuple(dict.fromkeys((*self.relaxed, *self.calls.relaxed)))
-        return Shape(grammar, self._param(), self.must, relaxed, (*self.checks, *self.calls.checks))
+        return Shape(grammar, blamed_field(self.request), self.must, relaxed, (*self.checks, *self.calls.checks))
 
     def _start(self) -> str | None:
         constraint, must = self.request.constraint, self.must
@@ -120,14 +127,24 @@ class _Reply:
             return self.rules.rule("answer", inline({"type": "object"}))
         if isinstance(constraint, JsonSchema):
             return self._schema(constraint)
-        param = self._asked("constraint")
+        param = blamed_field(self.request)
         if isinstance(constraint, OneOf):
-            return _choices(constraint, param)
+            return self._choices(constraint, param)
         text = constraint.text if isinstance(constraint, Grammar) else _expression(constraint, param)
         if isinstance(constraint, Grammar):
             _check_grammar(text, param)
         self.others.append({"name": "answer", "lark_grammar": text})
         return "@answer"
+
+    def _choices(self, constraint: OneOf, param: str) -> str:
+        """One terminal for all of them: as alternatives of a rule, thousands would be more than a parser can follow."""
+        if not 0 < len(constraint.choices) <= MOST_CHOICES:
+            raise InvalidSchema(f"{param}: from 1 to {MOST_CHOICES} choices are needed", param=param)
+        texts = [quoted(choice) for choice in dict.fromkeys(constraint.choices) if choice]
+        if not texts:
+            return '""'
+        choice = self.rules.terminal("CHOICE", " | ".join(texts))
+        return choice if all(constraint.choices) else f"{choice}?"
 
     def _schema(self, constraint: JsonSchema) -> str:
         schema = self._prepared(constraint)
@@ -284,15 +301,6 @@ class _Reply:
         self.checks.append(Check(capture, prepared.told, path))
         return ToolShape(name, path, prepared.told, enforced, capture)
 
-    def _asked(self, feature: str) -> str:
-        params = (asked.param for asked in self.request.asked if asked.feature == feature)
-        return next((param for param in params if param not in CHOOSING), feature)
-
-    def _param(self) -> str:
-        if self.request.constraint is not None:
-            return self._asked("constraint")
-        return self._asked("tools")
-
 
 def _call_schema(call: JsonCall, name: str, arguments: str) -> dict[str, Any]:
     keys = [call.name[0], call.arguments[0]]
@@ -322,12 +330,6 @@ def _closed(schema: Any) -> Any:
     if isinstance(schema.get("items"), Mapping):
         closed["items"] = _closed(schema["items"])
     return closed
-
-
-def _choices(constraint: OneOf, param: str) -> str:
-    if not 0 < len(constraint.choices) <= MOST_CHOICES:
-        raise InvalidSchema(f"{param}: from 1 to {MOST_CHOICES} choices are needed", param=param)
-    return either([quoted(choice) for choice in dict.fromkeys(constraint.choices)])
 
 
 def _expression(constraint: Regex, param: str) -> str:

@@ -14,7 +14,7 @@ class Kept(Generic[T]):
         self.most = count
         self.room = size
         self.size = 0
-        self._results: OrderedDict[str | bytes, T] = OrderedDict()
+        self._results: OrderedDict[str | bytes, tuple[T, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -23,16 +23,20 @@ class Kept(Generic[T]):
     def get(self, key: str | bytes) -> T | None:
         with self._lock:
             found = self._results.get(key)
-            if found is not None:
-                self._results.move_to_end(key)
-            return found
+            if found is None:
+                return None
+            self._results.move_to_end(key)
+            return found[0]
 
-    def keep(self, key: str | bytes, result: T) -> None:
-        """What it takes is estimated by its key."""
+    def keep(self, key: str | bytes, result: T, size: int = 0) -> None:
+        """`size` is what the result takes beside its key. A result that is kept already is replaced."""
         with self._lock:
-            if key not in self._results:
-                self._results[key] = result
-                self.size += len(key)
+            self._remove(key)
+            self._results[key] = result, len(key) + size
+            self.size += len(key) + size
             while len(self._results) > self.most or self.size > self.room:
-                forgotten, _ = self._results.popitem(last=False)
-                self.size -= len(forgotten)
+                self._remove(next(iter(self._results)))
+
+    def _remove(self, key: str | bytes) -> None:
+        _, size = self._results.pop(key, (None, 0))
+        self.size -= size

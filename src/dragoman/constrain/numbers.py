@@ -15,6 +15,19 @@ all of them in mind has that many states."""
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
+GREATEST_EXACT = 2**53
+"""llguidance reads every number as a double, and makes integers of 64 bits of them. Beyond this it enforces another
+value than the given one; from -2**63 + 512 downwards, as both bounds of an integer, it recurses until it crashes."""
+
+
+def is_exact(value: Any) -> bool:
+    """Whether all numbers in a JSON value are read as they are written."""
+    if isinstance(value, Mapping):
+        return all(map(is_exact, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_exact, value))
+    return not isinstance(value, int | float) or abs(value) <= GREATEST_EXACT
+
 
 class Bounds:
     """The bounds of one document."""
@@ -26,8 +39,10 @@ class Bounds:
         """Those of a schema's bounds that have to be left out so that the others can be kept."""
         given = schema.get("type", ("integer", "number"))
         types = (given,) if isinstance(given, str) else given
-        bounds = tuple((keyword, schema[keyword]) for keyword in BOUNDS if keyword in schema)
-        left_out = _unenforceable(bounds, tuple(kind for kind in ("integer", "number") if kind in types))
+        given_bounds = [(keyword, schema[keyword]) for keyword in BOUNDS if keyword in schema]
+        too_large = tuple(keyword for keyword, value in given_bounds if not is_exact(value))
+        bounds = tuple(bound for bound in given_bounds if bound[0] not in too_large)
+        left_out = too_large + _unenforceable(bounds, tuple(kind for kind in ("integer", "number") if kind in types))
         if "multipleOf" in schema and not self._divides(schema["multipleOf"]):
             return (*left_out, "multipleOf")
         return left_out

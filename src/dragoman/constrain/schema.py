@@ -20,8 +20,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from dragoman.constrain.finite import endless
-from dragoman.constrain.kept import Kept
-from dragoman.constrain.numbers import Bounds
+from dragoman.constrain.numbers import Bounds, is_exact
 from dragoman.constrain.patterns import MalformedPattern, enforceable
 from dragoman.constrain.walk import NAMED, ONE, SEVERAL, Parts, anchors, at, named, pointer, rebased, referring, resolve
 from dragoman.constrain.walk import walk as all_schemas
@@ -32,6 +31,8 @@ MOST_SCHEMAS = 4000
 MOST_PROPERTIES = 1000
 """Of one object: the time to compile grows with their square."""
 REPAIR_SECONDS = 0.5
+LONGEST_PLACE = 200
+"""Characters of a path in an error."""
 
 WHITE = r"(\x20{1,2}|\n[\x20\t]{0,20})"
 """White space between the tokens of JSON. Bounded: a weak model would go on with it forever."""
@@ -85,23 +86,17 @@ class Prepared(msgspec.Struct, frozen=True):
     told: Any = None
 
 
-_prepared: Kept[Prepared] = Kept(512, 2 * 1024 * 1024)
-"""Under the text of the schema, with places that begin at the schema itself."""
-
-
 def prepare(schema: Mapping[str, Any], base: str) -> Prepared:
     """The part of the schema that is enforced; `base` is the path under which the caller knows the schema."""
-    key = msgspec.json.encode(schema)
-    if len(key) > MOST_BYTES:
-        raise InvalidSchema(f"{base}: a schema may have {MOST_BYTES} bytes, not {len(key)}", param=base)
-    found = _prepared.get(key)
-    if found is None:
-        try:
-            found = _prepare(schema)
-        except _MistakenError as mistake:
-            where = named(base, mistake.parts)
-            raise InvalidSchema(f"{where}: {mistake.problem}", param=where) from mistake
-        _prepared.keep(key, found)
+    size = len(msgspec.json.encode(schema))
+    if size > MOST_BYTES:
+        raise InvalidSchema(f"{base}: a schema may have {MOST_BYTES} bytes, not {size}", param=base)
+    try:
+        found = _prepare(schema)
+    except _MistakenError as mistake:
+        where = named(base, mistake.parts)
+        where = where if len(where) <= LONGEST_PLACE else f"{where[:LONGEST_PLACE]}..."
+        raise InvalidSchema(f"{where}: {mistake.problem}", param=where) from mistake
     return Prepared(found.schema, tuple(base + place for place in found.relaxed), found.told)
 
 
@@ -181,6 +176,7 @@ class _Cleaner:
         self._relax_strings(copy, parts)
         for keyword in self.bounds.unenforceable(copy):
             self._relax(copy, keyword, parts)
+        self._relax_values(copy, parts)
         return copy
 
     def _inner(self, keyword: str, value: Any, parts: Parts) -> Any:
@@ -207,6 +203,14 @@ class _Cleaner:
     def _relax(self, schema: dict[str, Any], keyword: str, parts: Parts) -> None:
         del schema[keyword]
         self.relaxed.append(named("", (*parts, keyword)))
+
+    def _relax_values(self, schema: dict[str, Any], parts: Parts) -> None:
+        """Numbers that llguidance would round, or crash on, become numbers of any size."""
+        for keyword in ("const", "enum"):
+            if keyword in schema and not is_exact(schema[keyword]):
+                values = [schema[keyword]] if keyword == "const" else schema[keyword]
+                schema.setdefault("type", list(dict.fromkeys(map(_type_of, values))))
+                self._relax(schema, keyword, parts)
 
     def _relax_strings(self, schema: dict[str, Any], parts: Parts) -> None:
         if "format" in schema and schema["format"] not in FORMATS:
@@ -240,6 +244,16 @@ class _Cleaner:
 def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
     given = schema.get("type", TYPES)
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == int(value) else "number"
+    if isinstance(value, str):
+        return "string"
+    return "null" if value is None else "object" if isinstance(value, Mapping) else "array"
 
 
 def _lists(keyword: str, value: Any) -> bool:

@@ -7,8 +7,7 @@ Rules
 3. Where the vocabulary wants a token at the beginning, a prompt from text gets it, once.
 4. Text that is too long even if all of it were the longest tokens there are is refused unread: making tokens of
    megabytes takes seconds, which others would wait.
-5. Reading a prompt and compiling a grammar are two steps, so that they can be done in different threads: a grammar may
-   take a second.
+5. Reading a prompt and compiling a grammar are two steps: a grammar is tried in another process first.
 6. A text that is only to become tokens has no context to fit in; its length has a limit of its own.
 """
 
@@ -17,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from dragoman.constrain.grammar import Shape, Speaker, shape
+from dragoman.constrain.grammar import Speaker
 from dragoman.constrain.thoughts import closing, thoughts
 from dragoman.conversation import GenerationRequest, Sampling
 from dragoman.engines.budget import Budget
@@ -109,12 +108,11 @@ class Reading:
         self._check_length(request, (segment.text for segment in prompt.segments))
         return Rendered(prompt.text, tuple(self._begun(self._segments(prompt.segments))), self.format.name)
 
-    def shape(self, request: GenerationRequest, *, opened: bool) -> Shape | None:
-        """What the reply is kept to; `opened`: it begins inside a thought."""
-        speaker = Speaker(self.format, self.control, self.model.ends, self._may_think(request))
-        return shape(request, speaker, opened=opened)
+    @property
+    def speaker(self) -> Speaker:
+        return Speaker(self.format, self.control, self.model.ends)
 
-    def _may_think(self, request: GenerationRequest) -> bool:
+    def may_think(self, request: GenerationRequest) -> bool:
         asked = request.thinking
         if asked.is_off or not request.messages:
             return False

@@ -19,6 +19,8 @@ stats       metrics, and how everything stands
 watch       what takes long: keep-alive comments, requests that are overdue, clients that leave
 serve       the app in uvicorn
 beforehand  what is looked at before that
-connection  what uvicorn's HTTP connection does not guard against by itself
-writing     how the bytes of one response leave
+acceptor    the connections of one listening socket
+connection  one HTTP connection: requests are read, answered and written one after the other
+http1       the framing of HTTP/1.1 requests, without I/O
+writing     one request on its connection, and how the bytes of its response leave
 """

@@ -10,7 +10,7 @@ import msgspec
 from dragoman.catalog import Catalog, MakeOf, Model
 from dragoman.config import Limits, Settings
 from dragoman.engines.interface import Engine
-from dragoman.errors import NotSupported
+from dragoman.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.protocols.admin import Reloaded
 from dragoman.quota import Lease
 from dragoman.server import stats
@@ -144,6 +144,13 @@ class App(Door):
         lease = exchange.lease
         assert lease is None or isinstance(lease, Lease)
         return lease
+
+    def valid_caller(self, exchange: Exchange) -> Caller | None:
+        """The caller of an open route; None where keys are needed and the request has no valid one."""
+        try:
+            return self._access.caller(exchange.headers)
+        except (Unauthorized, StorageUnavailable):
+            return None
 
     def is_local(self, exchange: Exchange) -> bool:
         """Whether whoever asks is on this machine."""

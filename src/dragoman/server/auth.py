@@ -14,10 +14,12 @@ Rules
 
 import hmac
 import logging
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from dragoman.address import LEAST_SECRET, hidden
 from dragoman.config import Settings
 from dragoman.errors import ConfigError, StorageUnavailable, Unauthorized
 from dragoman.operation import KeyLimits
@@ -29,6 +31,8 @@ from dragoman.store.keys import FORM, Key, KeyReader, digest, store_path
 log = logging.getLogger("dragoman.auth")
 
 LOOK_SECONDS = 1.0
+_STORED_KEY = re.compile(r"(dgm_[0-9a-f]{12})_[0-9a-f]+")
+_TOKEN = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*")
 NOBODY = bytes(32)
 
 
@@ -44,6 +48,7 @@ class Access:
         self._signed = None if keys.jwt is None else Signed(keys.jwt, keys.limits)
         self._stored = _Stored(store_path(keys), keys.limits)
         self._anonymous = Caller(NO_KEY, USUAL, quota=quota_for(keys.limits)) if keys.anonymous else None
+        self._secrets = [key for key in settings.api_keys if len(key) >= LEAST_SECRET]
 
     @property
     def needs_keys(self) -> bool:
@@ -71,6 +76,11 @@ class Access:
         if found is None:
             raise Unauthorized("the API key is not valid here")
         return found
+
+    def redact(self, text: str) -> str:
+        """A text of a caller's without the keys in it, for the log."""
+        text = _TOKEN.sub("eyJ***", _STORED_KEY.sub(r"\1_***", text))
+        return hidden(text, self._secrets)
 
     def follow(self, before: "Access") -> None:
         """Take over from an older configuration: whoever is still let in has used what it has used."""

@@ -1,250 +1,355 @@
-"""One HTTP connection, guarded: what uvicorn's own does not bound, this one does.
+"""One HTTP connection: requests are read, answered and written one after the other.
 
 Rules
-1. Headers that are too large get 431, headers that take too long 408, what is not HTTP 400; then the connection is
+1. Headers that are too large get 431, headers that take too long 408, malformed HTTP 400; then the connection is
    closed. These replies look like all others and are in the event log like all others.
-2. Requests are answered one after the other. What is wrong with the next one ends the connection without a word while
-   one is being answered: nothing can be said in the middle of another response.
-3. A head has its time while nothing is being answered; empty lines before it begin nothing.
+2. Nothing behind a request is parsed before its response is complete. Up to `READ_AHEAD` bytes are kept as they came;
+   then reading pauses. While it is paused, a client that leaves is noticed by asking the socket.
+3. The time for a head runs while nothing is being answered. Empty lines before a request do not stop it.
 4. A client that reads nothing for `write_seconds` while there is something to read is cut off.
-5. A wish to speak another protocol (`Upgrade`) is not heard: the request is served as what it is.
-6. Whole replies and pieces of a stream, the most frequent things there are, may be written with one plain call.
+5. An `Upgrade` is ignored: the request is served as HTTP (see `http1`).
+6. Whole replies and pieces of a stream, the most frequent writes, need only a plain call (see `writing`).
+7. A response that leaves before the request's body is complete: a small rest of the body is read and dropped, and the
+   connection is kept. Otherwise it lingers: up to `LINGER_BYTES` are read and dropped within `LINGER_SECONDS`, so that
+   the client can read the response before the connection closes.
 """
 
 import asyncio
 import logging
-from functools import lru_cache
+import select
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from itertools import chain
-from urllib.parse import unquote
+from typing import Any, cast
 
-import httptools
 import msgspec
-from uvicorn._types import ASGI3Application, ASGIVersions, HTTPScope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import uvicorn
+from uvicorn.server import ServerState
 
 from dragoman.config import Limits
-from dragoman.errors import BadRequest, DragomanError, HeadersTooLarge, RequestTimeout
+from dragoman.errors import DragomanError, RequestTimeout
 from dragoman.protocols import Family, family
 from dragoman.server.exchange import DIRECT, Scope
+from dragoman.server.http1 import ChunkedBody, FixedBody, RequestHead, parse_target
 from dragoman.server.respond import new_id
-from dragoman.server.writing import Response
+from dragoman.server.writing import Headers, Response
 from dragoman.telemetry import Recorder, RequestRecord
 
 log = logging.getLogger("dragoman.server")
 
-ASGI: ASGIVersions = {"version": "3.0", "spec_version": "2.3"}
+ASGI = {"version": "3.0", "spec_version": "2.3"}
+READ_AHEAD = 64 * 1024
+"""Bytes that are read and kept before reading pauses: of a body that is not being taken, or behind a request."""
+LINGER_BYTES = 1024 * 1024
+LINGER_SECONDS = 2.0
+DEPARTURE_SECONDS = 0.5
+"""How often a paused socket is asked whether its client has left."""
+LEFT = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 GOODBYE_SECONDS = 0.5
 LOOKS = 4
-"""How often, in the time that a client has for reading, it is looked whether it reads."""
+"""How often, within `write_seconds`, it is checked whether the client reads."""
+
+AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def guarded(limits: Limits, telemetry: Recorder) -> type[HttpToolsProtocol]:
+def guarded(limits: Limits, telemetry: Recorder) -> type["Connection"]:
     """The connection class for these limits."""
-    return type("GuardedConnection", (_Connection,), {"limits": limits, "telemetry": telemetry})
+    return type("GuardedConnection", (Connection,), {"limits": limits, "telemetry": telemetry})
 
 
-class _Connection(HttpToolsProtocol):
+class Connection(asyncio.Protocol):
     limits: Limits
     telemetry: Recorder
-    _answered: Response | None = None
-    """The latest request to be answered; `cycle` is the latest to arrive, which may have to wait."""
-    _is_too_large = False
-    _in_head = False
-    _head_bytes = 0
-    _arrived = 0
-    """Bytes since the head at hand began, or more."""
+    transport: asyncio.Transport
+    _head: RequestHead | None = None
+    """The head that is arriving."""
+    _body: FixedBody | ChunkedBody | None = None
+    """The body that is arriving."""
+    _response: Response | None = None
+    """The response to the latest request."""
+    _kept = b""
+    """What came behind the request that is being answered."""
+    _is_reading = True
+    _is_lingering = False
+    _dropped = 0
+    """Bytes read and dropped while the connection lingers, or of the body of a request that has been answered."""
     _head_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
-    _heard_at = 0.0
+    _departure_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _heard_at = 0.0
     _unread = 0
     _read_at = 0.0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._app = cast("AsgiApp", config.loaded_app)
+        self._keep_alive_seconds = config.timeout_keep_alive
+        self._state = server_state
+        self._loop = _loop or asyncio.get_running_loop()
+        self.writable = asyncio.Event()
+        self.writable.set()
+
+    @property
+    def default_headers(self) -> Headers:
+        return self._state.default_headers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self._state.connections.add(self)  # type: ignore[arg-type]
+        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+        self._client = _address(transport.get_extra_info("peername"))
+        self._server = _address(transport.get_extra_info("sockname"))
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_head_timer()
-        self._cancel_write_timer()
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-        # Those that wait have no task yet, and nobody to be told.
-        self.pipeline.clear()
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
-        super().connection_lost(exc)
+        self._state.connections.discard(self)
+        timers = self._head_timer, self._idle_timer, self._departure_timer, self._linger_timer, self._write_timer
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
+        self._kept = b""
+        if self._response is not None:
+            self._response.disconnect()
+        self.writable.set()
 
     def shutdown(self) -> None:
-        super().shutdown()
-        if self.scheme == "https":
-            self.loop.call_later(GOODBYE_SECONDS, self._leave)
+        """Called by uvicorn when the server stops."""
+        if self._is_answering:
+            assert self._response is not None
+            self._response.keep_alive = False
+        else:
+            self.transport.close()
+        if self._scheme == "https":
+            self._loop.call_later(GOODBYE_SECONDS, self._leave)
 
     def _leave(self) -> None:
         """A client that waits for nothing leaves TLS's goodbye unanswered: the server's end does not wait for it."""
         if not self.transport.is_closing() or self.transport.get_write_buffer_size():
-            self.loop.call_later(GOODBYE_SECONDS, self._leave)
+            self._loop.call_later(GOODBYE_SECONDS, self._leave)
         else:
             self.transport.abort()
 
+    @property
+    def _is_answering(self) -> bool:
+        return self._response is not None and not self._response.response_complete
+
+    # What arrives
+
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
-        if not self._in_head:
-            self._head_bytes = self._arrived = 0
-        self._head_bytes += len(data)
-        self._arrived += len(data)
-        try:
-            self._parse(data)
-        except httptools.HttpParserError:
-            self._refuse(self._too_large() if self._is_too_large else BadRequest("this is not a valid HTTP request"))
-            return
-        if self._in_head and self._head_bytes > self.limits.header_bytes:
-            self._refuse(self._too_large())
+        self._heard_at = self._loop.time()
+        if self._is_lingering:
+            self._drop(len(data))
+        elif self._kept:
+            self._keep(self._kept + data)
         else:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            while data:
+                if self._body is not None:
+                    data = self._feed_body(self._body, data)
+                elif self._is_answering:
+                    self._keep(data)
+                    return
+                else:
+                    data = self._feed_head(data)
+        except DragomanError as error:
+            self._refuse(error)
+            return
+        if not self._is_answering and self._body is None:
             self._await_head()
 
-    def _parse(self, data: bytes) -> None:
-        while True:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                # The parser takes what follows such a head for another protocol; without that word it is a body.
-                data = self._head_without_upgrade() + data[upgrade.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-                # Where the client says that this request is its last, what follows is ignored, as in uvicorn's own.
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    def _feed_head(self, data: bytes) -> bytes:
+        if self._head is None:
+            self._head = RequestHead(self.limits.header_bytes)
+        head = self._head
+        rest = head.feed(data)
+        if head.is_complete:
+            self._begin(head)
+        return rest
 
-    def _head_without_upgrade(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-        lines += [
-            b"%b: %b" % (name, _staying(value) if name == b"connection" else value) for name, value in self.headers
-        ]
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    def on_message_begin(self) -> None:
-        self.url = b""
-        self.headers = []
-        self.expect_100_continue = False
-        self._in_head = True
-
-    def on_headers_complete(self) -> None:
-        if self._arrived > self.limits.header_bytes and self._head_size() > self.limits.header_bytes:
-            self._is_too_large = True
-            raise httptools.HttpParserError
-        if self.parser.should_upgrade():
-            if self.parser.get_method() == b"CONNECT":
-                raise httptools.HttpParserError
-            return
-        self._in_head = False
+    def _begin(self, head: RequestHead) -> None:
+        scope = self._scope(head)
+        self._head = None
         self._cancel_head_timer()
-        self.scope = self._scope()
-        waits = self.cycle is not None and not self.cycle.response_complete
-        self.cycle = response = self._response()
-        if not waits:
-            self._start_asgi_task(response, self.app)
-            return
-        if self.pipeline:
-            # While nothing is read it is not seen that the client leaves. One request may wait, then nothing is read.
-            self.flow.pause_reading()
-        self.pipeline.appendleft((response, self.app))
+        self._response = response = Response(scope, self, head.expects_continue, head.keep_alive)
+        if head.is_chunked:
+            self._body = ChunkedBody(self.limits.header_bytes)
+        elif head.content_length:
+            self._body = FixedBody(head.content_length)
+        else:
+            response.more_body = False
+            response.arrival.set()
+        response.task = task = self._loop.create_task(self._answer(response))
+        self._state.tasks.add(task)
 
-    def _scope(self) -> HTTPScope:
-        path, raw_path, query = _parsed(self.url)
+    def _scope(self, head: RequestHead) -> dict[str, Any]:
+        path, raw_path, query = parse_target(head.url)
         return {
             "type": "http",
             "asgi": ASGI,
-            "http_version": self.parser.get_http_version(),
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme or "http",
-            "method": self.parser.get_method().decode("ascii"),
+            "http_version": head.version,
+            "server": self._server,
+            "client": self._client,
+            "scheme": self._scheme,
+            "method": head.method,
             "root_path": "",
             "path": path,
             "raw_path": raw_path,
             "query_string": query,
-            "headers": self.headers,
-            "extensions": {DIRECT: self},  # type: ignore[dict-item]
+            "headers": head.headers,
+            "extensions": {DIRECT: self},
         }
 
-    def _response(self) -> Response:
-        return Response(
-            self.scope,
-            self.transport,
-            self.flow,
-            self.server_state.default_headers,
-            self.expect_100_continue,
-            self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
-            self.on_response_complete,
-        )
+    def _feed_body(self, body: FixedBody | ChunkedBody, data: bytes) -> bytes:
+        response = self._response
+        assert response is not None
+        piece, rest = body.feed(data)
+        if response.response_complete:
+            return self._drop_body(data, rest)
+        response.body += piece
+        if rest is None:
+            if len(response.body) > READ_AHEAD:
+                self._pause_reading()
+        else:
+            self._body = None
+            response.more_body = False
+        response.arrival.set()
+        return rest or b""
 
-    def on_message_complete(self) -> None:
-        if self._in_head:
-            # Of an upgrade, whose head comes again.
+    def _keep(self, data: bytes) -> None:
+        self._kept = data
+        if len(data) > READ_AHEAD:
+            self._pause_reading()
+            if self._departure_timer is None:
+                self._departure_timer = self._loop.call_later(DEPARTURE_SECONDS, self._check_departure)
+
+    def _check_departure(self) -> None:
+        """Nobody is told that the client has left while nothing is read."""
+        self._departure_timer = None
+        if self._is_reading or self.transport.is_closing():
             return
-        super().on_message_complete()
-        # What of this packet belongs to the next head is not known: its size is seen when it is complete.
-        self._head_bytes = 0
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), LEFT)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._departure_timer = self._loop.call_later(DEPARTURE_SECONDS, self._check_departure)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        assert isinstance(cycle, Response)
-        self._answered = cycle
-        cycle.task = task = self.loop.create_task(self._answer(cycle, app))
-        self.tasks.add(task)
+    def _pause_reading(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self.transport.pause_reading()
 
-    async def _answer(self, response: Response, app: ASGI3Application) -> None:
+    def resume_reading(self) -> None:
+        if not self._is_reading and len(self._kept) <= READ_AHEAD and not self.transport.is_closing():
+            self._is_reading = True
+            self.transport.resume_reading()
+
+    # The answer
+
+    async def _answer(self, response: Response) -> None:
         """The app tells its errors itself; what it could not tell is told here."""
         try:
-            await app(response.scope, response.receive, response.send)
+            await self._app(response.scope, response.receive, response.send)
         except BaseException:
             log.exception("a request was not answered")
         if not (response.response_complete or response.disconnected):
             response.give_up()
-        response.on_response = _nothing
         # Not as a callback of the task: that costs every request one more call from the event loop.
-        self.tasks.discard(response.task)
+        self._state.tasks.discard(response.task)
 
-    def on_response_complete(self) -> None:
-        self.server_state.total_requests += 1
+    def response(self, scope: Scope) -> Response | None:
+        """The response for this scope."""
+        answered = self._response
+        return answered if answered is not None and answered.scope is scope else None
+
+    def finish(self, response: Response) -> None:
+        self._state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
-        elif self._in_head:
-            self._await_head()
-        self._heard_at = self.loop.time()
+        if not response.keep_alive:
+            if self._body is None and not self._kept:
+                self.transport.close()
+            else:
+                self._linger()
+            return
+        if self._body is not None:
+            response.body.clear()
+            self._dropped = 0
+            self._linger_timer = self._loop.call_later(LINGER_SECONDS, self.transport.close)
+            self.resume_reading()
+            return
+        self._await_next()
+
+    def _await_next(self) -> None:
+        if self._kept:
+            kept, self._kept = self._kept, b""
+            self._feed(kept)
+        self.resume_reading()
+        self._watch_idleness()
+
+    def _watch_idleness(self) -> None:
+        self._heard_at = self._loop.time()
         if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_for_idleness)
+            self._idle_timer = self._loop.call_later(self._keep_alive_seconds, self._look_for_idleness)
 
     def _look_for_idleness(self) -> None:
         """One timer for all requests of a connection: most of them come long before it."""
         self._idle_timer = None
-        if self._in_head or (self._answered is not None and not self._answered.response_complete):
+        if self._head is not None or self._is_answering:
             return
-        left = self._heard_at + self.timeout_keep_alive - self.loop.time()
+        left = self._heard_at + self._keep_alive_seconds - self._loop.time()
         if left <= 0:
             self.transport.close()
         else:
-            self._idle_timer = self.loop.call_later(left, self._look_for_idleness)
+            self._idle_timer = self._loop.call_later(left, self._look_for_idleness)
 
-    def response(self, scope: Scope) -> Response | None:
-        """The response for this scope, if it is its turn to be written."""
-        answered = self._answered
-        return answered if answered is not None and answered.scope is scope else None
+    # The end
 
-    def _head_size(self) -> int:
-        return len(self.url) + len(": \r\n") * len(self.headers) + sum(map(len, chain.from_iterable(self.headers)))
+    @property
+    def can_drain(self) -> bool:
+        """Whether the rest of the request's body is small enough to be read and dropped."""
+        left = None if self._body is None else self._body.left
+        return left is not None and left <= LINGER_BYTES
 
-    def _too_large(self) -> HeadersTooLarge:
-        return HeadersTooLarge(f"the headers are larger than {self.limits.header_bytes} bytes")
+    def _drop_body(self, data: bytes, rest: bytes | None) -> bytes:
+        """More of the body of a request that has been answered."""
+        if rest is None:
+            self._drop(len(data))
+            return b""
+        self._body = None
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        self._watch_idleness()
+        return rest
+
+    def _linger(self) -> None:
+        self._is_lingering = True
+        self._kept = b""
+        self._dropped = 0
+        self._cancel_head_timer()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.resume_reading()
+        self._linger_timer = self._loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _drop(self, size: int) -> None:
+        self._dropped += size
+        if self._dropped > LINGER_BYTES:
+            self._pause_reading()
 
     def _await_head(self) -> None:
-        if self._head_timer is None and (self._answered is None or self._answered.response_complete):
-            self._head_timer = self.loop.call_later(self.limits.body_seconds, self._give_up_on_head)
+        if self._head_timer is None:
+            self._head_timer = self._loop.call_later(self.limits.body_seconds, self._give_up_on_head)
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -252,37 +357,48 @@ class _Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _give_up_on_head(self) -> None:
-        if not self._in_head:
+        self._head_timer = None
+        if self._head is None or not self._head.is_started:
             self.transport.close()
             return
         self._refuse(RequestTimeout(f"the headers took longer than {self.limits.body_seconds:g} s to arrive"))
 
     def _refuse(self, error: DragomanError) -> None:
+        """What has arrived of the request at hand is not valid."""
         if self.transport.is_closing():
             return
-        if self._may_refuse():
+        response = self._response
+        if self._body is None or (response is not None and not response.response_started):
             record = RequestRecord(id=new_id("req-"), route="", status=error.status, error=error.code)
-            self.transport.write(_response(error, record.id, family("", dict(self.headers or ()))))
+            self.transport.write(_refusal(error, record.id, self._family()))
             self.telemetry.request(record)
-        self.transport.close()
+        if response is not None:
+            response.disconnect()
+        self._linger()
 
-    def _may_refuse(self) -> bool:
-        """Whether the next response to be written is that to the request which is arriving."""
-        cycle = self._answered
-        return cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
+    def _family(self) -> Family:
+        """The error format of the request that is arriving."""
+        if self._head is not None:
+            return family(self._head.path, dict(self._head.headers))
+        if self._response is not None:
+            scope = self._response.scope
+            return family(scope["path"], dict(scope["headers"]))
+        return family("", {})
+
+    # A client that does not read
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        self.writable.clear()
         self._unread = self.transport.get_write_buffer_size()
-        self._read_at = self.loop.time()
+        self._read_at = self._loop.time()
         self._look_again()
 
     def _look_again(self) -> None:
-        self._write_timer = self.loop.call_later(self.limits.write_seconds / LOOKS, self._look_for_reading)
+        self._write_timer = self._loop.call_later(self.limits.write_seconds / LOOKS, self._look_for_reading)
 
     def _look_for_reading(self) -> None:
         # Nothing is written meanwhile, so what is less has been taken.
-        unread, now = self.transport.get_write_buffer_size(), self.loop.time()
+        unread, now = self.transport.get_write_buffer_size(), self._loop.time()
         if unread < self._unread:
             self._unread, self._read_at = unread, now
         elif now - self._read_at >= self.limits.write_seconds:
@@ -291,34 +407,18 @@ class _Connection(HttpToolsProtocol):
         self._look_again()
 
     def resume_writing(self) -> None:
-        super().resume_writing()
-        self._cancel_write_timer()
-
-    def _cancel_write_timer(self) -> None:
+        self.writable.set()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
 
 
-def _nothing() -> None:
-    """What is left to do for a response that is over."""
+def _address(name: object) -> tuple[str, int] | None:
+    """Host and port; None for a Unix socket."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
-def _staying(connection: bytes) -> bytes:
-    """What the Connection header says, but for the wish to leave HTTP; the Upgrade header says for what."""
-    words = [word.strip() for word in connection.split(b",")]
-    return b", ".join(word for word in words if word.lower() != b"upgrade")
-
-
-@lru_cache(maxsize=256)
-def _parsed(url: bytes) -> tuple[str, bytes, bytes]:
-    """The path as text and as it came, and the query."""
-    parsed = httptools.parse_url(url)
-    path = parsed.path.decode("ascii")
-    return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""
-
-
-def _response(error: DragomanError, request_id: str, spoken: Family) -> bytes:
+def _refusal(error: DragomanError, request_id: str, spoken: Family) -> bytes:
     body = msgspec.json.encode(spoken.encode_error(error, request_id))
     own = () if spoken.id_header is None else (f"{spoken.id_header.decode()}: {request_id}",)
     lines = (

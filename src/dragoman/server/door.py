@@ -22,7 +22,7 @@ from dragoman.server.engaging import Engaging
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.proxies import Proxies
 from dragoman.server.respond import new_id
-from dragoman.server.routes import Route, methods_at, no_route
+from dragoman.server.routes import ROUTES, Route, methods_at, no_route
 from dragoman.server.scopes import scope_of
 from dragoman.server.watch import Watch
 from dragoman.store import Keeping
@@ -119,10 +119,13 @@ class Door(ABC):
 
     async def _dispatch(self, exchange: Exchange) -> None:
         methods = methods_at(exchange.path)
+        if exchange.path not in ROUTES:
+            # Callers may send a key in a path by mistake.
+            exchange.record.route = f"{exchange.method} {self._access.redact(exchange.path)[:100]}"
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
         exchange.speak(route.family if route and route.family else family(exchange.path, exchange.headers))
-        exchange.check_host(self._hosts)
+        exchange.check_headers(self._hosts)
         self._note_client(exchange)
         if self._origins.greet(exchange) and is_preflight(exchange) and methods:
             self._origins.allow(exchange, [*methods, *(["HEAD"] if "GET" in methods else [])])

@@ -66,6 +66,13 @@ PLAIN = (
     "client",
 )
 """Parts of an ASGI scope that are values and nothing else."""
+SINGLE = frozenset(
+    {
+        *(b"host", b"authorization", b"x-api-key", b"content-length", b"content-type", b"content-encoding"),
+        *(b"origin", b"x-real-ip", b"x-dragoman-timeout", b"x-dragoman-strict", b"traceparent"),
+    }
+)
+"""Headers that have one value."""
 DIRECT = "dragoman.direct"
 """An extension of the ASGI scope: the connection itself, which hands out the `Direct` of a scope."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -119,6 +126,8 @@ class Exchange:
     weight = 0
     """Bytes of the body, and of what it refers to."""
     _body_read = False
+    _ambiguous: bytes | None = None
+    """A header that may come once and came more often."""
     _ignored: tuple[str, ...] = ()
     _warnings: tuple[str, ...] = ()
     _allowed = 0.0
@@ -138,6 +147,8 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        if len(self.headers) != len(scope["headers"]):
+            self.headers, self._ambiguous = merge_headers(scope["headers"])
         self.record = RequestRecord(id="", route=f"{self.method} {self.path[:100]}")
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.started = self.heard = self.written = time.monotonic()
@@ -148,7 +159,11 @@ class Exchange:
         if family.id_header is not None:
             self.extra_headers.append((family.id_header, self.record.id.encode()))
 
-    def check_host(self, allowed: frozenset[bytes] | None) -> None:
+    def check_headers(self, allowed: frozenset[bytes] | None) -> None:
+        """Refuse a request whose headers are ambiguous or name a host other than the allowed ones."""
+        if self._ambiguous is not None:
+            self.extra_headers.append((b"connection", b"close"))
+            raise BadRequest(f"the header {self._ambiguous.decode('latin-1')} is there more than once; send it once")
         name = _host_name(self.headers.get(b"host", b""))
         if name is None or (allowed is not None and name not in allowed):
             self.extra_headers.append((b"connection", b"close"))
@@ -390,6 +405,21 @@ class Exchange:
         self.record.duration_us = int((time.monotonic() - self.started) * 1e6)
         if self.gone:
             self.record.status = CLIENT_LEFT
+
+
+def merge_headers(lines: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, bytes], bytes | None]:
+    """Headers by name: the values of repeated lines are joined in order. The second value is the name of a header that
+    may come only once and came more often: any second Host, and different values of the others in `SINGLE`."""
+    headers: dict[bytes, bytes] = {}
+    ambiguous = None
+    for name, value in lines:
+        if name not in headers:
+            headers[name] = value
+        elif name not in SINGLE:
+            headers[name] += b", " + value
+        elif name == b"host" or headers[name] != value:
+            ambiguous = name
+    return headers, ambiguous
 
 
 def _asked_seconds(value: bytes) -> float:

@@ -13,12 +13,15 @@ import math
 import os
 import socket
 import ssl
+import sys
 from pathlib import Path
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
+from dragoman.server.acceptor import Acceptor
 from dragoman.server.connection import guarded
 from dragoman.server.door import Door
 
@@ -35,6 +38,21 @@ class Listener(uvicorn.Server):
         self._grace = math.ceil(door.settings.grace_seconds)
         self._is_closing = False
         self._is_hurried = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config = self.config
+        listeners = bound_sockets(config.host, config.port) if sockets is None else sockets
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        self.servers = [Acceptor(one, self._connection, config.ssl) for one in listeners]  # type: ignore[misc]
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        connection: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return connection
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._is_closing = True
@@ -114,6 +132,28 @@ def _number(path: str | None) -> tuple[int, int] | None:
     except OSError:
         return None
     return None if found is None else (found.st_dev, found.st_ino)
+
+
+def bound_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.socket]:
+    """One for each address of the host. On Linux other processes may bind a shared one too."""
+    bound: list[socket.socket] = []
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, address in dict.fromkeys(addresses):
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared and sys.platform == "linux":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if bound:
+            # One port for all of them, also where any would do.
+            address = (address[0], bound[0].getsockname()[1], *address[2:])
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(bind_words(host, port, error)) from error
+        bound.append(listener)
+    return bound
 
 
 def bind_words(host: str, port: int, error: OSError) -> str:

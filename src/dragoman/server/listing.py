@@ -43,7 +43,10 @@ async def ready(app: "App", exchange: Exchange) -> None:
     if host.state == "cold" and not host.is_known:
         host.load()
     host.load_again()
-    states = {model.name: _state(model) for model in app.catalog.models.values()}
+    # Load balancers have no key, and only need the status. Names of models are for callers who may list them.
+    caller = app.valid_caller(exchange)
+    seen = () if caller is None else [model for model in app.catalog.models.values() if caller.may_ask(model.name)]
+    states = {model.name: _state(model) for model in seen}
     status = {"status": "ready" if is_ready else "not ready", "models": states}
     await exchange.reply_json(status, 200 if is_ready else 503)
 

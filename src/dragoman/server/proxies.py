@@ -1,6 +1,9 @@
 """Whose request it is, behind proxies.
 
-    X-Forwarded-For := address ("," address)*      the nearest proxy is the last to have added one
+    X-Forwarded-For   := address ("," address)*      the nearest proxy is the last to have added one
+    X-Forwarded-Proto := scheme ("," scheme)*
+
+Several lines of a header are one list, in the order of the lines.
 
 Rules
 1. What a header says is believed only from an address that the configuration names, and so on from the right: the first
@@ -39,7 +42,11 @@ class Proxies:
     def _followed(self, peer: str | None, headers: Mapping[bytes, bytes]) -> tuple[str | None, bool]:
         """The client, and whether everything up to it could be believed and read."""
         found = peer
-        hops = headers.get(b"x-forwarded-for", b"")[-LONGEST:].decode("latin-1").split(",")
+        forwarded = headers.get(b"x-forwarded-for", b"")
+        hops = forwarded[-LONGEST:].decode("latin-1").split(",")
+        if len(forwarded) > LONGEST:
+            # The first one may be a part of an address.
+            hops[0] = ""
         while hops and self._trusts(found):
             hop = _address(hops.pop())
             if hop is None:
@@ -48,8 +55,8 @@ class Proxies:
         return found, True
 
     def scheme(self, peer: str | None, headers: Mapping[bytes, bytes]) -> str | None:
-        """That of the client's connection; None where nobody says it who is trusted."""
-        forwarded = headers.get(b"x-forwarded-proto", b"").decode("latin-1").strip().lower()
+        """That of the connection to the nearest proxy; None where the peer is not trusted or does not say."""
+        forwarded = headers.get(b"x-forwarded-proto", b"").decode("latin-1").rpartition(",")[2].strip().lower()
         return forwarded if forwarded in ("http", "https") and self._trusts(peer) else None
 
     def _trusts(self, peer: str | None) -> bool:

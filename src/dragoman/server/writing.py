@@ -1,25 +1,29 @@
-"""How the bytes of one response leave: uvicorn's cycle of request and response, with a writing side of its own, and
-with less to set up: it is made for every request.
+"""One request on its connection, and how the bytes of its response leave.
 
 Rules
 1. The head leaves in one write with the beginning of the body: one system call and one packet less for each response.
 2. Nothing is written to a connection that is closing: uvloop raises where asyncio would drop the bytes.
 3. What need not wait for the client needs no coroutine: `take_body` for a body that has arrived, `reply` for a whole
    response, `write` for a piece of a stream. Everything else goes by `receive` and `send`, which wait.
+4. A body without a length is chunked. For HTTP/1.0, which has no chunks, the end of the connection ends it.
+5. 204, 304 and responses to HEAD have no body; 204 and 304 have no Content-Length either.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
-
-from uvicorn._types import ASGISendEvent, HTTPScope
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any, Protocol
 
 Headers = Iterable[tuple[bytes, bytes]]
-
+Message = Any
+"""An ASGI message."""
 
 CHUNK = b"%x\r\n%b\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+WITHOUT_BODY = frozenset({204, 304})
+PHRASES = {status.value: status.phrase for status in HTTPStatus}
+STATUS_LINES = {status: f"HTTP/1.1 {status} {PHRASES.get(status, '')}\r\n".encode() for status in range(100, 600)}
 
 
 class News:
@@ -45,47 +49,92 @@ class News:
             await self._waiter
 
 
-class Response(RequestResponseCycle):
+class ClientConnection(Protocol):
+    """What a response needs of its connection."""
+
+    transport: asyncio.Transport
+    writable: asyncio.Event
+    """Cleared while the client does not read."""
+
+    @property
+    def default_headers(self) -> Headers: ...
+
+    @property
+    def can_drain(self) -> bool:
+        """Whether the rest of the request's body is small enough to be read and dropped."""
+
+    def resume_reading(self) -> None: ...
+
+    def finish(self, response: "Response") -> None:
+        """The response is complete."""
+
+
+class Response:
     task: asyncio.Task[None]
-    """Who answers."""
+    """The task that answers."""
     disconnected = False
     more_body = True
     response_started = False
     response_complete = False
-    chunked_encoding = False
+    _is_chunked = False
+    _has_body = True
     _head = b""
-    """What waits for the beginning of the body."""
+    """The response's head, until the beginning of the body is written with it."""
 
     def __init__(
-        self,
-        scope: HTTPScope,
-        transport: asyncio.Transport,
-        flow: FlowControl,
-        default_headers: list[tuple[bytes, bytes]],
-        expect_100_continue: bool,
-        keep_alive: bool,
-        on_response: Callable[[], None],
+        self, scope: dict[str, Any], connection: ClientConnection, expects_continue: bool, keep_alive: bool
     ) -> None:
         self.scope = scope
-        self.transport = transport
-        self.flow = flow
-        self.default_headers = default_headers
-        self.waiting_for_100_continue = expect_100_continue
         self.keep_alive = keep_alive
-        self.on_response = on_response
-        self.message_event = News()  # type: ignore[assignment]
         self.body = bytearray()
+        """What of the request's body has arrived and not been taken."""
+        self.arrival = News()
+        """Set when more of the body, or the end of the connection or of the response, has come."""
+        self._connection = connection
+        self._expects_continue = expects_continue
+
+    def disconnect(self) -> None:
+        """Nothing can be read or written any more."""
+        if not self.response_complete:
+            self.disconnected = True
+            self.arrival.set()
 
     def give_up(self) -> None:
         """Nothing more will come: nobody is left waiting for it."""
         if not self.response_started:
             words = b"Internal Server Error"
             self.reply(500, [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(words))], words)
-        self.transport.close()
+        self._connection.transport.close()
 
-    async def send(self, message: ASGISendEvent) -> None:
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
+    async def receive(self) -> Message:
+        if not (self.disconnected or self.response_complete):
+            if self.more_body:
+                self._ask_for_body()
+            await self.arrival.wait()
+            self.arrival.clear()
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self.body = bytes(self.body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    def _ask_for_body(self) -> None:
+        if self._expects_continue:
+            self._expects_continue = False
+            if not self._connection.transport.is_closing():
+                self._connection.transport.write(CONTINUE)
+        self._connection.resume_reading()
+
+    def take_body(self) -> bytes | None:
+        """The request's whole body, if it has arrived."""
+        if self.more_body or self.disconnected:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self._connection.resume_reading()
+        return body
+
+    async def send(self, message: Message) -> None:
+        if not self.disconnected and not self._connection.writable.is_set():
+            await self._connection.writable.wait()
         if self.disconnected or self.response_complete:
             return
         if message["type"] == "http.response.start":
@@ -93,17 +142,9 @@ class Response(RequestResponseCycle):
         elif message["type"] == "http.response.body":
             self._continue(message.get("body", b""), message.get("more_body", False))
 
-    def take_body(self) -> bytes | None:
-        """The request's whole body, if it has arrived."""
-        if self.more_body or self.disconnected:
-            return None
-        self.flow.resume_reading()
-        body, self.body = bytes(self.body), bytearray()
-        return body
-
     def reply(self, status: int, headers: Headers, body: bytes) -> bool:
         """A whole response; False where it would have to wait."""
-        if self.disconnected or self.flow.write_paused:
+        if self.disconnected or not self._connection.writable.is_set():
             return False
         self._begin(status, headers)
         self._continue(body, more=False)
@@ -111,44 +152,52 @@ class Response(RequestResponseCycle):
 
     def write(self, data: bytes) -> bool:
         """A piece of a stream that has begun; False where it would have to wait."""
-        if self.disconnected or self.flow.write_paused or not self.chunked_encoding:
+        if self.disconnected or not self._is_chunked or not self._connection.writable.is_set():
             return False
         self._put(CHUNK % (len(data), data))
         return True
 
     def _begin(self, status: int, headers: Headers) -> None:
         self.response_started = True
-        self.waiting_for_100_continue = False
-        self.chunked_encoding = self.scope["method"] != "HEAD"
-        lines = [STATUS_LINE[status]]
-        for name, value in (*self.default_headers, *headers):
+        scope = self.scope
+        is_bodiless = status in WITHOUT_BODY
+        self._has_body = not is_bodiless and scope["method"] != "HEAD"
+        has_length = False
+        if self.more_body and (self._expects_continue or not self._connection.can_drain):
+            # The rest of the body may be too much, or may never come.
+            self.keep_alive = False
+        self._expects_continue = False
+        lines = [STATUS_LINES[status]]
+        for name, value in (*self._connection.default_headers, *headers):
             if name == b"connection":
                 # The only word this server has for it is `close`.
                 self.keep_alive = False
                 continue
             if name == b"content-length":
-                self.chunked_encoding = False
+                if is_bodiless:
+                    continue
+                has_length = True
             lines += name, b": ", value, b"\r\n"
-        if self.chunked_encoding:
+        self._is_chunked = self._has_body and not has_length and scope["http_version"] == "1.1"
+        if self._is_chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
         lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
         self._head = b"".join(lines)
 
     def _continue(self, body: bytes, more: bool) -> None:
-        if self.chunked_encoding:
+        if self._is_chunked:
             piece = CHUNK % (len(body), body) if body else b""
             self._put(piece if more else piece + LAST_CHUNK)
         else:
-            self._put(b"" if self.scope["method"] == "HEAD" else body)
+            self._put(body if self._has_body else b"")
         if not more:
             self.response_complete = True
-            self.message_event.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
+            self.arrival.set()
+            self._connection.finish(self)
 
     def _put(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
-        if not self.transport.is_closing():
-            self.transport.write(data)
+        transport = self._connection.transport
+        if data and not transport.is_closing():
+            transport.write(data)

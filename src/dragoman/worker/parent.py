@@ -7,6 +7,7 @@ Rules
 2. Requests that come while it starts wait for it, for `load_seconds` at most. A model that cannot be loaded is
    `ModelFailed`, and is tried again when it is next asked for.
 3. A child that says nothing for `stall_seconds` although it has work is killed.
+4. A request that was alone in the child at two deaths is refused, with `RequestRefused` (`fatal_requests`).
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from dragoman.errors import (
 )
 from dragoman.events import Event
 from dragoman.worker.deaths import Deaths
+from dragoman.worker.fatal_requests import FatalRequests
 from dragoman.worker.messages import (
     Answer,
     Broken,
@@ -41,6 +43,7 @@ from dragoman.worker.messages import (
     Failure,
     Loading,
     PackedStep,
+    Question,
     Ready,
     Render,
     Start,
@@ -77,6 +80,7 @@ class WorkerEngine(Engine):
         self._starting: asyncio.Task[ChildProcess] | None = None
         self._followers: set[asyncio.Task[None]] = set()
         self._deaths = Deaths(SHORTEST_PAUSE, LONGEST_PAUSE)
+        self._fatal = FatalRequests()
         self._given_up = given_up
         self._reason: str | None = None
         """Why it was given up."""
@@ -125,6 +129,7 @@ class WorkerEngine(Engine):
             raise self._failed() from error
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+        self._fatal.check(request)
         child = await self._asked()
         key, stream = child.open(request)
         try:
@@ -135,12 +140,14 @@ class WorkerEngine(Engine):
 
     async def pass_on(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
         """A generation for somebody in another process, who has a key for it that nobody else has."""
+        self._fatal.check(request)
         (await self._asked()).open_for(follower, key, request)
 
     def pass_on_now(self, follower: Follower, key: int, request: msgspec.Raw) -> bool:
         """The same where the child runs; False where one has to wait for it."""
         if self._child is None:
             return False
+        self._fatal.check(request)
         self._child.open_for(follower, key, request)
         return True
 
@@ -150,30 +157,29 @@ class WorkerEngine(Engine):
             self._child.let_go(key, ended)
 
     async def render(self, request: GenerationRequest) -> Rendered:
-        child = await self._asked()
-        rendered = (await child.ask(lambda key: Render(key, request))).rendered
+        rendered = (await self._answer(lambda key: Render(key, request))).rendered
         if rendered is None:
             raise EngineFailed("the engine told no prompt")
         return rendered
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        child = await self._asked()
-        count = (await child.ask(lambda key: CountTokens(key, request))).count
+        count = (await self._answer(lambda key: CountTokens(key, request))).count
         if count is None:
             raise EngineFailed("the engine told no count")
         return count
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        child = await self._asked()
-        return (await child.ask(lambda key: Tokenize(key, text, special))).tokens or ()
+        return (await self._answer(lambda key: Tokenize(key, text, special))).tokens or ()
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        child = await self._asked()
-        return (await child.ask(lambda key: Detokenize(key, tuple(tokens)))).text or ""
+        return (await self._answer(lambda key: Detokenize(key, tuple(tokens)))).text or ""
 
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        child = await self._asked()
-        return (await child.ask(lambda key: Embed(key, tuple(inputs)))).embeddings or ()
+        return (await self._answer(lambda key: Embed(key, tuple(inputs)))).embeddings or ()
+
+    async def _answer(self, question: Callable[[int], Question]) -> Answer:
+        self._fatal.check(question(0))
+        return await (await self._asked()).ask(question)
 
     async def _asked(self) -> ChildProcess:
         """The child, for a request: the operator's mistakes are not the caller's to read."""
@@ -269,9 +275,12 @@ class WorkerEngine(Engine):
             self._child = self.progress = self.kv_used = None
             self._away_since = time.monotonic()
             await child.kill()
+            alone = next(iter(child.asked.values())) if len(child.asked) == 1 else None
             child.bury()
         if self._stopped:
             return
+        if alone is not None:
+            self._fatal.note(alone)
         self._deaths.note(age=time.monotonic() - born)
         if self._deaths.count >= MOST_DEATHS and self._give_up(
             f"its process died {self._deaths.count} times soon after its start (exit {child.process.returncode})"

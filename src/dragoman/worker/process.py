@@ -27,7 +27,9 @@ from dragoman.errors import (
     EngineDied,
 )
 from dragoman.mailbox import Mailbox
+from dragoman.worker.fatal_requests import Asked
 from dragoman.worker.messages import (
+    ENCODE_ERRORS,
     HEADER,
     KEY_BITS,
     OWN_NUMBER,
@@ -79,6 +81,8 @@ class ChildProcess:
         self.followed: dict[int, Follower] = {}
         """Streams that are passed on, each until its end or until its follower lets go of it."""
         self.answers: dict[int, asyncio.Future[Answer]] = {}
+        self.asked: dict[int, Asked] = {}
+        """What it has not said to have ended, also where its reader has gone."""
         self.heard = time.monotonic()
         self.last_words = Failure.of(EngineDied("the engine's process died; the request can be sent again"))
 
@@ -99,6 +103,7 @@ class ChildProcess:
     def open(self, request: GenerationRequest) -> tuple[int, Mailbox]:
         key = self._begin(lambda key: Generate(key, request))
         self.streams[key] = stream = Mailbox()
+        self.asked[key] = request
         return key, stream
 
     def open_for(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
@@ -106,6 +111,7 @@ class ChildProcess:
             self.heard = time.monotonic()
         self.send(PassedGenerate(key, request))
         self.followed[key] = follower
+        self.asked[key] = request
 
     def let_go(self, key: int, ended: bool) -> None:
         """Of a stream that was passed on. What still comes of it is for nobody."""
@@ -116,6 +122,7 @@ class ChildProcess:
         key = self._begin(question)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.answers[key] = future
+        self.asked[key] = question(key)
         try:
             answer = await future
         except asyncio.CancelledError:
@@ -123,6 +130,8 @@ class ChildProcess:
             raise
         finally:
             del self.answers[key]
+            if not self._buried:
+                del self.asked[key]
         if answer.failure is not None:
             raise answer.failure.error()
         return answer
@@ -134,7 +143,7 @@ class ChildProcess:
             self.heard = time.monotonic()
         try:
             self.send(message(key))
-        except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        except ENCODE_ERRORS as error:
             raise BadRequest(UNSENDABLE) from error
         return key
 
@@ -185,6 +194,8 @@ class ChildProcess:
         followed = self.followed
         for packed in step.progress:
             head = head_of(packed)
+            if head.ended:
+                self.asked.pop(head.id, None)
             follower = followed.get(head.id)
             if follower is None:
                 self._read_part(head, packed)
@@ -204,6 +215,8 @@ class ChildProcess:
             self._stop(head.id)
 
     def _put(self, progress: Progress) -> None:
+        if progress.ended:
+            self.asked.pop(progress.id, None)
         stream = self.streams.get(progress.id)
         if stream is None:
             return

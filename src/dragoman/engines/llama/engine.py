@@ -103,8 +103,8 @@ class LlamaEngine(Engine):
         # Nobody's generation waits for answers to questions about prompts and tokens.
         self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
         self.turns = Turns()
-        # Nobody's prompt waits for somebody else's grammar.
-        self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
+        # Checking a reply against what was not enforced may take half a second.
+        self.checkers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -179,13 +179,15 @@ class LlamaEngine(Engine):
                 runner.close()
         if embedder is not None:
             embedder.close()
+        if loaded is not None:
+            await loaded.intake.constraints.close()
         await asyncio.to_thread(self._free, model, loaded, embedder)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         loaded = self._writing()
         read = await self._aside(loaded.intake.read, request)
-        shaping = self.shapers if loaded.intake.is_shaped(request) else self.readers
-        generation = await self._aside(loaded.intake.generation, request, read, pool=shaping)
+        constrained = await loaded.intake.constrained(request, read)
+        generation = await self._aside(loaded.intake.generation, request, read, constrained)
         runner = loaded.adapted.get(request.model, loaded.runner)
         runner.submit(generation)
         self.writing += 1
@@ -193,7 +195,7 @@ class LlamaEngine(Engine):
             while events := await generation.inbox.take():
                 self.kv_used = loaded.tokens / loaded.capacity
                 if type(events[-1]) is Finished and generation.bearings.checks:
-                    events = [*events[:-1], await self._aside(_checked, generation, events[-1], pool=self.shapers)]
+                    events = [*events[:-1], await self._aside(_checked, generation, events[-1], pool=self.checkers)]
                 yield events
         finally:
             runner.cancel(generation)
@@ -234,7 +236,7 @@ class LlamaEngine(Engine):
 
     def _free(self, model: Model | None, loaded: _Loaded | None, embedder: Embedder | None) -> None:
         self.readers.shutdown(wait=True)
-        self.shapers.shutdown(wait=True)
+        self.checkers.shutdown(wait=True)
         self.tellers.shutdown(wait=True)
         for runner in () if loaded is None else loaded.runners:
             runner.join()

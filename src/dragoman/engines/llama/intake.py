@@ -1,8 +1,8 @@
-"""From a request to a generation: its prompt read, its sampling complete, its grammar compiled."""
+"""From a request to a generation: its prompt read, its grammar compiled, its sampling complete."""
 
 from collections.abc import Sequence
 
-from dragoman.constrain.compiled import Grammars, vocabulary
+from dragoman.constrain.constraints import Constrained, Constraints
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.llama import sampling
 from dragoman.engines.llama.binding import Model
@@ -26,7 +26,7 @@ class Intake(Reading):
         self.weights = model
         self.speculation = speculation
         self.defaults = sampling.defaults(model.metadata)
-        self.grammars = Grammars(vocabulary(model.pieces, model.hidden, model.ends, self.inner_tokens))
+        self.constraints = Constraints(self.speaker, model.pieces, model.hidden, self.inner_tokens)
 
     def drafts(self, request: GenerationRequest) -> bool:
         """How many rows are decoded together decides how they are rounded, and the clock decides how many are drafted.
@@ -36,12 +36,19 @@ class Intake(Reading):
     def least(self, request: GenerationRequest) -> int:
         return 0 if request.max_tokens == 0 else 1
 
-    def generation(self, request: GenerationRequest, read: Read) -> Generation:
+    async def constrained(self, request: GenerationRequest, read: Read) -> Constrained | None:
+        """What the reply is kept to. Runs in the event loop: the work is done elsewhere."""
+        if not self.is_shaped(request):
+            return None
+        thinks, opened = self.may_think(request), read.opener is not None
+        return await self.constraints.constrain(request, thinks=thinks, opened=opened)
+
+    def generation(self, request: GenerationRequest, read: Read, constrained: Constrained | None = None) -> Generation:
         recipe = sampling.recipe(request.sampling, self.defaults, self.weights.suppressed)
-        kept = self.shape(request, opened=read.opener is not None) if self.is_shaped(request) else None
+        kept = None if constrained is None else constrained.shape
         bearings = Bearings(
             limit=self.limit(request, len(read.tokens)),
-            guide=None if kept is None else self.grammars.guide(kept.grammar, kept.param),
+            guide=None if constrained is None else constrained.guide,
             checks=() if kept is None else kept.checks,
             calls=kept is not None and kept.calls,
             budget=self.budget(request, read.opener),

@@ -234,7 +234,7 @@ class Runner:
         self.scheduler.decoded(chunk)
         try:
             self._advance(generation, chunk, first_row)
-        except EngineFailed as error:
+        except DragomanError as error:
             self._fail(generation, error)
 
     def _advance(self, generation: Generation, chunk: Chunk, first_row: int) -> None:
@@ -260,7 +260,7 @@ class Runner:
         for ahead in itertools.count():
             try:
                 token, more = generation.step(self.context, row + ahead)
-            except EngineFailed:
+            except DragomanError:
                 if events:
                     self.outbox.append((generation, events))
                 raise

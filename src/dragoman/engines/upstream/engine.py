@@ -163,6 +163,7 @@ class UpstreamEngine(Engine):
             self._slow(at, before)
             return
         except DragomanError as error:
+            place.redact(error)
             log.debug("model %s: %s tells no models: %s", self.name, place.url, error)
         self.pool.seen(at)
         if before == "out" and self.pool.state(at) != "out":
@@ -223,6 +224,7 @@ class UpstreamEngine(Engine):
 
     def _noted(self, at: int, error: DragomanError, model: str, request: str = "") -> DragomanError:
         """What a failure means for the place, and the error that a caller hears of."""
+        self.places[at].redact(error)
         seconds = telling.rest(error)
         if seconds is not None:
             self.pool.rests(at, seconds)

@@ -31,6 +31,8 @@ log = logging.getLogger("dragoman.upstream")
 
 OF_THE_CALLER = (BadRequest, TooLarge, NotSupported)
 REST_SECONDS = 1.0
+LONGEST_REST_SECONDS = 3600.0
+"""The longest wait that is taken from a server and passed on."""
 BROKEN = (Unreachable, ServerFailed, BadAnswer)
 LOOP = "the server behind this model leads back to the model itself; whoever runs this server can mend its address"
 
@@ -42,7 +44,7 @@ def is_callers(error: DragomanError) -> bool:
 def rest(error: DragomanError) -> float | None:
     """How long the place wants to be left alone; None where that is not what it says."""
     if isinstance(error, Unavailable) or (isinstance(error, RateLimited) and not isinstance(error, QuotaExhausted)):
-        return REST_SECONDS if error.retry_after is None else error.retry_after
+        return REST_SECONDS if error.retry_after is None else min(error.retry_after, LONGEST_REST_SECONDS)
     return None
 
 
@@ -50,6 +52,8 @@ def told(error: DragomanError, model: str, url: str, is_listed: bool = False, re
     """`is_listed`: the caller chose one of the models that the server has, or so the caller thought. By the id of the
     `request` its caller finds the line of the log."""
     if is_callers(error):
+        # To wait does not help.
+        error.retry_after = None
         return error
     words = f"model {model}: {url}: {error.message} ({type(error).__name__})"
     log.warning(

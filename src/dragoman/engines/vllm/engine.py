@@ -86,8 +86,8 @@ class VllmEngine(SteppingEngine):
         self.readers = ThreadPoolExecutor(_readers(), thread_name_prefix="dragoman-prompt")
         # Nobody's generation waits for answers to questions about prompts and tokens.
         self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
-        # Nobody's prompt waits for somebody else's grammar.
-        self.shapers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-shape")
+        # Checking a reply against what was not enforced may take half a second.
+        self.checkers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -182,7 +182,9 @@ class VllmEngine(SteppingEngine):
         await asyncio.gather(*self.tasks, return_exceptions=True)
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-        for pool in (self.readers, self.tellers, self.shapers):
+        if self.intake is not None and self.intake.constraints is not None:
+            await self.intake.constraints.close()
+        for pool in (self.readers, self.tellers, self.checkers):
             pool.shutdown(wait=False)
 
     # Requests.
@@ -191,7 +193,8 @@ class VllmEngine(SteppingEngine):
         intake = self._writing()
         if intake.is_shaped(request):
             read = await self._aside(intake.read, request)
-            work = await self._aside(intake.work, key, request, read, pool=self.shapers)
+            constrained = await intake.constrained(request, read)
+            work = await self._aside(intake.work, key, request, read, constrained)
         else:
             work = await self._aside(intake.read_work, key, request)
         self.works[key] = work
@@ -339,7 +342,7 @@ class VllmEngine(SteppingEngine):
         """The end of a reply, with a warning where it does not fit what could not be enforced."""
         *before, finished = events
         if isinstance(finished, Finished) and finished.reason != "length" and work.guide is not None:
-            found = await self._aside(warnings, work.bearings.checks, work.guide.captures(), pool=self.shapers)
+            found = await self._aside(warnings, work.bearings.checks, work.guide.captures(), pool=self.checkers)
             finished = msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
         if self.works.pop(work.key, None) is not None:
             self.receiver.take([Portion(work.key, (*before, finished), ended=True)])

@@ -2,8 +2,8 @@
 
 Rules
 1. What a request leaves open comes from the folder's generation settings, then from vLLM's own defaults.
-2. vLLM checks what it is given, and what it refuses is a 400. A grammar is compiled here before vLLM sees it, so that a
-   wrong one is told with the field that is to blame; then it is vLLM's llguidance that keeps the reply to it.
+2. vLLM checks what it is given, and what it refuses is a 400. A grammar is tried and compiled here before vLLM sees it:
+   vLLM compiles only what has kept to the limits of a trial. Then it is vLLM's llguidance that keeps the reply to it.
 3. A reply that is kept to a shape ends where the shape does: neither stop tokens nor `ignore_eos` change that.
 4. Tools that may be called and are not strict shape nothing, unless the operator wants that: the model writes its calls
    as it has learnt to.
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.constrain.compiled import Grammars, vocabulary
+from dragoman.constrain.constraints import Constrained, Constraints
 from dragoman.constrain.grammar import Shape
 from dragoman.conversation import GenerationRequest, Sampling
 from dragoman.engines.reading import Read, Reading
@@ -65,10 +65,8 @@ class Intake(Reading):
         self.isolate = isolate
         self.strict_tools = strict_tools
         self.ids = itertools.count()
-        self.grammars = (
-            None
-            if model.kind is None
-            else Grammars(vocabulary(model.pieces, model.hidden, model.ends, self.inner_tokens))
+        self.constraints = (
+            None if model.kind is None else Constraints(self.speaker, model.pieces, model.hidden, self.inner_tokens)
         )
 
     def is_shaped(self, request: GenerationRequest) -> bool:
@@ -82,17 +80,28 @@ class Intake(Reading):
         """Both steps in one."""
         return self.work(key, request, self.read(request))
 
-    def work(self, key: int, request: GenerationRequest, read: Read) -> Work:
+    async def constrained(self, request: GenerationRequest, read: Read) -> Constrained | None:
+        """What the reply is kept to. Runs in the event loop: the work is done elsewhere."""
+        if self.constraints is None or not self.is_shaped(request):
+            return None
+        opened = read.opener is not None and not self._head(request, read)
+        return await self.constraints.constrain(request, thinks=self.may_think(request), opened=opened)
+
+    def _head(self, request: GenerationRequest, read: Read) -> tuple[int, ...]:
+        """Tokens that close a thought before the model has its say."""
+        budget = self.budget(request, read.opener)
+        return () if budget is None else tuple(budget.closing[: self.limit(request, len(read.tokens))])
+
+    def work(self, key: int, request: GenerationRequest, read: Read, constrained: Constrained | None = None) -> Work:
         budget = self.budget(request, read.opener)
         limit = self.limit(request, len(read.tokens))
-        head = () if budget is None else tuple(budget.closing[:limit])
+        head = self._head(request, read)
         if budget is not None and head:
             budget.closed()
-        kept = self._kept(request, opened=read.opener is not None and not head)
-        guide = None
-        if kept is not None and self.grammars is not None:
-            compiled = self.grammars.guide(kept.grammar, kept.param)
-            guide = compiled if kept.checks or kept.calls else None
+        kept = None if constrained is None else constrained.shape
+        guide = (
+            constrained.guide if constrained is not None and kept is not None and (kept.checks or kept.calls) else None
+        )
         shaped_thought = kept is not None and budget is not None and request.thinking.budget_tokens and not head
         logprobs = request.logprobs
         bearings = Bearings(
@@ -125,9 +134,6 @@ class Intake(Reading):
 
     def _id(self) -> str:
         return str(next(self.ids))
-
-    def _kept(self, request: GenerationRequest, *, opened: bool) -> Shape | None:
-        return self.shape(request, opened=opened) if self.is_shaped(request) and self.grammars is not None else None
 
     def _prompt_text(self, request: GenerationRequest) -> str | None:
         prompt = request.prompt

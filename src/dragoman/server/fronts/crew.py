@@ -16,6 +16,7 @@ Rules
 import asyncio
 import errno
 import logging
+import os
 import socket
 import sys
 import time
@@ -117,7 +118,7 @@ class Crew:
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, numbers)),
+                    *(sys.executable, "-m", "dragoman.server.fronts.main", *map(str, (os.getpid(), *numbers))),
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=numbers,
                     start_new_session=True,

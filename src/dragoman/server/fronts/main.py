@@ -1,8 +1,9 @@
-"""The process of a front end: `python -m dragoman.server.fronts.main LINK SOCKET...`, each the number of a descriptor.
+"""The process of a front end: `python -m dragoman.server.fronts.main PARENT LINK SOCKET...`, the parent's process id
+and the numbers of descriptors.
 
 Signals for the parent's process group are the parent's to handle. When the link to it ends, so does the process, at
-once and whatever it is doing. So it does where it cannot take over a configuration: nobody is let in by keys that hold
-no more, and the parent starts another.
+once and whatever it is doing (see `orphan`). So it does where it cannot take over a configuration: nobody is let in by
+keys that hold no more, and the parent starts another.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import uvloop
 from dragoman.errors import ConfigError
 from dragoman.server.fronts.front import FrontEnd
 from dragoman.server.fronts.messages import Begin, Configured, Hurry, Stopping
+from dragoman.server.fronts.orphan import end_with_parent
 from dragoman.server.fronts.remote import Command, Parent
 from dragoman.server.listening import Listener, settle
 from dragoman.telemetry.logs import configure_as_parent
@@ -97,7 +99,8 @@ def main() -> None:
     configure_as_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    link, *sockets = map(int, sys.argv[1:])
+    parent, link, *sockets = map(int, sys.argv[1:])
+    end_with_parent(parent)
 
     async def whole() -> None:
         await _Process().serve(link, sockets)

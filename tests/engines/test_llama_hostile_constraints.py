@@ -1,0 +1,72 @@
+"""Hostile schemas and grammars against a real model: each costs its own request, and no other."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from dragoman.conversation import Asked, GenerationRequest, JsonSchema, Regex, Sampling, Tool, ToolChoice
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.errors import InvalidSchema
+from dragoman.events import Event
+from tests.engines.running import Run, chat, collect, completion
+
+ROLL = Tool("roll", "Roll dice", {"type": "object", "properties": {"sides": {"enum": [4, 6, 20]}}})
+PICK = Tool("pick", "Pick a card", {"type": "object", "properties": {"suit": {"enum": ["hearts", "spades"]}}})
+
+
+def test_least_integer_in_a_schema_does_not_end_the_engine(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        asked = (Asked("constraint", "response_format"),)
+        schemas: list[dict[str, Any]] = [
+            {"const": -(2**63)},
+            {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
+        ]
+        for schema in schemas:
+            answer = await collect(engine, chat("A number.", constraint=JsonSchema(schema), asked=asked, max_tokens=40))
+            assert answer.started.ignored
+            assert set(answer.started.ignored) <= {f"response_format.{keyword}" for keyword in schema}
+            if answer.finished.reason == "stop":
+                assert isinstance(json.loads(answer.text), int)
+
+    with_engine(test)
+
+
+def hostile(patterns: int) -> GenerationRequest:
+    schema = {"type": "string", "allOf": [{"pattern": f"a.*b{at}"} for at in range(patterns)]}
+    return chat("Hi.", constraint=JsonSchema(schema), principal="mallory")
+
+
+def test_schemas_that_take_too_long_are_refused_and_others_are_answered(with_engine: Run) -> None:
+    async def test(engine: LlamaEngine) -> None:
+        await collect(engine, chat("Roll!", tools=(ROLL,), max_tokens=2))
+        tasks = [asyncio.create_task(collect(engine, hostile(count))) for count in range(40, 46)]
+        forced = ToolChoice("required", parallel=False)
+        asked = chat("A card!", tools=(PICK,), tool_choice=forced, max_tokens=60, principal="alice")
+        assert "pick" in (await collect(engine, asked)).text
+        with pytest.raises(InvalidSchema):
+            await tasks[0]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    with_engine(test)
+
+
+def test_grammar_that_becomes_too_complex_in_mid_reply_is_the_callers_mistake(with_engine: Run) -> None:
+    # Every letter may be the one that is followed by 200 others: the automaton outgrows its limits after a few tokens.
+    asked = chat("Go on.", constraint=Regex("(.*[a-m].{200}x)"), sampling=Sampling(temperature=0), max_tokens=60)
+    said: list[Event] = []
+
+    async def follow(engine: LlamaEngine) -> None:
+        async for events in engine.generate(asked):
+            said.extend(events)
+
+    async def test(engine: LlamaEngine) -> None:
+        with pytest.raises(InvalidSchema, match="cannot be kept to this any further"):
+            await follow(engine)
+        assert len(said) >= 2
+        assert len((await collect(engine, completion(max_tokens=4))).tokens) == 4
+
+    with_engine(test)

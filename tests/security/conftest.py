@@ -1,0 +1,30 @@
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.security.credentials import Authority
+from tests.serving import Running, serving
+
+PROCESSES = ["1", "2"]
+"""Values of --workers: everything in one process, and two front ends with a parent."""
+
+
+@dataclass
+class Guarded:
+    """A server that takes keys of every kind, and who makes them."""
+
+    running: Running
+    authority: Authority
+    folder: Path
+
+
+@pytest.fixture(scope="package", params=PROCESSES, ids=["one process", "two front ends"])
+def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    authority = Authority(folder)
+    models = {"echo": {"engine": "scripted"}, "other": {"engine": "scripted"}}
+    config = {"models": models, "default": "echo", "aliases": {"gpt-*": "other"}, **authority.config}
+    with serving(folder, config, "--workers", request.param) as running:
+        yield Guarded(running, authority, folder)

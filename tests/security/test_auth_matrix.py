@@ -1,0 +1,214 @@
+"""Every route, method, spelling of its path and kind of credential, against the rules of `rules`."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from dragoman.server.routes import ROUTES, ROUTES_BELOW
+from tests.security.conftest import PROCESSES, Guarded
+from tests.security.credentials import (
+    STATIC,
+    USUAL,
+    Credential,
+    bearer,
+    invalid_credentials,
+    valid_credentials,
+)
+from tests.security.http_client import Answer, PipelinedClient, Request
+from tests.security.rules import RULES, RULES_BELOW, SAMPLES, allowed_statuses, decoded_path
+from tests.serving import Running, serving
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND")
+OWN_METHODS = ("GET", "POST", "DELETE")
+"""Methods that some route takes."""
+CONNECTIONS = 4
+SHOWN = 20
+"""Mistakes that a failing test prints."""
+OPENAI_ERROR = {"message", "type", "param", "code"}
+
+
+def spellings(path: str) -> Iterable[bytes]:
+    """Other ways to write a path: some that mean the same to a server, some that only a careless one takes for it."""
+    plain = path.encode()
+    first, _, rest = plain.removeprefix(b"/").partition(b"/")
+    last = plain.rpartition(b"/")[2]
+    yield plain + b"/"
+    yield b"/" + plain
+    yield b"//localhost" + plain
+    yield b"/." + plain
+    yield b"/./" + plain[1:]
+    yield b"/x/.." + plain
+    yield b"/health/.." + plain
+    yield b"/v1/models/../.." + plain
+    yield b"/%2e%2e" + plain
+    yield b"/health/%2e%2e" + plain
+    yield b"/health%2f..%2f" + plain[1:]
+    yield b"/" + first + b"//" + rest
+    yield b"/" + first + b"%2F" + rest
+    yield b"/" + first + b"%252F" + rest
+    yield b"/" + first + b"\\" + rest
+    yield plain.upper()
+    yield b"/" + b"".join(b"%%%02x" % byte for byte in plain[1:])
+    yield plain + b"X"
+    yield plain[:-1]
+    yield plain + b";admin=1"
+    yield plain + b";/health"
+    yield plain + b"%00"
+    yield plain + b"%20"
+    yield plain + b"%0d%0aX-Evil:%201"
+    yield plain + b".json"
+    yield plain + b"/" + last
+    yield plain + b"?"
+    yield plain + b"?path=/health&x=../../health"
+    yield plain + b"?/../../health"
+    yield plain + b"#/health"
+    yield b"http://localhost" + plain
+    yield b"http://evil.example" + plain
+    yield b"http://localhost/health/.." + plain
+    yield plain + b"/" + b"a" * 6000
+    yield plain + b"?" + b"a" * 6000
+
+
+MALFORMED = [
+    b"GET /v1/models\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /v1/mod els HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET * HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET http:/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"CONNECT /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"get /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"FROB /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization : Bearer %b\r\n\r\n" % STATIC.encode(),
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx: y\r\n Authorization: Bearer %b\r\n\r\n" % STATIC.encode(),
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key\x00: %b\r\n\r\n" % STATIC.encode(),
+    b"GET /v1/models\r\nAuthorization: Bearer %b\r\n\r\n" % STATIC.encode(),
+]
+"""Heads that no route may answer, with or without a key in them."""
+
+Case = tuple[Request, Credential]
+
+
+def case(method: str, target: bytes, credential: Credential) -> Case:
+    if credential.query:
+        before, _, after = target.partition(b"#")
+        target = before + (b"&" if b"?" in before else b"?") + credential.query + (b"#" + after if after else b"")
+    return Request(method, target, credential.headers, b"{}" if method == "POST" else b""), credential
+
+
+def send_all(running: Running, requests: Sequence[Request]) -> list[Answer]:
+    """Over a few connections at once; the answers are in the order of the requests."""
+    step = -(-len(requests) // CONNECTIONS)
+    parts = [requests[start : start + step] for start in range(0, len(requests), step)]
+
+    def send_part(part: Sequence[Request]) -> list[Answer]:
+        with PipelinedClient(running.port) as client:
+            return client.send_all(part)
+
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        return [answer for answers in pool.map(send_part, parts) for answer in answers]
+
+
+def mistakes(running: Running, cases: Sequence[Case]) -> list[str]:
+    """What is wrong with the answers, one line each."""
+    answers = send_all(running, [request for request, _ in cases])
+    return [
+        f"{request.method} {request.target[:80]!r} with {credential.name}: {wrong}"
+        for (request, credential), answer in zip(cases, answers, strict=True)
+        if (wrong := mistake(request, credential, answer))
+    ]
+
+
+def mistake(request: Request, credential: Credential, answer: Answer) -> str:
+    path = decoded_path(request.target)
+    allowed = allowed_statuses(request.method, path, credential)
+    if answer.status not in allowed:
+        return f"{answer.status}, expected {sorted(allowed)}; {answer.body[:200]!r}"
+    if credential.secret and credential.secret in answer.head + answer.body:
+        return "the answer contains the secret"
+    if answer.status >= 400 and request.method != "HEAD":
+        return misshapen(path, answer)
+    return ""
+
+
+def misshapen(path: str, answer: Answer) -> str:
+    body = answer.json()
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        is_right = set(body) == {"type", "error", "request_id"} and set(body["error"]) == {"type", "message"}
+    else:
+        is_right = set(body) == {"error"} and set(body["error"]) == OPENAI_ERROR
+    return "" if is_right else f"not the protocol's error: {answer.body[:200]!r}"
+
+
+def test_every_route_has_a_rule() -> None:
+    assert set(ROUTES) == set(RULES)
+    assert set(ROUTES_BELOW) == set(RULES_BELOW)
+    for path, methods in (ROUTES | ROUTES_BELOW).items():
+        rule = RULES[path] if path in RULES else RULES_BELOW[path][1]
+        assert set(methods) == set(rule.answers), path
+
+
+def test_every_route_method_and_credential(guarded: Guarded) -> None:
+    credentials = valid_credentials(guarded.authority) + invalid_credentials(guarded.authority)
+    cases = [case(method, path.encode(), who) for path, method, who in product(SAMPLES, METHODS, credentials)]
+    assert not mistakes(guarded.running, cases)[:SHOWN]
+
+
+def test_odd_spellings_of_a_path_open_nothing(guarded: Guarded) -> None:
+    credentials = [
+        Credential("none"),
+        bearer("wrong", "sk-wrong"),
+        bearer("stored", guarded.authority.stored("usual"), USUAL),
+        bearer("stored for rerank", guarded.authority.stored("reranker", "rerank"), frozenset({"rerank", "models"})),
+    ]
+    targets = [target for path in SAMPLES if path != "/" for target in spellings(path)]
+    cases = [case(method, target, who) for target, method, who in product(targets, OWN_METHODS, credentials)]
+    assert not mistakes(guarded.running, cases)[:SHOWN]
+
+
+@pytest.mark.parametrize("head", MALFORMED)
+def test_malformed_heads_are_refused(guarded: Guarded, head: bytes) -> None:
+    method, _, _ = head.partition(b" ")
+
+    class Raw(Request):
+        def encode(self) -> bytes:
+            return head
+
+    with PipelinedClient(guarded.running.port) as client:
+        answer = client.send(Raw(method.decode(), b""))
+    assert answer.status in (400, 401), answer
+    assert STATIC.encode() not in answer.head + answer.body
+
+
+def test_ready_names_models_only_to_callers_who_may_list_them(guarded: Guarded) -> None:
+    narrow = guarded.authority.stored("narrow", models=("echo",))
+    expected = [
+        (Credential("none"), set()),
+        (bearer("wrong", "sk-wrong"), set()),
+        (bearer("for echo", narrow), {"echo"}),
+        (bearer("static", STATIC), {"echo", "other"}),
+    ]
+    with PipelinedClient(guarded.running.port) as client:
+        for credential, names in expected:
+            answer = client.send(Request("GET", b"/ready", credential.headers))
+            assert answer.status == 200
+            assert set(answer.json()["models"]) == names, credential.name
+
+
+@pytest.mark.parametrize("workers", PROCESSES)
+def test_anonymous_callers_never_reach_operator_routes(tmp_path: Path, workers: str) -> None:
+    keys = {"anonymous": True, "store": "keys.db"}
+    config = {"models": {"echo": {"engine": "scripted"}}, "api_keys": [STATIC], "keys": keys}
+    anonymous = [
+        Credential("none", scopes=USUAL),
+        bearer("wrong", "sk-wrong", USUAL),
+        bearer("static", STATIC, frozenset({*USUAL, "stats", "admin"})),
+    ]
+    targets = [*(path.encode() for path in SAMPLES), b"/admin", b"/admin/", b"/admin//models", b"/%61dmin/models"]
+    with serving(tmp_path, config, "--workers", workers) as running:
+        cases = [case(method, target, who) for target, method, who in product(targets, METHODS, anonymous)]
+        assert not mistakes(running, cases)[:SHOWN]
