@@ -13,6 +13,7 @@ import uvloop
 
 from tools.fuzz.cases import LAST_ID, HttpCase, RawCase, Request
 from tools.fuzz.client import Connection, Malformed, Reply, connect, read_replies
+from tools.fuzz.http import LAST
 from tools.fuzz.monitor import Monitor
 from tools.fuzz.oracle import Judgement, judge, judge_raw
 from tools.fuzz.servers import StoredKeys, store_keys
@@ -23,6 +24,8 @@ from tools.server import Server, run_server
 BATCH = 1000
 MOST_FINDINGS = 20
 RAW_SECONDS = 20.0
+QUIET_SECONDS = 4.0
+"""After so long the next request is sent where it is not known how many answers there will be."""
 MOST_SILENT = 4
 """After so many cases in a row without an answer the server counts as hanging, and is started again."""
 NO_ANSWER_ALLOWED = frozenset({413, 431})
@@ -294,7 +297,11 @@ class HttpRun:
                 self.summary.outcomes["left"] += 1
                 return
             wanted = None if case.expect is None else len(case.expect)
-            is_over = await connection.read_until_over(RAW_SECONDS, wanted)
+            is_over = await connection.read_until_over(QUIET_SECONDS if wanted is None else RAW_SECONDS, wanted)
+            if not is_over and wanted is None:
+                # It may be idle, and wait for the next request.
+                connection.write(LAST)
+                is_over = await connection.read_until_over(RAW_SECONDS, None)
         finally:
             connection.abort()
         try:
