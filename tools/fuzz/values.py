@@ -224,6 +224,9 @@ def _replace(random: Random, node: Any, key: Any) -> None:
 
 def _retype(random: Random, node: Any, key: Any) -> None:
     value = node[key]
+    if isinstance(value, msgspec.Raw):
+        node[key] = bytes(value)[:200].decode("utf-8", "replace")
+        return
     changes: list[Any] = [[value], {"value": value}, str(value)[:2000], None, {"type": value}, [value, value]]
     if isinstance(value, str):
         changes += [len(value), value.encode().hex()[:200], bool(value), list(value[:20])]
