@@ -13,7 +13,7 @@ LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-v
 	--generate-hashes --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm test-ray lint bench soak fuzz clients audit lock clean
+.PHONY: help serve test test-vllm test-ray lint bench soak faults fairness fuzz clients audit lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -47,9 +47,12 @@ bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, an
 	@$(BIN)/python -m bench.constraints $(ARGS)
 	@$(BIN)/python -m bench.engine $(ARGS)
 
-soak: $(VENV)/.installed-dev ## an hour of mixed load: nothing lost, memory flat; ARGS="--minutes 5"
-	@$(BIN)/dragoman pull smollm2
-	@$(BIN)/python -m bench.soak $(ARGS)
+soak: $(VENV)/.installed-dev ## 1,000 streams and mixed load, an hour each, with and without front ends; ARGS="--minutes 5"
+	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/python -m tools.soak $(ARGS)
+
+faults: $(VENV)/.installed-dev ## processes killed, a full disk, bad clients and upstreams, by the hundreds; ARGS="disk_full --times 3"
+	@$(BIN)/python -m tools.faults $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## a million random requests, each answer judged; goes on where it stopped; ARGS="--seed x http"
 	@$(BIN)/dragoman pull --layout as-is smollm2

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Any, Literal, Self
@@ -40,7 +40,8 @@ from dragoman.errors import (
 
 Act = Literal["close", "reset", "hang"]
 """Close the connection; reset it; say nothing more until the client leaves."""
-Script = Sequence[bytes | float | Act]
+Step = bytes | float | Act
+Script = Sequence[Step]
 CHAT = "/v1/chat/completions"
 SILENCE = 0.8
 """Seconds: a client waits no longer for a server that hangs."""
@@ -49,7 +50,7 @@ SILENCE = 0.8
 class BadServer:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self._tls = tls
-        self.scripts: dict[str, Sequence[Script]] = {}
+        self.scripts: dict[str, Sequence[Iterable[Step]]] = {}
         self.requests: defaultdict[str, list[bytes]] = defaultdict(list)
         """The bodies, by path."""
         self.heads: list[str] = []
@@ -84,7 +85,7 @@ class BadServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}" if self._tls is None else f"https://localhost:{self.port}"
 
-    def play(self, *scripts: Script, path: str = CHAT) -> None:
+    def play(self, *scripts: Iterable[Step], path: str = CHAT) -> None:
         """From now on only this."""
         self.scripts = {}
         self.requests.clear()
@@ -92,7 +93,7 @@ class BadServer:
         self.left.clear()
         self.also(*scripts, path=path)
 
-    def also(self, *scripts: Script, path: str) -> None:
+    def also(self, *scripts: Iterable[Step], path: str) -> None:
         self.scripts[path] = scripts
 
     async def _stop(self) -> None:
@@ -124,7 +125,7 @@ class BadServer:
         self.requests[path].append(body)
         return await self._played(script, reader, writer)
 
-    async def _played(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _played(self, script: Iterable[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for step in script:
             if isinstance(step, bytes):
                 writer.write(step)

@@ -1,4 +1,4 @@
-"""Ways to cut a text into pieces: whole, character by character, at random."""
+"""Ways to cut a text into pieces: whole, character by character, in two, at random."""
 
 import itertools
 
@@ -9,6 +9,11 @@ def cut(text: str, places: list[int]) -> list[str]:
     """The text cut at these places, taken modulo its length; pieces may be empty."""
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def cut_in_two(text: str) -> list[list[str]]:
+    """Every cut into two pieces."""
+    return [[text[:place], text[place:]] for place in range(1, len(text))]
 
 
 def cut_bytes(data: bytes, places: list[int]) -> list[bytes]:

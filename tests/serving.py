@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from dragoman.server.admin_token import HEADER, find_token
+
 WORKERS = os.environ.get("DRAGOMAN_TEST_WORKERS", "1")
 """Front ends of the servers that tests talk to, where they say nothing of it: as many on every machine."""
 
@@ -29,6 +31,12 @@ class Running:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """The header that the operator's routes need where there are no keys."""
+        token = find_token("127.0.0.1", self.port)
+        return {} if token is None else {HEADER: token}
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.event_log.read_text().splitlines()]

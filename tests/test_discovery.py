@@ -1,13 +1,19 @@
 """Models in a folder: their names, what their files say, and names that are no names."""
 
 import json
+import os
+import socket
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from dragoman import discovery as discovery_module
 from dragoman.discovery import Discovery, Found, names_in
-from tests.test_gguf import gguf, pair, text
+from dragoman.errors import ConfigError
+from dragoman.gguf import Value, read_metadata
+from tests.test_gguf import begun, gguf, pair, sparse, text
 
 
 def model(architecture: str = "llama", file_type: int | None = None, size: int = 0) -> bytes:
@@ -63,7 +69,6 @@ def test_what_is_found(folder: Path, discovery: Discovery) -> None:
         "org/Split/Split.Q6_K": ("gguf", "gemma3", "Q6_K"),
         "org/hf-model": ("folder", "Qwen3ForCausalLM", "bfloat16"),
         "org/mistral": ("folder", None, None),
-        "linked": ("gguf", "llama", "Q4_K_M"),
     }
     split = discovery.found["org/split/split.q6_k"]
     assert split.size == 3 * length + 6
@@ -144,3 +149,102 @@ def test_looking_again_sees_what_is_new_and_what_has_gone(folder: Path, discover
     assert (tiny.architecture, tiny.quantisation) == ("phi3", "Q8_0")
     assert "new" in discovery.found
     assert "big-q8_0" not in discovery.found
+
+
+def names(folder: Path) -> list[str]:
+    found = Discovery([folder])
+    found.look()
+    return sorted(entry.name for entry in found.found.values())
+
+
+def test_links_in_a_circle_list_each_model_once(tmp_path: Path) -> None:
+    (tmp_path / "org/deep").mkdir(parents=True)
+    (tmp_path / "org/deep/m.gguf").write_bytes(model())
+    (tmp_path / "org/self").symlink_to(tmp_path / "org")
+    (tmp_path / "up").symlink_to(tmp_path)
+    (tmp_path / "a-link.gguf").symlink_to(tmp_path / "org/deep/m.gguf")
+    (tmp_path / "hard.gguf").hardlink_to(tmp_path / "org/deep/m.gguf")
+    assert names(tmp_path) == ["hard"]
+    assert names_in([tmp_path, tmp_path / "org"]) == {"hard"}
+
+
+def test_a_file_that_is_only_linked_is_listed_under_the_link(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots/one").mkdir(parents=True)
+    for at in (1, 2):
+        (tmp_path / f"blobs/{at}").write_bytes(model(size=at))
+        (tmp_path / f"snapshots/one/m-0000{at}-of-00002.gguf").symlink_to(tmp_path / f"blobs/{at}")
+    assert names(tmp_path) == ["snapshots/one/m"]
+
+
+def test_special_files_do_not_hang_or_break_the_listing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.gguf").write_bytes(model())
+    (tmp_path / "line\nfeed\x1b[2J.gguf").write_bytes(model(size=1))
+    (tmp_path / os.fsdecode(b"not\xffutf8.gguf")).write_bytes(model(size=2))
+    (tmp_path / "unreadable.gguf").write_bytes(b"GGUF")
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "folder.gguf/inner.gguf").write_bytes(model(size=3))
+    (tmp_path / "gone.gguf").symlink_to("nowhere")
+    (tmp_path / "zero.gguf").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "weights").mkdir()
+    os.mkfifo(tmp_path / "weights/config.json")
+    (tmp_path / "weights/model.safetensors").write_bytes(b"x")
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(tmp_path)
+        listener.bind("socket.gguf")
+        assert names(tmp_path) == ["folder.gguf/inner", "good", "line-feed-[2J"]
+    assert "its name is not UTF-8" in caplog.text
+
+
+def test_a_pipe_in_the_place_of_a_file_that_was_just_seen_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_metadata(tmp_path / "pipe.gguf")
+
+
+def test_sparse_files_are_refused_and_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "good.gguf").write_bytes(model())
+    for at in range(3):
+        sparse(tmp_path / f"huge{at}.gguf", begun(1 << 40))
+    opened: list[Path] = []
+
+    def reading(path: Path, keys: Collection[str] | None = None) -> dict[str, Value]:
+        opened.append(path)
+        return read_metadata(path, keys)
+
+    monkeypatch.setattr(discovery_module, "read_metadata", reading)
+    discovery = Discovery([tmp_path])
+    for _ in range(3):
+        discovery.look()
+    assert list(discovery.found) == ["good"]
+    assert len(opened) == 4
+    replaced = tmp_path / "new"
+    replaced.write_bytes((tmp_path / "good.gguf").read_bytes())
+    before = (tmp_path / "good.gguf").stat()
+    os.utime(replaced, ns=(before.st_atime_ns, before.st_mtime_ns))
+    replaced.replace(tmp_path / "good.gguf")
+    discovery.look()
+    assert len(opened) == 5
+
+
+def test_a_look_that_takes_long_leaves_the_rest_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at in range(3):
+        (tmp_path / f"m{at}.gguf").write_bytes(model(size=at))
+    monkeypatch.setattr(discovery_module, "LONGEST_LOOK", -1.0)
+    discovery = Discovery([tmp_path])
+    discovery.look()
+    assert discovery.found == {}
+    monkeypatch.setattr(discovery_module, "LONGEST_LOOK", 60.0)
+    discovery.look()
+    assert len(discovery.found) == 3
+
+
+def test_descriptions_without_end_are_refused(tmp_path: Path) -> None:
+    for name, content in {"deep": b"[" * 100_000, "long": b" " * (17 << 20), "list": b"[]"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes(content)
+        (tmp_path / name / "model.safetensors").write_bytes(b"x")
+    assert names(tmp_path) == []

@@ -72,6 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         self.send_response(206 if start else 200)
+        if start:
+            self.send_header("content-range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.send_header("content-length", str(len(content) - start))
         self.send_header("etag", site.etag)
         self.send_header("x-repo-commit", COMMIT)
@@ -126,9 +128,9 @@ def test_it_goes_on_where_it_ended(site: Site) -> None:
 
 def test_what_was_left_by_an_earlier_try_is_used(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = f"{site.url}/models/m.gguf"
-    monkeypatch.setattr("dragoman.download.TRIES", 1)
+    monkeypatch.setattr("dragoman.download.ATTEMPTS", 1)
     site.cut = [100_000, 0]
-    with pytest.raises(ConfigError, match="the connection ended early; what has come is kept: try again to go on"):
+    with pytest.raises(ConfigError, match="the part received is kept: try again to resume"):
         sources.fetch(source)
     assert visible(tmp_path / "home") == []
     assert sources.fetch(source).read_bytes() == MODEL
@@ -137,7 +139,7 @@ def test_what_was_left_by_an_earlier_try_is_used(site: Site, tmp_path: Path, mon
 
 def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     source = f"{site.url}/models/m.gguf"
-    monkeypatch.setattr("dragoman.download.TRIES", 1)
+    monkeypatch.setattr("dragoman.download.ATTEMPTS", 1)
     site.cut = [100_000, 0]
     with pytest.raises(ConfigError):
         sources.fetch(source)
@@ -155,7 +157,7 @@ def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch
         ),
         (MODEL, "#sha256=12", "expected 64 hexadecimal digits after #sha256="),
         (b"<html>no model</html>", "", "is not a GGUF file"),
-        (b"GGUF but not really", "", "is not a GGUF file that can be read"),
+        (b"GGUF but not really", "", "is not a valid GGUF file"),
         (None, "", "the server answered 404 Not Found"),
     ],
 )

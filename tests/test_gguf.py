@@ -1,5 +1,6 @@
 """The beginning of a GGUF file, whole and broken."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -58,12 +59,12 @@ def test_numbers_and_texts(tmp_path: Path) -> None:
         (b"GGUF", "cut off"),
         (b"nothing of the kind", "does not begin with GGUF"),
         (gguf(version=77), "version 77 is unknown"),
-        (gguf(pair("a", 8, struct.pack("<Q", 2**63))), "cut off"),
+        (gguf(pair("a", 8, struct.pack("<Q", 2**63))), "a text of 9223372036854775808 bytes"),
         (gguf(pair("a", 9, array(4, 2**62, b""))), "cut off"),
-        (gguf(pair("a", 9, array(8, 2**62, text("x")))), "cut off"),
+        (gguf(pair("a", 9, array(8, 2**62, text("x")))), "more than 2000000 texts"),
         (gguf(pair("a", 13, b"")), "unknown kind 13"),
         (gguf(pair("a", 9, array(9, 1, b""))), "unknown kind 9"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**62), "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**62), "has 4611686018427387904 pairs"),
     ],
 )
 def test_what_is_not_one(tmp_path: Path, content: bytes, words: str) -> None:
@@ -125,7 +126,7 @@ def test_where_everything_is(tmp_path: Path) -> None:
         (with_tensors(tensor("a")), "the tensor a has 0 dimensions"),
         (with_tensors(tensor("a", 4), alignment=48), "its alignment is 48"),
         (with_tensors(tensor("a", 4), alignment=0), "its alignment is 0"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), "has 4611686018427387904 tensors"),
     ],
 )
 def test_tensors_that_cannot_be(tmp_path: Path, content: bytes, words: str) -> None:
@@ -133,3 +134,67 @@ def test_tensors_that_cannot_be(tmp_path: Path, content: bytes, words: str) -> N
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{words}"):
         read_outline(file)
+
+
+HUGE = 1 << 40
+
+
+def sparse(path: Path, content: bytes) -> Path:
+    """A file that begins with this and goes on with a terabyte of zeros, which takes no space."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.truncate(HUGE)
+    return path
+
+
+def begun(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + b"".join(written)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (begun(HUGE), "pairs of metadata, more than 10000"),
+        (begun(0, tensors=HUGE), "tensors, more than 100000"),
+        (begun(1, pair("a", 8, struct.pack("<Q", HUGE // 2))), "a text of 549755813888 bytes, more than 1048576"),
+        (begun(1, struct.pack("<Q", HUGE // 2)), "a text of 549755813888 bytes, more than 65535"),
+        (begun(1, pair("a", 9, array(8, HUGE // 16, b""))), "more than 2000000 texts"),
+        (begun(2, *[pair("a", 9, array(8, 1_500_000, bytes(12_000_000)))] * 2), "more than 2000000 texts"),
+        (begun(1, pair("a", 9, array(0, HUGE // 2, b""))), "header has more than 64 MiB"),
+        (begun(1, pair("a", 9, array(8, 2, struct.pack("<Q", HUGE // 4)))), "header has more than 64 MiB"),
+        (begun(99, *[pair("a", 8, text("x" * 1_000_000))] * 68), "header has more than 64 MiB"),
+    ],
+)
+def test_a_huge_sparse_file_is_refused_after_a_bounded_read(tmp_path: Path, content: bytes, words: str) -> None:
+    file = sparse(tmp_path / "m.gguf", content)
+    for read in (read_metadata, read_outline):
+        before = bytes_read()
+        with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{words}"):
+            read(file)
+        assert bytes_read() - before < 70 << 20
+
+
+def bytes_read() -> int:
+    """By this process, from whatever it reads."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts the bytes that are read")
+def test_reading_stops_when_the_wanted_keys_are_there(tmp_path: Path) -> None:
+    vocabulary = pair("tokens", 9, array(8, 500_000, text("token") * 500_000))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(gguf(pair("general.architecture", 8, text("llama")), vocabulary))
+    before = bytes_read()
+    assert read_metadata(file, ("general.architecture",)) == {"general.architecture": "llama"}
+    assert bytes_read() - before < 200_000
+    assert read_metadata(file, ("general.architecture", "none")) == {"general.architecture": "llama"}
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "zero.gguf").symlink_to("/dev/zero")
+    for name in ("pipe", "folder", "zero"):
+        with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
+            read_metadata(tmp_path / f"{name}.gguf")

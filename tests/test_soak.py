@@ -1,37 +1,68 @@
-"""The soak test in little: it runs, it holds, and it would see what does not."""
+"""Short runs of the soak tests, and what they would notice."""
 
 import json
+import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from bench.mix import MIX, outcome
-from bench.soak import growth
+from tools.soak.growth import growth
+from tools.soak.mix import MIX, outcome
+from tools.soak.streams import Lateness
 
 KINDS = {kind.name: kind for kind in MIX}
 ERROR = json.dumps({"error": {"message": "no"}}).encode()
-SECONDS = 20
+PATIENT = ("--lateness-ms", "5000", "--memory-share", "0.5")
+"""The bounds of time and growth are for an hour on a quiet machine."""
 
 
-def test_twenty_seconds_hold(smollm2_path: Path) -> None:
+def run_soak(*arguments: str, seconds: float) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "bench.soak", "--minutes", str(SECONDS / 60)],
+        [sys.executable, "-m", "tools.soak", "--minutes", str(seconds / 60), *PATIENT, *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         check=False,
         cwd=Path(__file__).parents[1],
+        env=os.environ | {"OMP_THREAD_LIMIT": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("it holds\n")
-    lines = {line[:20].strip(): line[20:].split() for line in done.stdout.splitlines()}
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_mixed_load_on_smollm2(smollm2_path: Path) -> None:
+    printed = run_soak("mixed", "--workers", "1", "--clients", "3", seconds=5)
+    lines = {line[:20].strip(): line[20:].split() for line in printed.splitlines()}
     for kind in MIX:
         answered, refused, busy, left, wrong, lost = map(int, lines[kind.name])
         assert answered + refused + busy + left >= 1, kind.name
         assert wrong == lost == 0
+
+
+@pytest.mark.timeout(600)
+def test_paced_streams_with_and_without_front_ends() -> None:
+    printed = run_soak("streams", "--streams", "30", seconds=3)
+    assert printed.count("30 streams, 12,000 tokens, 0 errors") == 2
+    assert printed.count("passed") == 2
+
+
+def test_lateness_is_measured_against_the_earliest_token() -> None:
+    found = Lateness()
+    found.add(array("d", [10.3, 10.1, 10.25, 10.3]), rate=10)
+    assert [found.quantile(share) for share in (0.5, 0.75, 1.0)] == pytest.approx([0.0, 0.05, 0.3], abs=2e-4)
+
+
+def test_lateness_does_not_depend_on_when_a_stream_began() -> None:
+    found = Lateness()
+    found.add(array("d", [3.0, 3.1, 3.2]), rate=10)
+    found.add(array("d", [7.0, 7.1, 7.2]), rate=10)
+    assert found.count == 6
+    assert found.quantile(1.0) < 0.001
 
 
 def chunk(**choice: Any) -> bytes:
@@ -76,24 +107,24 @@ CALLING = {"stream": True, "tools": []}
         ("embeddings", {"input": ["a", "b"]}, 200, b'{"data": [{"embedding": [1]}]}', "lost"),
     ],
 )
-def test_what_becomes_of_a_request(kind: str, asked: dict[str, Any], status: int, body: bytes, name: str) -> None:
+def test_outcome_of_a_reply(kind: str, asked: dict[str, Any], status: int, body: bytes, name: str) -> None:
     assert outcome(KINDS[kind], asked, status, body).name == name
 
 
-def test_two_calls_of_a_whole_reply_are_two() -> None:
+def test_calls_of_a_whole_reply_are_told_apart() -> None:
     calls = [{"function": {"arguments": '{"word": "a"}'}}, {"function": {"arguments": '{"word": "b"}'}}]
     choice = {"index": 0, "finish_reason": "tool_calls", "message": {"content": None, "tool_calls": calls}}
     body = json.dumps({"choices": [choice]}).encode()
     assert outcome(KINDS["chat, tools"], {"tools": []}, 200, body).name == "answered"
 
 
-def test_growth_is_seen_and_a_short_peak_is_not() -> None:
+def test_growth_is_noticed_and_a_short_peak_is_not() -> None:
     flat, rising, peak = [100] * 30, list(range(100, 130)), [100] * 25 + [500] + [100] * 4
-    assert growth("memory", flat, 3)[2] is None
-    assert growth("memory", peak, 3)[2] is None
-    assert growth("memory", rising, 3) == (114.5, 124.5, "memory grew: 114, then 124")
+    assert growth("memory", flat, 3).problem is None
+    assert growth("memory", peak, 3).problem is None
+    assert growth("memory", rising, 3).problem == "memory grew: 114, then 124"
 
 
-def test_the_mix_is_the_same_for_the_same_seed() -> None:
+def test_same_seed_gives_the_same_requests() -> None:
     for kind in MIX:
         assert kind.body(Random(3)) == kind.body(Random(3))

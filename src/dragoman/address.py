@@ -61,10 +61,11 @@ def site(url: str) -> Site:
         raise ConfigError(f"{shown!r:.200}: what follows a ? or # in an address cannot be sent; leave it out")
     given = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
     api = given if _VERSION.search(parts.path) else f"{given}/v1"
-    return Site(api, given.removesuffix("/v1"), host.lower(), parts.scheme == "https", _login(parts))
+    return Site(api, given.removesuffix("/v1"), host.lower(), parts.scheme == "https", login_of(parts))
 
 
-def _login(parts: SplitResult) -> str | None:
+def login_of(parts: SplitResult) -> str | None:
+    """The user and password of an address, as an `Authorization` header has them."""
     if parts.username is None:
         return None
     told = f"{unquote(parts.username)}:{unquote(parts.password or '')}"

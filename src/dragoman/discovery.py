@@ -11,14 +11,22 @@ Rules
 2. A file or folder that is, by way of links, outside of the folder is not one of its models.
 3. A model in several files is one model, if all of them are there.
 4. Of several quantisations the largest answers, where none is asked for.
+5. Each file and each folder is listed once, under its own name if it has one here and not only a link. So a link to a
+   folder around it ends there.
+6. Only regular files are opened, and again only when they have changed. Little is read of each (see `gguf`). A look
+   that has taken `LONGEST_LOOK` leaves the files that are new to the next one.
+7. A name that is not UTF-8 is not served. Spaces and control characters in names become `-`.
 """
 
 import json
 import logging
 import os
 import re
+import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +41,11 @@ log = logging.getLogger("dragoman.discovery")
 DEEPEST = 4
 """Folders in folders."""
 MOST_FILES = 20_000
+"""In all folders together."""
+LONGEST_LOOK = 5.0
+LARGEST_DESCRIPTION = 16 << 20
+KEYS = ("general.architecture", "general.type", "general.file_type")
+"""What is read of a GGUF file."""
 _QUANTISATION = re.compile(r"(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP32)", re.IGNORECASE)
 _SUFFIX = re.compile(rf"(?P<base>.+)[-._](?P<tag>{_QUANTISATION.pattern})", re.IGNORECASE)
 _FILE_TYPES = """
@@ -71,6 +84,10 @@ class _Entry(msgspec.Struct, frozen=True):
     files: tuple[Path, ...]
 
 
+_Version = tuple[str, tuple[tuple[int, int, int], ...]]
+"""A path, and the size, time and inode of each of its files."""
+
+
 class Discovery:
     """What the folders hold. A file is opened once, and again when it has changed."""
 
@@ -78,28 +95,28 @@ class Discovery:
         self.folders = tuple(folders)
         self.found: Mapping[str, Found] = {}
         """By name in lower case."""
-        self._opened: dict[tuple[str, int, int], tuple[str | None, str | None] | None] = {}
+        self._opened: dict[_Version, tuple[str | None, str | None] | None] = {}
 
     def look(self) -> None:
         """Takes its time: not for the event loop."""
         found: dict[str, Found] = {}
+        opened: dict[_Version, tuple[str | None, str | None] | None] = {}
+        end = time.monotonic() + LONGEST_LOOK
+        late = 0
         for entry in _entries(self.folders):
-            made = self._described(entry)
-            if made is not None:
-                found.setdefault(entry.name.lower(), made)
-        self.found = found
-
-    def _described(self, entry: _Entry) -> Found | None:
-        try:
-            stats = [file.stat() for file in entry.files]
-        except OSError:
-            # It has just been removed.
-            return None
-        key = (str(entry.path), max(stat.st_mtime_ns for stat in stats), sum(stat.st_size for stat in stats))
-        if key not in self._opened:
-            self._opened[key] = _opened(entry)
-        known = self._opened[key]
-        return None if known is None else Found(entry.name, str(entry.path), entry.kind, key[2], *known)
+            version = _version(entry)
+            if version is None:
+                continue
+            if version not in self._opened and time.monotonic() > end:
+                late += 1
+                continue
+            opened[version] = known = self._opened[version] if version in self._opened else _opened(entry)
+            if known is not None:
+                size = sum(size for size, _, _ in version[1])
+                found.setdefault(entry.name.lower(), Found(entry.name, str(entry.path), entry.kind, size, *known))
+        if late:
+            log.warning("%d new files in the models folders are looked at later: looking takes long", late)
+        self.found, self._opened = found, opened
 
     def resolve(self, wanted: str) -> Found | None:
         """The model for a name in lower case."""
@@ -133,48 +150,110 @@ def names_in(folders: Sequence[Path]) -> set[str]:
     return {entry.name.lower() for entry in _entries(folders)}
 
 
+def _version(entry: _Entry) -> _Version | None:
+    """None where it has just been removed."""
+    try:
+        stats = [file.stat() for file in entry.files]
+    except OSError:
+        return None
+    return str(entry.path), tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
+
+
 def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
-    for folder in folders:
+    """Models that are reached by a link come last, so that a file has its own name where it has one."""
+    seen: set[tuple[int, int]] = set()
+    for is_linked in (False, True):
+        for folder in folders:
+            try:
+                root = folder.resolve(strict=True)
+            except OSError:
+                # A folder that is not there yet has no models.
+                continue
+            yield from _new(_below(_Walk(root), root, DEEPEST, is_linked), seen)
+
+
+def _new(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_Entry]:
+    for entry in entries:
         try:
-            root = folder.resolve(strict=True)
+            status = entry.path.stat()
         except OSError:
-            # A folder that is not there yet has no models.
             continue
-        yield from _below(root, root, DEEPEST)
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            yield entry
 
 
-def _below(root: Path, folder: Path, depth: int) -> Iterator[_Entry]:
-    inside = _listed(root, folder)
-    weights = tuple(path for path in inside if path.suffix in (".safetensors", ".bin") and path.is_file())
-    if folder != root and weights and any(folder / name in inside for name in DESCRIPTIONS):
+class _Walk:
+    """One way through the folders below a root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folders: set[Path] = set()
+        self.left = MOST_FILES
+
+
+def _below(walk: _Walk, folder: Path, depth: int, is_linked: bool) -> Iterator[_Entry]:
+    """`is_linked`: follow links too."""
+    real = folder.resolve()
+    if real in walk.folders:
+        return
+    walk.folders.add(real)
+    root = walk.root
+    files, folders = _listed(walk, folder, is_linked)
+    weights = tuple(path for path in files if path.suffix in (".safetensors", ".bin"))
+    if folder != root and weights and any(folder / name in files for name in DESCRIPTIONS):
         yield _Entry(_name(root, folder), folder, "folder", weights)
-    yield from _ggufs(root, [path for path in inside if path.suffix.lower() == ".gguf" and path.is_file()])
+    yield from _ggufs(root, [path for path in files if path.suffix.lower() == ".gguf"], is_linked)
     if depth:
-        for path in inside:
-            if path.is_dir():
-                yield from _below(root, path, depth - 1)
+        for path in folders:
+            yield from _below(walk, path, depth - 1, is_linked)
 
 
-def _listed(root: Path, folder: Path) -> list[Path]:
-    """What lies in a folder and does not lead out of the root, in order. Hidden ones are somebody else's."""
+def _listed(walk: _Walk, folder: Path, is_linked: bool) -> tuple[list[Path], list[Path]]:
+    """Regular files and folders in a folder that do not lead out of the root, in order. Hidden ones are left out."""
     try:
-        names = sorted(entry.name for entry in os.scandir(folder))[:MOST_FILES]
+        with os.scandir(folder) as scanned:
+            names = sorted(entry.name for entry in islice(scanned, walk.left))
     except OSError as error:
-        log.warning("the folder %s cannot be read: %s", folder, error.strerror)
-        return []
-    paths = (folder / name for name in names if not name.startswith("."))
-    return [path for path in paths if _is_inside(root, path)]
+        _warn_once(f"the folder {str(folder)!a} cannot be read: {error.strerror}")
+        return [], []
+    walk.left -= len(names)
+    if not walk.left:
+        _warn_once(f"{str(walk.root)!a} has more than {MOST_FILES} files and folders; the others are not looked at")
+    files, folders = [], []
+    for name in names:
+        path = folder / name
+        if name.startswith(".") or not _is_utf8(path) or not _is_inside(walk.root, path, is_linked):
+            continue
+        try:
+            mode = path.stat().st_mode
+        except OSError:
+            continue
+        if stat.S_ISREG(mode):
+            files.append(path)
+        elif stat.S_ISDIR(mode):
+            folders.append(path)
+    return files, folders
 
 
-def _is_inside(root: Path, path: Path) -> bool:
+def _is_utf8(path: Path) -> bool:
     try:
-        return not path.is_symlink() or path.resolve(strict=True).is_relative_to(root)
+        path.name.encode()
+    except UnicodeEncodeError:
+        _warn_once(f"{str(path)!a} is not served: its name is not UTF-8")
+        return False
+    return True
+
+
+def _is_inside(root: Path, path: Path, is_linked: bool) -> bool:
+    try:
+        return not path.is_symlink() or (is_linked and path.resolve(strict=True).is_relative_to(root))
     except (OSError, RuntimeError):
         # It leads nowhere, or round and round.
         return False
 
 
-def _ggufs(root: Path, files: Sequence[Path]) -> Iterator[_Entry]:
+def _ggufs(root: Path, files: Sequence[Path], is_linked: bool) -> Iterator[_Entry]:
     for path in files:
         part = PART.fullmatch(path.stem)
         if part is None:
@@ -183,7 +262,9 @@ def _ggufs(root: Path, files: Sequence[Path]) -> Iterator[_Entry]:
             wanted = parts_of(path)
             missing = [file.name for file in wanted if file not in files]
             if missing:
-                _warn_once(f"{path} is not complete: {', '.join(missing[:3])} missing")
+                # Links have been followed only the second time.
+                if is_linked:
+                    _warn_once(f"{path} is not complete: {', '.join(missing[:3])} missing")
                 continue
             yield _Entry(_name(root, path.with_name(part["stem"])), path, "gguf", tuple(wanted))
 
@@ -195,15 +276,15 @@ def _warn_once(words: str) -> None:
 
 
 def _name(root: Path, path: Path) -> str:
-    return re.sub(r"\s+", "-", path.relative_to(root).as_posix())
+    return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", "-", path.relative_to(root).as_posix())
 
 
 def _opened(entry: _Entry) -> tuple[str | None, str | None] | None:
     """Architecture and quantisation; None for what is no model."""
     try:
-        return _of_folder(entry.path) if entry.kind == "folder" else _of_gguf(entry, read_metadata(entry.path))
+        return _of_folder(entry.path) if entry.kind == "folder" else _of_gguf(entry, read_metadata(entry.path, KEYS))
     except ConfigError as error:
-        log.warning("%s", error)
+        _warn_once(str(error))
         return None
 
 
@@ -223,10 +304,19 @@ def _of_folder(folder: Path) -> tuple[str | None, str | None]:
         # The other description has no words for either.
         return None, None
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_description(folder / "config.json"))
         named = config.get("architectures") or [config.get("model_type")]
         quantised = config.get("quantization_config") or {}
         kind = quantised.get("quant_method") or config.get("torch_dtype") or config.get("dtype")
         return (None if named[0] is None else str(named[0])), (None if kind is None else str(kind))
-    except (OSError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder}/config.json cannot be read: {error}") from error
+
+
+def read_description(path: Path) -> str:
+    """The text of a small file beside a model's weights; a ValueError where it is larger than such files are."""
+    with path.open("rb") as file:
+        content = file.read(LARGEST_DESCRIPTION + 1)
+    if len(content) > LARGEST_DESCRIPTION:
+        raise ValueError(f"it has more than {LARGEST_DESCRIPTION >> 20} MiB")
+    return content.decode("utf-8")

@@ -1,51 +1,66 @@
-"""A model's file from an address: picked up where it was left, checked, and there in one step.
+"""Download a model file over HTTP: resumed, checked, and renamed into place in one step.
 
-    .NAME.part         what has come so far
-    .NAME.part.json    of which version of the file that is
-    .NAME.json         what the finished file must be
+    .NAME.part         the bytes received so far
+    .NAME.part.json    which version of which file they belong to
+    .NAME.json         size and hash of the finished file
 
 Rules
-1. The file has its name only when it is complete and has been checked.
-2. A download that was interrupted goes on where it ended, if the other side still has the same file; else it begins
-   anew.
-3. A file that is in its place already stays until the new one has been checked.
-4. Two at once: the second waits, and finds what the first has brought.
+1. The file gets its name only when it is complete and is a GGUF file with the expected size and hash.
+2. An interrupted download resumes where it ended if the server still has the same file. Otherwise it starts again.
+3. An existing file stays in place until its replacement has been checked.
+4. Of two downloads of one file at the same time, the second waits and uses the result of the first.
+5. Credentials go to the scheme, host and port they were given for and to no other, whatever a redirect says. Redirects
+   lead only to http and https, and at most `MOST_REDIRECTS` are followed. No file and no message contains credentials
+   or the query of an address.
+6. A download ends: the server must answer within `PATIENCE_SECONDS`, then send at least `LEAST_BYTES` in each such
+   period. The body is no longer than announced, and `SPARE_BYTES` of the disk stay free.
 """
 
+import asyncio
 import fcntl
 import hashlib
-import http.client
+import http
 import logging
+import math
 import os
 import re
+import shutil
+import ssl
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+from urllib.parse import unquote, urlsplit, urlunsplit
 
+import httpx
 import msgspec
 
-from dragoman.address import public
+from dragoman.address import login_of
 from dragoman.errors import ConfigError
-from dragoman.gguf import MAGIC, read_metadata
+from dragoman.gguf import MAGIC, read_outline
 
 log = logging.getLogger("dragoman.sources")
 
 Progress = Callable[[str], object]
-BLOCK = 1 << 20
-PATIENCE_SECONDS = 60
-TRIES = 5
-"""In a row without anything coming."""
+PATIENCE_SECONDS = 60.0
+LEAST_BYTES = 64 * 1024
+"""Received in each period of `PATIENCE_SECONDS`, and in an attempt that counts as progress."""
+MOST_REDIRECTS = 10
+LARGEST_PORT = 65_535
+SPARE_BYTES = 256 * 1024 * 1024
+ATTEMPTS = 5
+"""In a row without progress."""
 TELL_SECONDS = 5.0
+LONGEST_NAME = 200
+"""Of a file or folder; the names of the files beside it are a little longer, and 255 bytes is the limit."""
+LONGEST_PLACE = 2000
+SHOWN = 60
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A file to bring. `sha256` and `size`: what it must be, where that is known beforehand."""
+    """A file to download. `sha256` and `size` are what it must have, where known. `url` may contain a login."""
 
     url: str
     place: Path
@@ -55,9 +70,9 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What is known of a file, or of the part of it that is here."""
+    """What is known of a file, or of the part of it that is here. `address` is a digest: an address may be secret."""
 
-    url: str
+    address: str
     version: str | None = None
     sha256: str | None = None
     size: int | None = None
@@ -67,8 +82,22 @@ def split_hash(source: str) -> tuple[str, str | None]:
     """A source without its `#sha256=...`, and that."""
     plain, mark, digest = source.partition("#sha256=")
     if mark and not _HASH.fullmatch(digest.lower()):
-        raise ConfigError(f"{source}: expected 64 hexadecimal digits after #sha256=")
+        raise ConfigError(f"{shown(plain)}: expected 64 hexadecimal digits after #sha256=")
     return plain, digest.lower() if mark else None
+
+
+def shown(source: str) -> str:
+    """A source for messages: an address loses its login and its query."""
+    try:
+        parts = urlsplit(source)
+    except ValueError:
+        return "an address that cannot be read"
+    if not parts.netloc:
+        return source[:200]
+    query = "..." if parts.query else ""
+    login = "***@" if "@" in parts.netloc else ""
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, login + host, parts.path, query, ""))[:200]
 
 
 def is_whole(place: Path) -> bool:
@@ -95,7 +124,7 @@ def digest_of(path: Path) -> str:
 
 
 def bring(wanted: Wanted, progress: Progress) -> Path:
-    """The file, in its place."""
+    """The file, in its place. Not for a thread with a running event loop."""
     wanted.place.parent.mkdir(parents=True, exist_ok=True)
     with _alone(wanted.place):
         if is_whole(wanted.place) and is_sound(wanted.place, wanted.sha256):
@@ -105,7 +134,7 @@ def bring(wanted: Wanted, progress: Progress) -> Path:
         digest = _checked(wanted, part)
         part.replace(wanted.place)
         size = wanted.place.stat().st_size
-        _keep(wanted.place, Kept(wanted.url, sha256=digest, size=size))
+        _keep(wanted.place, Kept(_address(wanted.url), sha256=digest, size=size))
         _beside(part, "json").unlink(missing_ok=True)
     return wanted.place
 
@@ -118,71 +147,183 @@ def _alone(place: Path) -> Iterator[None]:
 
 
 def _fill(wanted: Wanted, part: Path, progress: Progress) -> None:
-    """Go on until it is whole; give up when nothing comes any more."""
-    tries = 0
+    """Resume until the file is complete. Give up after `ATTEMPTS` without progress."""
+    attempts = 0
     while True:
         before = part.stat().st_size if part.is_file() else 0
         try:
-            if _receive(wanted, part, progress):
+            if asyncio.run(_receive(wanted, part, progress)):
                 return
             reason = "the connection ended early"
-        except urllib.error.HTTPError as error:
-            if error.code < 500:
-                raise ConfigError(f"{public(wanted.url)}: the server answered {error.code} {error.reason}") from error
-            reason = f"the server answered {error.code}"
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(getattr(error, "reason", error)) or type(error).__name__
-        tries = 0 if part.is_file() and part.stat().st_size > before else tries + 1
-        if tries >= TRIES:
-            raise ConfigError(f"{public(wanted.url)}: {reason}; what has come is kept: try again to go on")
-        time.sleep(min(2.0, 0.1 * 2**tries))
+        except _RetryError as error:
+            reason = str(error)
+        except TimeoutError:
+            reason = f"the server sent less than {LEAST_BYTES} bytes in {PATIENCE_SECONDS:g} s"
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{shown(wanted.url)} is not a valid address: {error}") from error
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+        after = part.stat().st_size if part.is_file() else 0
+        attempts = 0 if after >= before + LEAST_BYTES else attempts + 1
+        if attempts >= ATTEMPTS:
+            raise ConfigError(f"{shown(wanted.url)}: {reason}; the part received is kept: try again to resume")
+        time.sleep(min(2.0, 0.1 * 2**attempts))
 
 
-def _receive(wanted: Wanted, part: Path, progress: Progress) -> bool:
-    """Whether the file is whole after this."""
+class _RetryError(Exception):
+    """An answer that may be another the next time."""
+
+
+async def _receive(wanted: Wanted, part: Path, progress: Progress) -> bool:
+    """Whether the file is complete after this attempt."""
+    have, version = _resumable(wanted, part)
+    # Bytes that were compressed on the way could not be resumed, and could be many more than announced.
+    headers = {**wanted.headers, "accept-encoding": "identity"}
+    if have and version:
+        headers |= {"range": f"bytes={have}-", "if-range": version}
+    timeout = httpx.Timeout(PATIENCE_SECONDS)
+    async with httpx.AsyncClient(timeout=timeout, verify=ssl.create_default_context()) as client:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            response = await _answer(client, wanted, headers)
+        try:
+            return await _save(wanted, response, part, have, progress)
+        finally:
+            await response.aclose()
+
+
+def _resumable(wanted: Wanted, part: Path) -> tuple[int, str | None]:
+    """How many bytes of the file are here, and of which version."""
     known = _kept(part)
-    have = part.stat().st_size if part.is_file() and known is not None and known.url == wanted.url else 0
-    headers = dict(wanted.headers)
-    if have and known is not None and known.version:
-        headers |= {"range": f"bytes={have}-", "if-range": known.version}
-    request = urllib.request.Request(wanted.url, headers=headers)  # noqa: S310 (it is http or https)
-    try:
-        response = urllib.request.urlopen(request, timeout=PATIENCE_SECONDS)  # noqa: S310
-    except urllib.error.HTTPError as error:
-        if error.code != http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            raise
-        # It is complete already, or another file than the part is of.
-        if error.headers.get("content-range", "").rpartition("/")[2] == str(have):
-            return True
-        part.unlink()
-        return False
-    with response:
-        goes_on = response.status == http.HTTPStatus.PARTIAL_CONTENT
-        version = response.headers.get("etag") or response.headers.get("last-modified")
-        _keep(part, Kept(wanted.url, version=version))
-        total = _total(response, have if goes_on else 0)
-        with part.open("ab" if goes_on else "wb") as file:
-            _copy(wanted, response, file, total, progress)
-            return total is None or file.tell() == total
+    if known is None or known.address != _address(wanted.url) or not part.is_file():
+        return 0, None
+    return part.stat().st_size, known.version
 
 
-def _total(response: Any, have: int) -> int | None:
+async def _answer(client: httpx.AsyncClient, wanted: Wanted, headers: Mapping[str, str]) -> httpx.Response:
+    """The first response that is not a redirect; its body is not read yet."""
+    parts = urlsplit(wanted.url)
+    login = login_of(parts)
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    request = client.build_request("GET", bare, headers={**headers, "authorization": login} if login else headers)
+    for _ in range(MOST_REDIRECTS + 1):
+        response = await client.send(request, auth=None, stream=True, follow_redirects=False)
+        following = response.next_request
+        if following is None:
+            return response
+        await response.aclose()
+        if following.url.scheme not in ("http", "https") or (following.url.port or 0) > LARGEST_PORT:
+            target = shown(response.headers["location"])
+            raise ConfigError(
+                f"{shown(wanted.url)}: the server redirects to {target!a}, which is not an http(s) address"
+            )
+        if _origin(following.url) != _origin(request.url):
+            following.headers.pop("authorization", None)
+        request = following
+    raise ConfigError(f"{shown(wanted.url)}: the server redirects more than {MOST_REDIRECTS} times")
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme)
+
+
+async def _save(wanted: Wanted, response: httpx.Response, part: Path, have: int, progress: Progress) -> bool:
+    if response.status_code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+        return _is_complete(response, part, have)
+    file, total = _opened(wanted, response, part, have)
+    with file:
+        try:
+            await _copy(wanted, response, file, total, progress)
+        finally:
+            file.flush()
+            os.fsync(file.fileno())
+        return total is None or file.tell() == total
+
+
+def _is_complete(response: httpx.Response, part: Path, have: int) -> bool:
+    """Nothing follows the part: it is the whole file, or it belongs to another one and is removed."""
+    if response.headers.get("content-range", "").rpartition("/")[2] == str(have):
+        return True
+    part.unlink(missing_ok=True)
+    return False
+
+
+def _opened(wanted: Wanted, response: httpx.Response, part: Path, have: int) -> tuple[BinaryIO, int | None]:
+    """The file that takes the body, and the size it will have, if the server says so."""
+    if not response.is_success:
+        told = f"the server answered {response.status_code} {response.reason_phrase[:100]}"
+        if response.is_server_error:
+            raise _RetryError(told)
+        raise ConfigError(f"{shown(wanted.url)}: {told}")
+    resumes = response.status_code == http.HTTPStatus.PARTIAL_CONTENT
+    if resumes and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
+        part.unlink(missing_ok=True)
+        raise _RetryError("the server sent another range than the one asked for")
+    start = have if resumes else 0
     length = response.headers.get("content-length")
-    return None if length is None else have + int(length)
+    total = start + int(length) if length is not None else None
+    if (total or 0) > (wanted.size or math.inf):
+        raise ConfigError(f"{shown(wanted.url)}: the server sends {total} bytes, and the file has {wanted.size}")
+    _check_room(part, (total or start) - start)
+    version = response.headers.get("etag") or response.headers.get("last-modified")
+    _keep(part, Kept(_address(wanted.url), version=version))
+    return part.open("ab" if resumes else "wb"), total
 
 
-def _copy(wanted: Wanted, response: Any, file: BinaryIO, total: int | None, progress: Progress) -> None:
+async def _copy(
+    wanted: Wanted, response: httpx.Response, file: BinaryIO, total: int | None, progress: Progress
+) -> None:
+    blocks = response.aiter_raw()
     told = time.monotonic()
-    while block := response.read(BLOCK):
-        if file.tell() == 0 and not block.startswith(MAGIC):
-            raise ConfigError(f"{public(wanted.url)} is not a GGUF file")
-        file.write(block)
+    head: bytes | None = b"" if file.tell() == 0 else None
+    while True:
+        received = 0
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while received < LEAST_BYTES:
+                block = await anext(blocks, None)
+                if block is None:
+                    if head is not None:
+                        raise _not_gguf(wanted, response, head)
+                    return
+                received += len(block)
+                if head is not None:
+                    head += block
+                    if len(head) < len(MAGIC):
+                        continue
+                    if not head.startswith(MAGIC):
+                        raise _not_gguf(wanted, response, head)
+                    block, head = head, None
+                file.write(block)
+                if file.tell() > (wanted.size or math.inf):
+                    raise ConfigError(f"{shown(wanted.url)}: the server sends more than the file's {wanted.size} bytes")
+        _check_room(wanted.place, 0)
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
             share = f" of {total / 1e6:.0f}" if total else ""
             progress(f"{file.tell() / 1e6:.0f}{share} MB of {wanted.place.name}")
-    file.flush()
-    os.fsync(file.fileno())
+
+
+def _check_room(part: Path, needed: int) -> None:
+    free = shutil.disk_usage(part.parent).free
+    if needed > free - SPARE_BYTES:
+        more = f"{needed / 1e6:.0f} MB are needed, " if needed else ""
+        raise ConfigError(
+            f"{part.parent}: {more}{free / 1e6:.0f} MB are free, and {SPARE_BYTES / 1e6:.0f} MB of them stay so"
+        )
+
+
+def _not_gguf(wanted: Wanted, response: httpx.Response, head: bytes) -> ConfigError:
+    """What came instead, in words that help to find out why."""
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()[:SHOWN]
+    text = head.lstrip()[:SHOWN].decode("utf-8", "replace")
+    if not head:
+        came = "nothing"
+    elif kind == "text/html" or text.lower().startswith(("<!doctype", "<html")):
+        came = "an HTML page; perhaps the file needs a login, or the address is that of a page about it"
+    elif text.startswith("version https://git-lfs"):
+        came = "a Git LFS pointer, not the file it stands for"
+    else:
+        came = f"{kind or 'a body of unknown type'} that begins with {text!a}"
+    return ConfigError(f"{shown(wanted.url)} is not a GGUF file: the server sent {came}")
 
 
 def _checked(wanted: Wanted, part: Path) -> str:
@@ -193,12 +334,13 @@ def _checked(wanted: Wanted, part: Path) -> str:
         told = f"expected sha256 {wanted.sha256 or 'any'}, found {digest}"
         if (wanted.size or size) != size:
             told = f"expected {wanted.size} bytes, found {size}"
-        raise ConfigError(f"{public(wanted.url)} is not what it should be ({told}); it was thrown away")
+        raise ConfigError(f"{shown(wanted.url)} is not what it should be ({told}); it was thrown away")
     try:
-        read_metadata(part)
+        read_outline(part)
     except ConfigError as error:
         part.unlink()
-        raise ConfigError(f"{public(wanted.url)} is not a GGUF file that can be read: {error}") from error
+        words = str(error).removeprefix(f"{part} is not a GGUF file: ")
+        raise ConfigError(f"{shown(wanted.url)} is not a valid GGUF file: {words}; it was thrown away") from error
     return digest
 
 
@@ -219,17 +361,35 @@ def _keep(place: Path, kept: Kept) -> None:
     fresh.replace(_beside(place, "json"))
 
 
+def _address(url: str) -> str:
+    """A digest of the address without its login: a password is short enough to be guessed from a digest."""
+    parts = urlsplit(url)
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return hashlib.sha256(bare.encode()).hexdigest()
+
+
 def place_of(url: str, folder: Path) -> Path:
     """The address as a path: host, then the folders that it names."""
-    parts = urllib.parse.urlsplit(url)
-    names = [_safe(name) for name in urllib.parse.unquote(parts.path).split("/") if name.strip(". ")]
-    if not parts.hostname or not names:
-        raise ConfigError(f"{public(url)}: expected the address of a .gguf file")
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"{shown(url)} is not a valid address: {error}") from error
+    names = [_safe(name) for name in unquote(parts.path).split("/") if name.strip(". ")]
+    if not host or not names:
+        raise ConfigError(f"{shown(url)}: expected the address of a .gguf file")
     last = names[-1].removesuffix(".gguf")
     if parts.query:
         last += "-" + hashlib.sha256(parts.query.encode()).hexdigest()[:8]
-    return folder.joinpath(_safe(parts.netloc.rpartition("@")[2]), *names[:-1], f"{last}.gguf")
+    place = folder.joinpath(_safe(parts.netloc.rpartition("@")[2]), *names[:-1], f"{last}.gguf")
+    if len(str(place)) > LONGEST_PLACE:
+        raise ConfigError(f"{shown(url)}: the address is too long for a path here")
+    return place
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
+    """A name for a file. The end of a long one stays, since it says which part of a model it is."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
+    if len(safe) <= LONGEST_NAME:
+        return safe
+    return f"{hashlib.sha256(safe.encode()).hexdigest()[:12]}-{safe[-(LONGEST_NAME - 40) :]}"

@@ -25,6 +25,7 @@
     ConfigError            mistakes in a file, a flag or an engine's options: a line each for the person who made them
 
 A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
+A value of the caller's is quoted with `quote`, which cuts it; a message that is far too long is cut all the same.
 
 The same tree is what a client raises. `answered` is then what the server really said; the status of the class is what
 we would answer to somebody who asked us.
@@ -48,15 +49,30 @@ class Answered(msgspec.Struct, frozen=True):
     request_id: str | None = None
 
 
+MAX_VALUE = 200
+"""Characters of a caller's value, or of the path of a field, in an error."""
+
+
+def cut(text: str, length: int = MAX_VALUE) -> str:
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def quote(value: object) -> str:
+    """A caller's value for a message: in quotes, and cut."""
+    return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
+
+
 class DragomanError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
+    max_message: ClassVar[int] = 2000
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        message = cut(message, self.max_message)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else cut(param)
         self.retry_after = retry_after
         self.answered: Answered | None = None
         self.arrived: tuple[Part, ...] = ()
@@ -90,6 +106,7 @@ class InvalidConfig(BadRequest):
     """Told to an operator only: it names the file."""
 
     code = "invalid_config"
+    max_message = 100_000
 
 
 class InvalidSchema(BadRequest):

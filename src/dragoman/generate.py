@@ -18,7 +18,7 @@ import msgspec
 from dragoman.conversation import Asked, GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
 from dragoman.engines.run import tell
-from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter
+from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter, quote
 from dragoman.events import Event, Finished, Started, Usage
 from dragoman.formats import FORMATS
 from dragoman.formats.json import JSON
@@ -75,7 +75,7 @@ def check(model: str, wanted: Sequence[Asked], supports: frozenset[str], strict:
 
 
 def cannot_honour(model: str, param: str) -> UnsupportedParameter:
-    words = f"model '{model}' cannot honour '{param}'; leave it out, or ask without strict mode"
+    words = f"model '{model}' cannot honour {quote(param)}; leave it out, or ask without strict mode"
     return UnsupportedParameter(words, param=param)
 
 

@@ -6,13 +6,20 @@ text   := length:u64 bytes
 value  := a number of its kind | text | array
 array  := kind:u32 length:u64 value*                 not kept: vocabularies are all that needs them
 tensor := name:text dimensions:u32 size:u64* kind:u32 offset:u64          the innermost size first
+
+Rules
+1. A file is read only if it is a regular file. Anything else (a pipe, a device) is refused without waiting for it.
+2. Every count and length is checked against the file's size and against the limits below, before anything is read.
+   So reading a header takes a bounded time and memory, whatever the file contains and however large it is.
+3. Where only some keys are wanted, reading stops when they have been found.
 """
 
 import math
 import os
 import re
+import stat
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -44,6 +51,14 @@ BLOCKS = {
 }
 """The kinds of tensors that are met most: their names, and how many weights are in how many bytes."""
 MOST_DIMENSIONS = 4
+MOST_PAIRS = 10_000
+MOST_TENSORS = 100_000
+MOST_ARRAY_TEXTS = 2_000_000
+"""In all arrays together; the largest vocabularies and their merges have 800,000."""
+LONGEST_KEY = 65_535
+LONGEST_TEXT = 1 << 20
+LARGEST_HEADER = 64 << 20
+BUFFER = 64 * 1024
 DEFAULT_ALIGNMENT = 32
 PART = re.compile(r"(?P<stem>.+)-(?P<at>\d{5})-of-(?P<of>\d{5})")
 """The name of one of several files that are one model."""
@@ -82,8 +97,9 @@ class Outline(msgspec.Struct, frozen=True):
     alignment: int
 
 
-def read_metadata(path: Path) -> dict[str, Value]:
-    return _read(path, _Reader.pairs)
+def read_metadata(path: Path, keys: Collection[str] | None = None) -> dict[str, Value]:
+    """The pairs that are no arrays; with `keys` perhaps only those of them that are there."""
+    return _read(path, lambda reader: reader.pairs(keys))
 
 
 def read_outline(path: Path) -> Outline:
@@ -92,7 +108,8 @@ def read_outline(path: Path) -> Outline:
 
 def _read(path: Path, what: "Callable[[_Reader], T]") -> T:
     try:
-        with path.open("rb") as file:
+        # Opening a pipe would wait for somebody to write to it.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=BUFFER) as file:
             return what(_Reader(file))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
@@ -111,81 +128,114 @@ def parts_of(path: Path) -> list[Path]:
 
 class _Reader:
     def __init__(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
         self.file = file
-        self.size = os.fstat(file.fileno()).st_size
+        self.size = status.st_size
+        self.at = 0
         self.tensors = 0
+        self.array_texts = 0
         self.places: dict[str, int] = {}
 
     def outline(self) -> Outline:
         metadata = self.pairs()
-        pairs_end = self.file.tell()
+        pairs_end = self.at
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment.bit_count() != 1:
-            raise ValueError(f"its alignment is {alignment}")
+            raise ValueError(f"its alignment is {str(alignment)[:100]}")
         tensors = tuple([self._tensor() for _ in range(self.tensors)])
-        data_start = -(-self.file.tell() // alignment) * alignment
+        data_start = -(-self.at // alignment) * alignment
         if any(data_start + tensor.offset + tensor.bytes > self.size for tensor in tensors):
             raise ValueError("it is cut off")
         return Outline(metadata, self.places, tensors, pairs_end, data_start, alignment)
 
     def _tensor(self) -> Tensor:
-        name = self._text()
+        name = self._text(LONGEST_KEY)
         dimensions = int(self._number("<I"))
         if not 1 <= dimensions <= MOST_DIMENSIONS:
-            raise ValueError(f"the tensor {name} has {dimensions} dimensions")
+            raise ValueError(f"the tensor {name[:100]} has {dimensions} dimensions")
         sizes = tuple([int(self._number("<Q")) for _ in range(dimensions)])
         return Tensor(name, sizes, int(self._number("<I")), int(self._number("<Q")))
 
-    def pairs(self) -> dict[str, Value]:
+    def pairs(self, keys: Collection[str] | None = None) -> dict[str, Value]:
         if self._bytes(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
         version = self._number("<I")
         if version not in VERSIONS:
             raise ValueError(f"version {version} is unknown")
-        self.tensors = int(self._number("<Q"))
+        self.tensors = self._count("tensors", MOST_TENSORS)
         found: dict[str, Value] = {}
-        for _ in range(int(self._number("<Q"))):
-            key = self._text()
+        for _ in range(self._count("pairs of metadata", MOST_PAIRS)):
+            key = self._text(LONGEST_KEY)
             kind = int(self._number("<I"))
-            place = self.file.tell()
+            place = self.at
             value = self._value(kind)
             if value is not None:
                 found[key] = value
                 self.places[key] = place
+            if keys is not None and all(wanted in found for wanted in keys):
+                break
         return found
 
     def _value(self, kind: int) -> Value | None:
-        """A value that is kept; None for an array, which is left behind."""
+        """A value that is kept; None for an array, which is skipped."""
         if kind == TEXT:
-            return self._text()
+            return self._text(LONGEST_TEXT)
         if kind != ARRAY:
             return self._number(_form(kind))
         inner, length = int(self._number("<I")), int(self._number("<Q"))
         if inner == TEXT:
-            for _ in range(length):
-                self._skip(int(self._number("<Q")))
+            self._skip_texts(length)
         else:
             self._skip(length * struct.calcsize(_form(inner)))
         return None
 
-    def _text(self) -> str:
-        return self._bytes(int(self._number("<Q"))).decode("utf-8", "replace")
+    def _skip_texts(self, count: int) -> None:
+        self.array_texts += count
+        if self.array_texts > MOST_ARRAY_TEXTS:
+            raise ValueError(f"its arrays have more than {MOST_ARRAY_TEXTS} texts")
+        for _ in range(count):
+            (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size))
+            self._skip(length)
+
+    def _count(self, what: str, most: int) -> int:
+        count = int(self._number("<Q"))
+        if count > most:
+            raise ValueError(f"it has {count} {what}, more than {most}")
+        return count
+
+    def _text(self, longest: int) -> str:
+        length = int(self._number("<Q"))
+        if length > longest:
+            raise ValueError(f"it has a text of {length} bytes, more than {longest}")
+        return self._bytes(length).decode("utf-8", "replace")
 
     def _number(self, form: str) -> int | float | bool:
         value: int | float | bool = struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
         return value
 
     def _bytes(self, length: int) -> bytes:
-        self._check(length)
-        return self.file.read(length)
+        self._advance(length)
+        found = self.file.read(length)
+        if len(found) < length:
+            # It has been cut since its size was read.
+            raise ValueError("it is cut off")
+        return found
 
     def _skip(self, length: int) -> None:
-        self._check(length)
-        self.file.seek(length, os.SEEK_CUR)
+        self._advance(length)
+        self.file.seek(self.at)
 
-    def _check(self, length: int) -> None:
-        if length > self.size - self.file.tell():
+    def _advance(self, length: int) -> None:
+        self.at += length
+        if self.at > self.size:
             raise ValueError("it is cut off")
+        if self.at > LARGEST_HEADER:
+            raise ValueError(f"its header has more than {LARGEST_HEADER >> 20} MiB")
+
+
+_LENGTH = struct.Struct("<Q")
 
 
 def _form(kind: int) -> str:

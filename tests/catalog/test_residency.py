@@ -75,7 +75,8 @@ def test_any_order_of_events_is_lived_through(asks: list[tuple[str, str]]) -> No
             world.feed(Removed(key))
         world.run(world.now + 0.4)
     world.run(world.now + 200)
-    assert all(ticket in world.admitted for _, ticket in tickets)
+    # Those whose load was ended by a dismissal are told so.
+    assert all((ticket in world.admitted) != (ticket in world.refused) for _, ticket in tickets)
     assert all(not seat.running for seat in world.residency.seats.values())
 
 
@@ -186,20 +187,17 @@ def test_a_wish_and_a_dismissal() -> None:
     assert late in world.admitted
 
 
-def test_one_that_is_dismissed_while_it_comes_serves_those_who_waited_and_goes() -> None:
+def test_a_dismissal_ends_a_load_and_the_next_request_begins_another() -> None:
     world = World({"a": 4}, 8)
     first = world.ask("a", 3)
     world.run(0.5)
     world.feed(Dismissed("a"))
-    second = world.ask("a", 1)
-    world.run(2)
-    assert first in world.admitted
-    assert second in world.admitted
+    assert world.refused == {first}
     late = world.ask("a", 1)
-    assert late not in world.admitted
     world.run(30)
-    assert (world.loads, world.unloads) == (["a", "a"], ["a"])
+    assert (world.loads, world.aborts, world.unloads) == (["a", "a"], ["a"], [])
     assert late in world.admitted
+    assert first not in world.admitted
 
 
 def test_a_removed_model_serves_those_who_have_asked_for_it() -> None:

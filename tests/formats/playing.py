@@ -37,9 +37,10 @@ def play(
     thinking: bool = False,
     reason: FinishReason = "stop",
     parallel: bool = True,
+    shaped: bool = False,
 ) -> list[Event]:
     """The events for these pieces, each a token."""
-    stage = Split(FORMATS[name], tools, parallel=parallel)
+    stage = Split(FORMATS[name], tools, parallel=parallel, shaped=shaped)
     out = list(stage([Started(thinking=thinking)]))
     for piece in pieces:
         out += stage([TextDelta(piece)])

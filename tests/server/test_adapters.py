@@ -86,7 +86,7 @@ def test_the_weights_are_there_once(served: Running, smollm2_path: Path) -> None
 
 
 def test_their_memory_counts_once(served: Running) -> None:
-    told = httpx.get(f"{served.url}/admin/models", trust_env=False, timeout=60).json()
+    told = httpx.get(f"{served.url}/admin/models", headers=served.operator, trust_env=False, timeout=60).json()
     memory = [model["memory"] for model in told["data"]]
     assert len(memory) == 3
     assert told["used"] == pytest.approx(memory[0], rel=0.05)

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dragoman.server.auth import principal_of
 from tests.server.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
 from tests.serving import Running, serving
 
@@ -276,10 +277,10 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("headers", "principal"),
         [
-            ({"authorization": f"Bearer {KEY}"}, "key:0"),
-            ({"authorization": f"bearer  {OTHER_KEY}"}, "key:1"),
-            ({"x-api-key": OTHER_KEY}, "key:1"),
-            ({"authorization": f"Bearer {KEY}", "x-api-key": KEY}, "key:0"),
+            ({"authorization": f"Bearer {KEY}"}, principal_of(KEY)),
+            ({"authorization": f"bearer  {OTHER_KEY}"}, principal_of(OTHER_KEY)),
+            ({"x-api-key": OTHER_KEY}, principal_of(OTHER_KEY)),
+            ({"authorization": f"Bearer {KEY}", "x-api-key": KEY}, principal_of(KEY)),
         ],
     )
     def test_right_key(self, guarded: Running, headers: dict[str, str], principal: str) -> None:

@@ -65,11 +65,11 @@ def test_a_good_token(take: Take) -> None:
     good = token(routes=["chat"], models=["smol*"])
     for _ in range(2):
         caller = take(good)
-        assert caller.principal == "user:anna"
+        assert caller.principal == "jwt:user:anna"
         assert caller.routes == {"chat", "models"}
         assert caller.models == ("smol*",)
-    assert take(token(sub="agent:coder/anna")).principal == "agent:coder/anna"
-    assert take(token(sub="berta")).principal == "user:berta"
+    assert take(token(sub="agent:coder/anna")).principal == "jwt:agent:coder/anna"
+    assert take(token(sub="berta")).principal == "jwt:berta"
     assert "admin" not in take(token()).routes
 
 
@@ -122,7 +122,7 @@ def test_hostile_tokens(take: Take, make: Callable[[], str]) -> None:
 
 def test_rs256(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:
     take = accessing(tmp_path, public_pem(private), "RS256")
-    assert take(token(private, "RS256")).principal == "user:anna"
+    assert take(token(private, "RS256")).principal == "jwt:user:anna"
     other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     with pytest.raises(Unauthorized):
         take(token(other, "RS256"))

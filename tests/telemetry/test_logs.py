@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 
-from dragoman.telemetry.logs import JsonLines
+from dragoman.telemetry.logs import TEXT, JsonLines, TextLines
 from dragoman.telemetry.record import RequestRecord
 
 
@@ -41,3 +41,33 @@ def test_a_request_and_an_exception() -> None:
     except ValueError:
         found = line("failed", exc_info=sys.exc_info())
     assert "ValueError: odd" in str(found["exception"])
+
+
+def text_line(message: str, *values: object, **fields: object) -> str:
+    record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, message, values, None)
+    record.__dict__.update(fields)
+    return TextLines(TEXT).format(record)
+
+
+FORGED = "/a\nINFO dragoman: ready\r\x1b[2J\x9b31m\u202e\u2028é"
+
+
+def test_text_lines_escape_control_characters() -> None:
+    line = text_line("request for %s", FORGED)
+    assert line == (r"WARNING dragoman.x: request for /a\nINFO dragoman: ready\r\x1b[2J\x9b31m\u202e\u2028" + "é")
+
+
+def test_no_line_of_a_traceback_passes_for_a_message() -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        lines = text_line("failed", exc_info=sys.exc_info()).split("\n")
+    assert lines[0] == "WARNING dragoman.x: failed"
+    assert all(line.startswith("    ") for line in lines[1:])
+    assert not set("\r\x1b\x9b\u202e\u2028") & set("".join(lines))
+
+
+def test_json_lines_escape_what_json_does_not() -> None:
+    assert line("request for %s", FORGED)["message"] == f"request for {FORGED}"
+    record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, "%s", (FORGED,), None)
+    assert not set("\n\r\x1b\x9b\u202e\u2028") & set(JsonLines().format(record))

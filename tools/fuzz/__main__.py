@@ -76,7 +76,7 @@ def run_target(book: Book, engine: str, target: str, numbers: Sequence[int], wor
 def run_http(book: Book, engine: str, target: str, numbers: Sequence[int], workers: int) -> Summary:
     seed, kind, profile = book.state.seed, HTTP_TARGETS[target], PROFILES[engine]
     model = sources.fetch("smollm2") if engine == "smollm2" else None
-    with tempfile.TemporaryDirectory(prefix="dragoman-fuzz-") as folder, config(target, seed, model) as settings:
+    with tempfile.TemporaryDirectory(prefix="dragoman-fuzz-") as folder, config(target, model) as settings:
         run = HttpRun(
             target,
             engine,

@@ -52,7 +52,7 @@ def sampling(random: Random, body: Body) -> None:
         seed=lambda: random.choice((0, 1, -1, 2**63 - 1)),
         presence_penalty=lambda: random.choice((0, -2, 2, 0.5)),
         frequency_penalty=lambda: random.choice((0, -2, 2, 0.5)),
-        repetition_penalty=lambda: random.choice((1, 0.5, 1e-40, 10)),
+        repetition_penalty=lambda: random.choice((1, 0.5, 0.01, 10)),
         logit_bias=lambda: random.choice(
             ({}, {"5": 100}, {"0": -100, "17": 1.5}, {str(at): -100 for at in range(200)})
         ),

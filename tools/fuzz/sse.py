@@ -1,10 +1,14 @@
 """Target `sse`: an upstream server that answers with mutated or hostile bytes.
 
-A request names its case (`case N`), and the upstream answers as the seed and the number say. The server in front of it
-answers in its own protocol: a whole reply, an error with a status, or a stream that ends with an error frame.
+    prompt := ("answer" | "hang") " " base64
+
+The prompt holds the bytes that the upstream answers with; after `hang` it keeps the connection open. The server in
+front of it answers in its own protocol: a whole reply, an error with a status, or a stream that ends with an error
+frame.
 """
 
 import asyncio
+import base64
 import re
 import threading
 from random import Random
@@ -20,7 +24,7 @@ PLACES = 40
 """Models for each protocol: a server that has failed several times in a row is not asked for a while."""
 FAULTS = frozenset({400, 404, 413, 429, 501, 502, 503, 504, 529})
 """What a request may get whose upstream misbehaves. Never 500: nothing failed in the server itself."""
-CASE = re.compile(rb"case (\d+)")
+PROMPT = re.compile(rb"(answer|hang) ([A-Za-z0-9+/=]*)")
 VALID = 0.4
 """The share of the answers that are as they should be."""
 HANG_SECONDS = 1.5
@@ -150,23 +154,22 @@ def _stream(random: Random, protocol: str, times: int) -> bytes:
     return values.damage(random, data) if random.random() < 0.2 else data
 
 
-def answer(seed: str, number: int, protocol: str) -> tuple[bytes, float]:
-    """The bytes of the upstream's response, and the seconds for which it then hangs."""
-    random = random_for("sse", seed, number)
+def answer(random: Random, protocol: str) -> tuple[bytes, bool]:
+    """The bytes of the upstream's response, and whether it then hangs."""
     if random.random() < VALID:
-        return _response(200, "text/event-stream", _stream(random, protocol, 0)), 0.0
+        return _response(200, "text/event-stream", _stream(random, protocol, 0)), False
     kind = random.random()
     body = _stream(random, protocol, random.randint(1, 3))
     if kind < 0.7:
-        return _response(200, random.choice(TYPES[:1] * 8 + TYPES), body), 0.0
+        return _response(200, random.choice(TYPES[:1] * 8 + TYPES), body), False
     if kind < 0.85:
         error = values.encoded(values.anything(random) if random.random() < 0.5 else {"error": {"message": "no"}})
-        return _response(random.choice(STATUSES), random.choice(TYPES), error), 0.0
-    if kind < 0.95:
-        whole = _response(200, "text/event-stream", body)
-        return (values.damage(random, whole) if random.random() < 0.5 else whole[: random.randrange(len(whole))]), 0.0
+        return _response(random.choice(STATUSES), random.choice(TYPES), error), False
     whole = _response(200, "text/event-stream", body)
-    return whole[: random.randrange(len(whole))], HANG_SECONDS
+    if kind < 0.95:
+        cut = values.damage(random, whole) if random.random() < 0.5 else whole[: random.randrange(len(whole))]
+        return cut, False
+    return whole[: random.randrange(len(whole))], True
 
 
 def _response(status: int, media: str, body: bytes) -> bytes:
@@ -176,30 +179,35 @@ def _response(status: int, media: str, body: bytes) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-NOT_FOUND = (_response(404, "application/json", b'{"error": {"message": "no"}}'), 0.0)
+NOT_FOUND = _response(404, "application/json", b'{"error": {"message": "no"}}')
 
 
 def case(engine: str, seed: str, number: int) -> HttpCase:
-    random = random_for("sse request", seed, number)
-    model = f"{random.choice(PROTOCOLS)}-{random.randrange(PLACES)}"
-    messages = [{"role": "user", "content": f"case {number}"}]
-    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 8}
+    random = random_for("sse", seed, number)
+    protocol = random.choice(PROTOCOLS)
+    data, hangs = answer(random, protocol)
     path = random.choice(("/v1/chat/completions", "/v1/messages", "/v1/responses"))
+    prompt = f"{'hang' if hangs else 'answer'} {base64.b64encode(data).decode()}"
+    return request(path, f"{protocol}-{random.randrange(PLACES)}", prompt, stream=random.random() < 0.7)
+
+
+def request(path: str, model: str, prompt: str, *, stream: bool) -> HttpCase:
+    body: dict[str, Any] = {"model": model}
     if path == "/v1/responses":
-        body = {"model": model, "input": f"case {number}"}
-    is_stream = random.random() < 0.7
-    if is_stream:
+        body |= {"input": prompt}
+    else:
+        body |= {"messages": [{"role": "user", "content": prompt}], "max_tokens": 8}
+    if stream:
         body["stream"] = True
-    # A place that failed may be out of use for a while, for a case that would have gone well too.
-    request = Request("POST", path, values.encoded(body), (JSON, BEARER, VERSION), OK | FAULTS, fault=True)
-    return HttpCase((request,))
+    # A server that has failed may be out of use for a while, for a case that would have gone well too.
+    made = Request("POST", path, values.encoded(body), (JSON, BEARER, VERSION), OK | FAULTS, fault=True)
+    return HttpCase((made,))
 
 
 class Upstream:
     """The upstream server, in a thread with an event loop of its own."""
 
-    def __init__(self, seed: str) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -242,12 +250,11 @@ class Upstream:
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"(?i)content-length: *(\d+)", head)
             body = await reader.readexactly(int(length[1])) if length else b""
-            number = CASE.search(body)
-            protocol = head.split(b"/", 2)[1].decode()
-            data, seconds = NOT_FOUND if number is None else answer(self._seed, int(number[1]), protocol)
-            writer.write(data)
+            prompt = PROMPT.search(body)
+            writer.write(NOT_FOUND if prompt is None else base64.b64decode(prompt[2]))
             await writer.drain()
-            await asyncio.sleep(seconds)
+            if prompt is not None and prompt[1] == b"hang":
+                await asyncio.sleep(HANG_SECONDS)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # The server has left, or the run is over.
         finally:

@@ -22,7 +22,7 @@ NO_COMMIT = "dragoman"
 """The seed where there is no commit to take it from."""
 VARYING = re.compile(r"0x[0-9a-f]+|[0-9a-f]{6,}|\d+|'[^']*'|\"[^\"]*\"|`[^`]*`")
 """What differs between findings of one defect."""
-CASE_TYPES: dict[str, type[Case]] = {"requests": HttpCase, "http": RawCase}
+CASE_TYPES: dict[str, type[Case]] = {"requests": HttpCase, "http": RawCase, "sse": HttpCase}
 
 
 def commit_seed() -> str:

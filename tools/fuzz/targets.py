@@ -35,11 +35,11 @@ TARGETS = (*HTTP_TARGETS, *LOCAL_SHARES)
 
 
 @contextmanager
-def config(target: str, seed: str, model: Path | None) -> Iterator[dict[str, Any]]:
+def config(target: str, model: Path | None) -> Iterator[dict[str, Any]]:
     """The configuration of the server; for `sse` with an upstream that runs until the end of the block."""
     with ExitStack() as stack:
         if target == "sse":
-            made = stack.enter_context(sse.Upstream(seed)).config()
+            made = stack.enter_context(sse.Upstream()).config()
         else:
             made = scripted_config() if model is None else smollm2_config(model)
         yield made | {"limits": {**made["limits"], "body_seconds": HTTP_TARGETS[target].body_seconds}}

@@ -9,6 +9,7 @@ import msgspec
 
 from dragoman import sources
 from dragoman.config import Mistake, ModelSpec
+from dragoman.discovery import read_description
 from dragoman.engines import engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import detect
@@ -135,7 +136,7 @@ def _of_folder(spec: ModelSpec) -> Foreseen:
 
 def _template(folder: Path) -> str | None:
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_description(folder / "chat_template.jinja")
     except (OSError, ValueError):
         found = _json(folder / "tokenizer_config.json").get("chat_template")
         return found if isinstance(found, str) else None
@@ -144,8 +145,8 @@ def _template(folder: Path) -> str | None:
 def _json(path: Path) -> dict[str, Any]:
     """Nothing where it is not there, or is something else: the engine will say what is wrong with it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_description(path)) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

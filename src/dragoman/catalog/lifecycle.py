@@ -17,7 +17,7 @@ from dragoman.catalog.aside import aside
 from dragoman.catalog.host import Host
 from dragoman.catalog.residency import Residency, Seat
 from dragoman.config.quantities import shown_size
-from dragoman.errors import ConfigError
+from dragoman.errors import ConfigError, ModelFailed
 
 log = logging.getLogger("dragoman.catalog")
 
@@ -30,6 +30,7 @@ class Lifecycle:
         self._numbers = itertools.count()
         self._tickets: dict[int, asyncio.Future[None]] = {}
         self._work: set[asyncio.Task[None]] = set()
+        self._loads: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
         self._is_stopping = False
@@ -126,7 +127,12 @@ class Lifecycle:
         if isinstance(effect, told.Weigh):
             self._begin(self._weigh(host))
         elif isinstance(effect, told.Load):
-            self._begin(self._load(host))
+            load = self._begin(self._load(host))
+            if load is not None:
+                self._loads[effect.key] = load
+        elif isinstance(effect, told.Abort):
+            log.info("model %s: its load is ended: somebody asked for it to be unloaded", host.key)
+            self._begin(self._abort(host))
         elif isinstance(effect, told.Unload):
             log.info("model %s: unloading: %s", host.key, effect.why)
             self._begin(self._unload(host))
@@ -136,14 +142,17 @@ class Lifecycle:
             self._refuse(host, effect)
         else:
             del self._hosts[effect.key]
+            self._loads.pop(effect.key, None)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """None where the server is stopping, and nothing is begun any more."""
         if self._is_stopping:
             work.close()
-            return
+            return None
         task = asyncio.get_running_loop().create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+        return task
 
     async def _weigh(self, host: Host) -> None:
         try:
@@ -162,6 +171,15 @@ class Lifecycle:
             return
         self._feed(told.Loaded(host.key, size))
         await asyncio.to_thread(host.remember, size)
+
+    async def _abort(self, host: Host) -> None:
+        """The load is cancelled, and its process killed."""
+        load = self._loads[host.key]
+        load.cancel()
+        await asyncio.wait([load])
+        # It may have come in the same moment.
+        await host.end()
+        self._feed(told.Unloaded(host.key))
 
     async def _unload(self, host: Host) -> None:
         await host.measure()
@@ -185,10 +203,12 @@ class Lifecycle:
             words = f"it needs {shown_size(effect.need)}, and all models together may take"
             way_out = "raise memory, or lower its context or slots"
             host.fail(ConfigError(f"{words} {shown_size(self.budget or 0)}: {way_out}"))
+        dismissed = "the model was unloaded while it was being loaded; try again"
         for number in effect.tickets:
             ticket = self._tickets.pop(number)
             if not ticket.done():
-                ticket.set_exception(host.refusal())
+                refusal = ModelFailed(dismissed, retry_after=1) if effect.is_dismissed else host.refusal()
+                ticket.set_exception(refusal)
 
     def _set_timer(self) -> None:
         """One that comes too early does no harm: it is set anew when it has come."""

@@ -12,8 +12,8 @@ Rules
    in any more, and what is asked of it waits, all together, for its next turn. One with nothing to do makes room after
    `LINGER` seconds already. Of several the one that was used least recently goes first.
 5. A model that nobody has used for its keep-alive time is unloaded.
-6. A model that is dismissed takes nobody in any more. If it is just being loaded, those who waited for it by the time
-   it has come are served first.
+6. A model that is dismissed takes nobody in any more. If it is just being loaded, the load is ended, and those who
+   waited for it are refused.
 7. A model that was removed serves those who have asked for it, then it goes.
 
 So with n models that need each other's memory nobody waits for more than n turns, loads and longest requests.
@@ -151,12 +151,19 @@ class Admit(msgspec.Struct, frozen=True):
     tickets: tuple[int, ...]
 
 
+class Abort(msgspec.Struct, frozen=True):
+    """End a load that has not ended; `Unloaded` tells when it has."""
+
+    key: str
+
+
 class Refuse(msgspec.Struct, frozen=True):
-    """`need`: it is more than there can ever be; None: it failed."""
+    """`need`: it is more than there can ever be; None: it failed, or `is_dismissed`."""
 
     key: str
     tickets: tuple[int, ...]
     need: int | None = None
+    is_dismissed: bool = False
 
 
 class Forget(msgspec.Struct, frozen=True):
@@ -165,7 +172,7 @@ class Forget(msgspec.Struct, frozen=True):
     key: str
 
 
-Effect = Weigh | Load | Unload | Admit | Refuse | Forget
+Effect = Weigh | Load | Abort | Unload | Admit | Refuse | Forget
 
 
 class Seat:
@@ -266,8 +273,7 @@ class Residency:
             seat.is_removed, seat.removed_why = True, event.why
             seat.is_wished = False
         elif isinstance(event, Dismissed):
-            seat.is_dismissed = seat.state in ("in", "loading")
-            seat.is_wished = False
+            return self._dismissed(event.key, seat)
         elif isinstance(event, Weighed):
             seat.need, seat.is_weighing = event.need, False
         elif isinstance(event, Measured):
@@ -280,6 +286,16 @@ class Residency:
             seat.state, seat.is_dismissed = "out", False
         return []
 
+    def _dismissed(self, key: str, seat: Seat) -> list[Effect]:
+        seat.is_wished = False
+        if seat.state != "loading":
+            seat.is_dismissed = seat.state == "in"
+            return []
+        seat.state = "leaving"
+        tickets = tuple(seat.waiting)
+        seat.waiting.clear()
+        return [Refuse(key, tickets, is_dismissed=True), Abort(key)]
+
     def _came_in(self, seat: Seat, event: Loaded, now: float) -> list[Effect]:
         # Where nothing is known it stays so: it is weighed when that matters.
         seat.need = max(seat.need or 0, event.need) or seat.need
@@ -289,7 +305,7 @@ class Residency:
             seat.state = "leaving"
             return [Unload(event.key, "it needs more memory than there may be"), self._refused(event.key, seat)]
         seat.state = "in"
-        return [self._admitted(event.key, seat)] if seat.is_dismissed and seat.waiting else []
+        return []
 
     def _admitted(self, key: str, seat: Seat) -> Admit:
         tickets = tuple(seat.waiting)

@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
@@ -15,12 +16,15 @@ from dragoman.cli.settings import settings_of
 from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
+from dragoman.server.admin_token import HEADER, find_socket_token, find_token
 
 PATIENCE_SECONDS = 10
 LOADING_SECONDS = 600
 """A model may take its time to be loaded."""
 UNIX = "unix:"
 LOCAL = "http://localhost"
+ADMIN = "/admin/"
+OWN = ", or, if it has no keys, ask as the user who runs it"
 API = "/v1"
 """Where our own server has the routes that others may have elsewhere."""
 
@@ -35,7 +39,9 @@ class Server:
         opener: urllib.request.OpenerDirector,
         key: str | None = None,
         name: str | None = None,
+        token: str | None = None,
     ) -> None:
+        """`token` is for the operator's routes of a server of this user's, where that needs no keys."""
         self.place = place
         self._where = where
         self._opener = opener
@@ -43,6 +49,7 @@ class Server:
         self._headers = {} if login is None else {"authorization": login}
         if name is not None:
             self._headers["host"] = name
+        self._admin_headers = {} if token is None else {HEADER: token}
 
     def is_there(self) -> bool:
         """Whether one of ours answers at all, whoever it lets in."""
@@ -65,13 +72,14 @@ class Server:
         in_api = path.startswith(API)
         url = self._where.api + path.removeprefix(API) if in_api else self._where.root + path
         data = None if body is None else json.dumps(body).encode()
-        headers = self._headers if data is None else {**self._headers, "content-type": "application/json"}
+        headers = self._headers | (self._admin_headers if path.startswith(ADMIN) else {})
+        headers |= {} if data is None else {"content-type": "application/json"}
         request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 (it is http or https)
         try:
             with self._opener.open(request, timeout=patience) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            raise ConfigError(f"{self.place}: the server answered {_words(error)}") from error
+            raise ConfigError(f"{self.place}: the server answered {_words(error, path)}") from error
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise ConfigError(f"{self.place}: no answer: {reason}{_way_out(reason)}") from error
@@ -98,12 +106,15 @@ def at(url: str, key: str | None) -> Server:
     """The server at an address, also where that of its API was given, or at `unix:PATH`."""
     place = f"--url {public(url)}"
     if url.startswith(UNIX):
-        return Server(place, site(LOCAL), _opener(url.removeprefix(UNIX), None), key)
+        path = url.removeprefix(UNIX)
+        return Server(place, site(LOCAL), _opener(path, None), key, token=find_socket_token(path))
     try:
         where = site(url)
     except ConfigError as error:
         raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
-    return Server(place, where, urllib.request.build_opener(), key)
+    port = urllib.parse.urlsplit(where.root).port
+    token = find_token(where.host, port) if where.is_loopback and port is not None else None
+    return Server(place, where, urllib.request.build_opener(_NoRedirects()), key, token=token)
 
 
 def configured(settings: Settings, key: str | None) -> Server:
@@ -112,11 +123,13 @@ def configured(settings: Settings, key: str | None) -> Server:
     name = next(iter(settings.hosts or ()), None)
     if settings.socket is not None:
         opener = _opener(settings.socket, settings.tls)
-        return Server(f"the server at {UNIX}{settings.socket}", site(LOCAL), opener, key, name)
+        token = find_socket_token(settings.socket)
+        return Server(f"the server at {UNIX}{settings.socket}", site(LOCAL), opener, key, name, token)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (it is only asked)
     shown = f"[{host}]" if ":" in host else host
     address = f"{'https' if settings.tls else 'http'}://{shown}:{settings.port}"
-    return Server(f"the server at {address}", site(address), _opener(None, settings.tls), key, name)
+    token = find_token(host, settings.port)
+    return Server(f"the server at {address}", site(address), _opener(None, settings.tls), key, name, token)
 
 
 def _opener(path: str | None, tls: Tls | None) -> urllib.request.OpenerDirector:
@@ -124,10 +137,10 @@ def _opener(path: str | None, tls: Tls | None) -> urllib.request.OpenerDirector:
     straight = urllib.request.ProxyHandler({})
     context = None if tls is None else _only(tls)
     if path is not None:
-        return urllib.request.build_opener(straight, _UnixHandler(path, context))
+        return urllib.request.build_opener(straight, _NoRedirects(), _UnixHandler(path, context))
     if context is None:
-        return urllib.request.build_opener(straight)
-    return urllib.request.build_opener(straight, urllib.request.HTTPSHandler(context=context))
+        return urllib.request.build_opener(straight, _NoRedirects())
+    return urllib.request.build_opener(straight, _NoRedirects(), urllib.request.HTTPSHandler(context=context))
 
 
 def _only(tls: Tls) -> ssl.SSLContext:
@@ -140,6 +153,13 @@ def _only(tls: Tls) -> ssl.SSLContext:
     except OSError as error:
         raise ConfigError(f"tls: {tls.certificate} cannot be used: {error.strerror or error}") from error
     return context
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Our own server sends none, and another would get the key and the token."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
 
 
 class _UnixConnection(HTTPConnection):
@@ -180,11 +200,11 @@ class _UnixHandler(urllib.request.HTTPHandler):
         return self.do_open(connection, req)
 
 
-def _words(error: urllib.error.HTTPError) -> str:
+def _words(error: urllib.error.HTTPError, path: str) -> str:
     """The status, and the server's own words where it has some that help."""
     said = f"{error.code} {error.reason}"
     if error.code == 401:
-        return f"{said}; give --api-key"
+        return f"{said}; give --api-key{OWN if path.startswith(ADMIN) else ''}"
     try:
         return f"{said}: {json.loads(error.read())['error']['message']}"
     except (ValueError, KeyError, TypeError, OSError):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import time
 from datetime import UTC, datetime
 from typing import Any, get_args
@@ -95,13 +96,18 @@ def _days(text: str) -> float:
 
 def create(arguments: argparse.Namespace) -> int:
     limits = KeyLimits(arguments.concurrency, arguments.requests_per_minute, arguments.tokens_per_minute)
-    secret, key = _store(arguments).create(
+    store = _store(arguments)
+    known = {key.principal for key in store.all()}
+    secret, key = store.create(
         arguments.principal,
         models=arguments.model,
         routes=arguments.route,
         limits=limits,
         expires=None if arguments.days is None else time.time() + arguments.days * DAY,
     )
+    if key.principal in known:
+        words = "has had a key before: the new one reaches the responses that are kept for it"
+        print(f"dragoman: {key.principal} {words}", file=sys.stderr)
     print(json.dumps({"key": secret, **_shown(key)}, indent=2) if arguments.json else secret)
     return 0
 

@@ -45,7 +45,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
     min_p: Share | None = None
     seed: int | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     max_tokens: Count | None = None

@@ -140,8 +140,8 @@ class Reading:
 
     def _check_sampling(self, asked: Sampling) -> None:
         check_tokens(self.model, asked.logit_bias, "logit_bias")
-        if asked.repetition_penalty is not None and asked.repetition_penalty <= 0:
-            raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
+        if asked.repetition_penalty is not None and not 0.01 <= asked.repetition_penalty <= 10:
+            raise BadRequest("repetition_penalty must be between 0.01 and 10", param="repetition_penalty")
 
     def _check_prompt(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
         if not tokens:

@@ -44,6 +44,8 @@ FEATURES = frozenset(
 
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
+KEPT_CHARACTERS = 65536
+"""Longer texts are cut token by token while they are played: a caller may have anything echoed."""
 
 
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,27 +109,31 @@ class ScriptedEngine(Engine):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         output = self._output(request.last_user_text)
         thinking = bool(request.messages) and begins_in_thought(self.syntax, output)
-        pieces = _pieces(self._within_budget(output, thinking, request.thinking), self.options.chunk)
+        output = self._within_budget(output, thinking, request.thinking)
+        chunk = self.options.chunk
+        kept = _pieces(output, chunk) if len(output) <= KEPT_CHARACTERS else None
         prompt_tokens = self._prompt_tokens(request)
         room = self._room(request, prompt_tokens)
-        played = pieces if room is None else pieces[:room]
-        fault = self._fault_at(len(played))
-        told = played if fault is None else played[:fault]
+        tokens = -(-len(output) // chunk)
+        played = tokens if room is None else min(tokens, room)
+        fault = self._fault_at(played)
+        told = played if fault is None else fault
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
         begun, burst, rate = time.monotonic(), self.options.burst, self.options.tokens_per_second
         ready: tuple[Event, ...] = (Started(prompt_tokens, thinking=thinking),)
-        for at in range(0, len(told), burst):
+        for at in range(0, told, burst):
             if at:
                 yield ready
                 ready = ()
             await (_turn() if rate is None else asyncio.sleep(self._delay(begun, at, rate)))
-            ready += told[at : at + burst]
+            end = min(at + burst, told)
+            ready += _cut(output, chunk, at, end) if kept is None else kept[at:end]
         if fault is not None:
             yield ready
             await self._fault(fault)
-        reason: FinishReason = "length" if len(played) < len(pieces) else "stop"
-        yield (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=len(played))))
+        reason: FinishReason = "length" if played < tokens else "stop"
+        yield (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=played)))
 
     def count_tokens(self, request: GenerationRequest) -> int:
         return self._prompt_tokens(request)
@@ -219,4 +225,9 @@ def _too_long(context: int, tokens: int, limit: int, param: str) -> ContextTooLo
 @lru_cache(maxsize=64)
 def _pieces(text: str, size: int) -> tuple[TextDelta, ...]:
     """A script is played again and again, and cut once."""
-    return tuple(TextDelta(text[at : at + size]) for at in range(0, len(text), size))
+    return _cut(text, size, 0, -(-len(text) // size))
+
+
+def _cut(text: str, size: int, start: int, end: int) -> tuple[TextDelta, ...]:
+    """The tokens of a text from one index to another."""
+    return tuple([TextDelta(text[at * size : (at + 1) * size]) for at in range(start, end)])

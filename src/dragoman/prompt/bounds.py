@@ -1,27 +1,79 @@
 """How much a template may make: of text, of items in a list, of digits in a number.
 
 A template comes with a model file. Time is watched between its steps, so no single step may be large: whatever makes
-a longer value of shorter ones is measured before it is done. (A structure of lists that hold each other can still
-print more than it should; that is why engines with templates run in a process of their own.)
+a longer value of shorter ones is measured before it is done. Lists may hold each other, so that a structure is much
+larger than the memory it takes: it is measured before it is printed, compared or hashed (`check_tree`). While a
+template is examined, which needs only small conversations, all that it makes is counted together (`budgeted`).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, MappingView
+from contextlib import contextmanager
 from itertools import islice
+from types import BuiltinMethodType
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.utils import Namespace
 
+MOST_SOURCE = 256 * 1024
+"""Characters of a template; the longest known have a quarter of that."""
 MOST_TEXT = 64 * 2**20
 MOST_ITEMS = 1_000_000
+MOST_TREE_ITEMS = 250_000
+"""Of what is printed, compared or hashed as a whole, such as the schemas of tools."""
 MOST_BITS = 512
 WIDEST = 10_000
+MOST_SLOW_TEXT = 100_000
+"""For filters that look at each character in Python."""
 
+TREES = (list, tuple, dict, MappingView, Namespace)
 PADDING = ("center", "ljust", "rjust", "zfill")
+SPLITTING = ("split", "rsplit", "splitlines")
+COMPARING = ("index", "count")
 
 
 class TooMuchError(TemplateError):
     """The template takes or makes more than it may."""
+
+
+_made = threading.local()
+
+
+@contextmanager
+def budgeted(size: int) -> Iterator[None]:
+    """All that this thread makes inside, characters and items, comes to no more than this."""
+    _made.left = size
+    try:
+        yield
+    finally:
+        del _made.left
+
+
+def check_tree(value: Any) -> None:
+    """Whether a value is small enough to be printed, compared or hashed. What it holds twice counts twice."""
+    if not isinstance(value, TREES):
+        return
+    items, text, unseen = MOST_TREE_ITEMS, MOST_TEXT, [value]
+    while unseen:
+        held = _held(unseen.pop())
+        items -= len(held)
+        text -= sum([len(inner) for inner in held if isinstance(inner, str)])
+        if items < 0 or text < 0:
+            raise _too_long()
+        unseen += [inner for inner in held if isinstance(inner, TREES)]
+
+
+def _held(value: Any) -> list[Any]:
+    if isinstance(value, Namespace):
+        value = value._Namespace__attrs
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+
+
+def check_slow(value: Any) -> None:
+    if isinstance(value, str) and len(value) > MOST_SLOW_TEXT:
+        raise TooMuchError(f"a text of more than {MOST_SLOW_TEXT} characters in a slow filter")
 
 
 def joined(pieces: Iterable[str]) -> str:
@@ -31,11 +83,13 @@ def joined(pieces: Iterable[str]) -> str:
         if size > MOST_TEXT:
             raise _too_long()
         kept.append(piece)
+    _spend(size)
     return "".join(kept)
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
     if operator == "%" and isinstance(left, str):
+        check_tree(right)
         values = right.values() if isinstance(right, dict) else right
         check_format(left, [values] if isinstance(values, str) or not isinstance(values, Iterable) else values)
     elif isinstance(left, int) and isinstance(right, int):
@@ -52,6 +106,11 @@ def measured(method: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]
     """The arguments for a method, which is perhaps one of a text that could make a much longer one. `options` are those
     that are given by name."""
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    if isinstance(method, BuiltinMethodType) or method is dict:
+        if name in COMPARING:
+            check_tree(text)
+        for value in (*arguments, *options.values()):
+            check_tree(value)
     if not isinstance(text, str):
         return arguments
     if name == "expandtabs":
@@ -65,6 +124,10 @@ def measured(method: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]
         check_translation(text, arguments[0])
     elif name in PADDING and arguments:
         check_width(arguments[0])
+    elif name in SPLITTING:
+        separator = arguments[0] if arguments else options.get("sep")
+        pieces = text.count(separator) if isinstance(separator, str) and separator else len(text) // 2
+        _check_size([], pieces)
     return arguments
 
 
@@ -104,6 +167,7 @@ def check_width(width: Any) -> None:
 def check_format(text: str, values: Iterable[Any]) -> None:
     """A width stands in the text itself, or is one of the values."""
     given = tuple(values)
+    check_tree(given)
     if _WIDE.search(text):
         raise TooMuchError(f"a width of more than {WIDEST}")
     if _WIDTH_GIVEN.search(text):
@@ -126,6 +190,16 @@ def _check_number(operator: str, left: int, right: int) -> None:
 def _check_size(value: Any, size: int) -> None:
     if size > (MOST_TEXT if isinstance(value, str) else MOST_ITEMS):
         raise _too_long()
+    _spend(size)
+
+
+def _spend(size: int) -> None:
+    left = getattr(_made, "left", None)
+    if left is None:
+        return
+    if size > left:
+        raise TooMuchError("more text than an example needs")
+    _made.left = left - max(size, 0)
 
 
 def _size(value: Any) -> int:

@@ -2,7 +2,8 @@
 
 Rules
 1. The clock is looked at in every turn of a loop, in every call and in every piece of output.
-2. What could make a value much longer than those it is made of is measured first (`bounds`).
+2. What could make a value much longer than those it is made of is measured first (`bounds`). So is what is printed,
+   compared or hashed, in case lists that hold each other make it much larger than it looks.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import wraps
 from typing import Any, Literal, NoReturn
 
 import msgspec
@@ -52,7 +54,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        extensions = ["jinja2.ext.loopcontrols", _Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self.measured)
         self.concat = self._joined  # type: ignore[method-assign]
         self.filters |= {"tojson": _tojson, "replace": _replace, "join": _join, "indent": _indent, "format": _format}
         self.filters |= {"center": _center, "round": _round, "sum": _sum}
@@ -61,10 +64,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name in ("wordwrap", "urlize", "batch", "slice"):
             del self.filters[name]
         del self.globals["lipsum"]
+        self.filters = {
+            name: made if name in STRUCTURAL else _checked(made, name) for name, made in self.filters.items()
+        }
+        tests: dict[str, Any] = dict(self.tests)
+        self.tests = tests | {name: _checked(tests[name], name) for name in COMPARISONS}
         self._clock = threading.local()
 
     def compiled(self, source: str, own: Callable[[str], str]) -> Compiled:
         """`own` marks the template's literals."""
+        if len(source) > bounds.MOST_SOURCE:
+            raise ConfigError(f"the chat template has {len(source)} characters, more than {bounds.MOST_SOURCE}")
         try:
             # The search folds constants together in the tree it is given, so it gets one of its own.
             variables = frozenset(meta.find_undeclared_variables(self.parse(source)))
@@ -82,6 +92,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             ) from error
         except RecursionError as error:
             raise ConfigError("the chat template is nested too deeply") from error
+        except (SyntaxError, ValueError, OverflowError, MemoryError) as error:
+            raise ConfigError(f"the chat template cannot be compiled: {str(error)[:200]}") from error
+        except bounds.TooMuchError as error:
+            raise ConfigError(f"the chat template cannot be compiled: it takes {error}") from error
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
@@ -99,8 +113,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise bounds.TooMuchError(f"more than {self._clock.seconds:g} s")
         return True
 
+    def measured(self, value: Any) -> Any:
+        """The same value, if it is not too large to be printed, compared or hashed."""
+        bounds.check_tree(value)
+        return value
+
     def together(self, *values: Any) -> str:
         """The operator `~`."""
+        for value in values:
+            bounds.check_tree(value)
         return self._joined(map(str, values))
 
     def _joined(self, pieces: Iterable[str]) -> str:
@@ -132,7 +153,52 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return formatted
 
 
+STRUCTURAL = frozenset(
+    (
+        "attr",
+        "count",
+        "d",
+        "default",
+        "first",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "random",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+    )
+)
+"""Filters that neither print nor compare nor hash what they are given."""
+SLOW = frozenset(
+    ("e", "escape", "forceescape", "pprint", "striptags", "title", "truncate", "urlencode", "wordcount", "xmlattr")
+)
+"""Filters that take much longer for a text than its length lets expect."""
+COMPARISONS = frozenset(
+    ("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le")
+)
+
+
+def _checked(filtering: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A filter or test that measures what it is given. Where it also gets the environment, that is measured too."""
+
+    @wraps(filtering)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            bounds.check_tree(value)
+            if name in SLOW:
+                bounds.check_slow(value)
+        return filtering(*args, **kwargs)
+
+    return checked
+
+
 def strftime_now(form: str) -> str:
+    bounds.check_width(len(form))
     return datetime.now().strftime(form)
 
 
@@ -145,7 +211,7 @@ def _words(tree: nodes.Template) -> Iterator[str]:
 
 
 class _Watched(NodeTransformer):
-    """Looks at the clock in loops and macros, and lets `~` be measured."""
+    """Looks at the clock in loops and macros, and lets `~`, comparisons and keys be measured."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
@@ -163,6 +229,36 @@ class _Watched(NodeTransformer):
         self.generic_visit(node)
         return _call("together", node.nodes)
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
+        self.generic_visit(node)
+        if isinstance(node.expr, nodes.Const):
+            return node
+        for operand in node.ops:
+            # What is compared with a constant needs no look at what it holds.
+            if not isinstance(operand.expr, nodes.Const):
+                operand.expr = _measured(operand.expr)
+                node.expr = _measured(node.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Const | nodes.Slice):
+            node.arg = _measured(node.arg)
+        return node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Dict:  # noqa: N802
+        self.generic_visit(node)
+        for pair in node.items:
+            if not isinstance(pair.key, nodes.Const):
+                pair.key = _measured(pair.key)
+        return node
+
+
+def _measured(node: nodes.Expr) -> nodes.Expr:
+    """Literal lists are mostly lists of names to look for, and hold nothing that could be large."""
+    is_plain = isinstance(node, nodes.List | nodes.Tuple) and all(isinstance(item, nodes.Const) for item in node.items)
+    return node if is_plain else _call("measured", [node])
+
 
 def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
@@ -179,6 +275,7 @@ class _Generation(Extension):
 
 
 def _raise_exception(message: str) -> NoReturn:
+    bounds.check_tree(message)
     raise RefusedError(message)
 
 

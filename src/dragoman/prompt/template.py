@@ -14,8 +14,8 @@ import msgspec
 from jinja2 import TemplateError
 
 from dragoman.conversation import GenerationRequest, Message, Tool
-from dragoman.errors import BadRequest, DragomanError, EngineFailed
-from dragoman.prompt.bounds import TooMuchError
+from dragoman.errors import BadRequest, ConfigError, DragomanError, EngineFailed
+from dragoman.prompt.bounds import TooMuchError, budgeted
 from dragoman.prompt.entries import Change, changed, entries, function
 from dragoman.prompt.habits import Entry, Habits, learn
 from dragoman.prompt.marks import Content, Marking, Segment
@@ -34,6 +34,10 @@ FALLBACK = """\
 """For a model that brings no template: ChatML, the most widely trained layout."""
 
 SECONDS = 2.0
+EXAMINED = 5
+"""Times as long as a rendering may a template take to show its examples, which are some dozens."""
+EXAMPLE_BUDGET = 16 * 2**20
+"""Characters and items that a template may make of all examples together."""
 PLAIN = ModelFormat("plain")
 
 
@@ -80,7 +84,7 @@ class ChatTemplate:
         mentioned = any(mark in source for mark in _marks_of_thoughts(format))
         self._thinks = mentioned or not ABOUT_THINKING.isdisjoint(self._compiled.variables)
         self._tokens = {"bos_token": self._marking.own(bos), "eos_token": self._marking.own(eos)}
-        with self._sandbox.limited(seconds):
+        with self._sandbox.limited(EXAMINED * seconds), budgeted(EXAMPLE_BUDGET):
             self._habits = learn(self._compiled, self._show, lambda call, at: call_id(call, at, format.call_ids))
         self._manners = tuple(_manners(self._habits))
 
@@ -149,9 +153,16 @@ class ChatTemplate:
         return self._compiled.template.render({**given, **fixed, **self._tokens})
 
     def _show(self, messages: Sequence[Entry], tools: Sequence[Entry] | None, given: Mapping[str, Any]) -> str | None:
+        """A template that goes beyond its bounds with a short example does so with every conversation."""
         try:
             return self._rendered(messages, tools, given)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        except TooMuchError as error:
+            raise ConfigError(f"the chat template takes {error} for a short example") from error
+        except (RecursionError, MemoryError) as error:
+            raise ConfigError(
+                "the chat template recurses without end, or takes all memory, for a short example"
+            ) from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
             return None
 
     def _opener(self, segments: Sequence[Segment]) -> str | None:

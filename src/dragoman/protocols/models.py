@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.errors import BadRequest
+from dragoman.errors import BadRequest, quote
 from dragoman.protocols.pages import decode_limit
 
 PAGE = 20
@@ -88,5 +88,5 @@ def _page(models: Sequence[ListedModel], query: Mapping[str, str]) -> tuple[Sequ
 def _place(models: Sequence[ListedModel], query: Mapping[str, str], name: str) -> int:
     places = [at for at, model in enumerate(models) if model.name == query[name]]
     if not places:
-        raise BadRequest(f"{name}: no model is called {query[name]!r:.100}", param=name)
+        raise BadRequest(f"{name}: no model is called {quote(query[name])}", param=name)
     return places[0]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman.conversation import Asked, GenerationRequest, Tool, ToolChoice
-from dragoman.errors import BadRequest
+from dragoman.errors import BadRequest, quote
 from dragoman.protocols import wire
 
 Mode = Literal["auto", "none", "required", "named"]
@@ -84,7 +84,7 @@ def check_schema(schema: Mapping[str, Any] | None, path: str) -> None:
     kind = (schema or {}).get("type")
     if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
         where = f"{path}.type"
-        raise BadRequest(f"{where}: the arguments of a tool are an object, not {kind!r:.100}", param=where)
+        raise BadRequest(f"{where}: the arguments of a tool are an object, not {quote(kind)}", param=where)
 
 
 def check_count(count: int, path: str) -> None:
@@ -201,4 +201,4 @@ def _check(choice: ToolChoice, tools: Sequence[Tool], path: str) -> None:
     if choice.mode in ("required", "named") and not tools:
         raise nothing_to_call(path)
     if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
-        raise BadRequest(f"{path}: no tool is called {choice.name!r:.150}", param=path)
+        raise BadRequest(f"{path}: no tool is called {quote(choice.name)}", param=path)

@@ -5,6 +5,7 @@ exchange    one request and its response: headers, body, stream, disconnect
 respond     from a generation's events to JSON or a stream of frames
 listing     models, health, tokens
 admin       the operator's: models loaded and unloaded, a new configuration
+admin_token what an operator needs where there are no keys
 upstreams   the operator's: the servers behind models
 embedding   vectors, and documents in order
 prompts     the prompt of what is not answered, and its tokens

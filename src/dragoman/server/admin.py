@@ -1,6 +1,7 @@
 """The operator's routes: which models are loaded, loading and unloading them, and a new configuration.
 
-They are for whoever has a key with the scope `admin`. Where no key is needed, they are for callers on this machine.
+They need a key with the scope `admin`. Where no keys are configured they need the server's own token (see
+`admin_token`): that a request comes from this machine is not enough.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from dragoman.catalog import Host, Model
 from dragoman.engines.interface import Engine
 from dragoman.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized
 from dragoman.protocols import admin as wire
+from dragoman.server.admin_token import HEADER, has_token
 from dragoman.server.exchange import Exchange
 from dragoman.server.scopes import ANYBODY
 
@@ -70,10 +72,10 @@ async def _load(model: Model) -> bool:
 
 
 async def _unload(app: "App", model: Model) -> bool:
-    """Whether it has gone; what it is still working on comes to its end, after which it goes all the same."""
+    """Whether it has gone. Requests that it works on are finished first, however long that takes; a load is ended."""
     host, before = model.host, model.host.engine
     app.catalog.lifecycle.dismiss(host)
-    patience = time.monotonic() + (0 if host.state == "loading" and before is None else UNLOAD_SECONDS)
+    patience = time.monotonic() + UNLOAD_SECONDS
     while not (has_gone := _has_gone(host, before)) and time.monotonic() < patience:  # noqa: ASYNC110 (seldom)
         await asyncio.sleep(LOOK_SECONDS)
     return has_gone
@@ -108,7 +110,10 @@ async def _served(app: "App", model: Model) -> wire.ServedModel:
 
 
 def check_operator(app: "App", exchange: Exchange) -> None:
-    """The scope of a key has been looked at; where no key is needed, that says nothing."""
-    if exchange.caller is not ANYBODY or app.is_local(exchange):
+    """The scope of a key has been checked already. Where no key is needed, the token is."""
+    if exchange.caller is not ANYBODY or has_token(exchange.headers, app.admin_token):
         return
-    raise Unauthorized("this route is for callers on the server's own machine, or with a key; no key is configured")
+    raise Unauthorized(
+        f"this route needs a key with the scope admin, or, since no keys are configured, the header {HEADER} with the "
+        "token that the server keeps in the folder run of its home; `dragoman models` and `dragoman drain` send it"
+    )

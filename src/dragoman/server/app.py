@@ -14,6 +14,7 @@ from dragoman.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.protocols.admin import Reloaded
 from dragoman.quota import Lease
 from dragoman.server import stats
+from dragoman.server.admin_token import new_token
 from dragoman.server.door import Door
 from dragoman.server.engaging import Engagement, named
 from dragoman.server.exchange import Exchange
@@ -81,6 +82,9 @@ class App(Door):
         super().__init__(settings, Telemetry(settings.telemetry, settings.event_log))
         self.responses = _response_store(settings.limits)
         self.created = int(time.time())
+        self.started = time.monotonic()
+        self.admin_token = new_token()
+        """What `/admin` asks for, in the header X-Dragoman-Admin-Token, where no keys are configured."""
         self._stopped = False
         self._reread = reread
         self._reloading = asyncio.Lock()
@@ -151,10 +155,6 @@ class App(Door):
             return self._access.caller(exchange.headers)
         except (Unauthorized, StorageUnavailable):
             return None
-
-    def is_local(self, exchange: Exchange) -> bool:
-        """Whether whoever asks is on this machine."""
-        return self._proxies.is_local(exchange.peer, exchange.headers)
 
     async def model(self, exchange: Exchange, name: str) -> Model:
         """The model of this name, if the caller may ask it."""

@@ -1,8 +1,8 @@
 """Who is asking: a key becomes a caller, with what it may do.
 
-    static   `api_keys` of the configuration: may do everything, as `key:N`
+    static   `api_keys` of the configuration: may do everything, as `key:DIGEST`
     store    `dragoman keys`: may do what it was made for, as `user:NAME` or `agent:NAME/USER`, until it is revoked
-    jwt      a token that somebody else has signed (see `jwt`), as its subject
+    jwt      a token that somebody else has signed (see `jwt`), as `jwt:SUBJECT`
 
 Rules
 1. Where there is no key of any kind, nobody needs one. Once there was one, everybody does, unless the configuration
@@ -10,13 +10,17 @@ Rules
 2. Keys are compared by digest and in constant time, and as many of them whatever was sent.
 3. The store is looked at once a second, and at once for a key that is not known: a new key works as soon as it is
    made, a revoked one for a second at the most. While it cannot be read, the keys that were read go on working.
+4. A principal depends on the key alone, not on the other keys or on their order, and is the same in every process and
+   after a restart. The three kinds of principals never coincide.
 """
 
+import hashlib
 import hmac
 import logging
 import re
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from dragoman.address import LEAST_SECRET, hidden
@@ -41,10 +45,9 @@ class Access:
 
     def __init__(self, settings: Settings) -> None:
         keys = settings.keys
-        self._static = [
-            (digest(key.encode()), Caller(f"key:{at}", quota=quota_for(keys.limits)))
-            for at, key in enumerate(settings.api_keys)
-        ]
+        self._static = {
+            digest(key.encode()): Caller(principal_of(key), quota=quota_for(keys.limits)) for key in settings.api_keys
+        }
         self._signed = None if keys.jwt is None else Signed(keys.jwt, keys.limits)
         self._stored = _Stored(store_path(keys), keys.limits)
         self._anonymous = Caller(NO_KEY, USUAL, quota=quota_for(keys.limits)) if keys.anonymous else None
@@ -68,7 +71,7 @@ class Access:
         if self._signed is not None and given.count(b".") == 2:
             return self._signed.caller(given)
         hashed, found = digest(given), None
-        for known, caller in self._static:
+        for known, caller in self._static.items():
             if hmac.compare_digest(hashed, known):
                 found = caller
         stored = self._stored.find(given, hashed)
@@ -84,10 +87,9 @@ class Access:
 
     def follow(self, before: "Access") -> None:
         """Take over from an older configuration: whoever is still let in has used what it has used."""
-        used = dict(before._static)
-        for hashed, caller in self._static:
-            if hashed in used:
-                caller.quota = kept(caller.quota, used[hashed].quota)
+        for hashed, caller in self._static.items():
+            if hashed in before._static:
+                caller.quota = kept(caller.quota, before._static[hashed].quota)
         if self._anonymous is not None and before._anonymous is not None:
             self._anonymous.quota = kept(self._anonymous.quota, before._anonymous.quota)
         if self._signed is not None and before._signed is not None:
@@ -97,6 +99,16 @@ class Access:
 
     def close(self) -> None:
         self._stored.close()
+
+
+@lru_cache(maxsize=1024)
+def principal_of(key: str) -> str:
+    """The name of a static key in logs and for what it owns.
+
+    The operator chose the key, so it may be weak, and logs are read by others. A plain digest would let them test
+    guesses by the billion. Scrypt makes each guess cost about 8 MiB and 20 ms, and it runs once for each key.
+    """
+    return f"key:{hashlib.scrypt(key.encode(), salt=b'dragoman static key', n=2**13, r=8, p=1, dklen=6).hex()}"
 
 
 def quota_for(limits: KeyLimits) -> Quota | None:

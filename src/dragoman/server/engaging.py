@@ -17,7 +17,7 @@ from dragoman.catalog import Catalog, Host, Model
 from dragoman.config.models import NO_DEFAULTS, SamplingDefaults
 from dragoman.conversation import Asked
 from dragoman.engines.interface import Engine
-from dragoman.errors import ModelNotFound
+from dragoman.errors import ModelNotFound, quote
 from dragoman.generate import Turns, check
 from dragoman.quota import Lease
 from dragoman.server.estimate import Estimate
@@ -154,5 +154,5 @@ async def named(catalog: Catalog, caller: Caller, name: str) -> Model:
         if caller.models is None:
             raise
         # Its words would name what is none of this caller's business.
-        words = f"model {name[:100]!r} is not served here; this key is for: {caller.allowed}"
+        words = f"model {quote(name)} is not served here; this key is for: {caller.allowed}"
         raise ModelNotFound(words, param="model") from None

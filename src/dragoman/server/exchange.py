@@ -32,6 +32,7 @@ from dragoman.errors import (
 )
 from dragoman.protocols import OPENAI, Family
 from dragoman.quota import Holding
+from dragoman.server.bodies import decode_body
 from dragoman.server.scopes import ANYBODY, Caller
 from dragoman.telemetry import RequestRecord
 from dragoman.telemetry.meter import Meter
@@ -50,7 +51,6 @@ log = logging.getLogger("dragoman.server")
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
-LARGE_BODY = 256 * 1024
 LONGEST_LIST = 1000
 """Characters of a header that lists words."""
 PLAIN = (
@@ -194,7 +194,7 @@ class Exchange:
             raise self._too_large(limits)
         self._body_read = True
         self.weight = len(body)
-        return await asyncio.to_thread(decode, body) if len(body) > LARGE_BODY else decode(body)
+        return await decode_body(body, limits.body_elements, decode)
 
     async def _arriving_body(self, limits: Limits) -> bytes:
         chunks: list[bytes] = []

@@ -8,6 +8,8 @@ Rules
 3. What a token says of models and routes only narrows what the configuration allows: a model fits one pattern of
    each. An empty list allows nothing; whoever says nothing narrows nothing.
 4. The limits are those of the subject, whichever token it comes with.
+5. The principal is `jwt:` and the subject as it stands. So a subject never owns what belongs to a key of the store that
+   has the same name: who signs tokens and who makes keys need not mean the same person by it.
 """
 
 import logging
@@ -99,9 +101,10 @@ class Signed:
 
     def _caller(self, claims: Claims) -> Caller:
         try:
-            principal = checked_principal(claims.sub)
+            checked_principal(claims.sub)
         except ConfigError as error:
             raise Unauthorized("the token's subject is not a name that is known here") from error
+        principal = f"jwt:{claims.sub}"
         allowed = routes_of(self._settings.routes)
         if claims.routes is not None:
             allowed &= routes_of(claims.routes) if claims.routes else frozenset()

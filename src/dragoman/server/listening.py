@@ -22,6 +22,7 @@ from uvicorn.config import STARTUP_FAILURE
 from dragoman.errors import ConfigError
 from dragoman.operation import Tls
 from dragoman.server.acceptor import Acceptor
+from dragoman.server.bodies import return_large_blocks
 from dragoman.server.connection import guarded
 from dragoman.server.door import Door
 
@@ -190,3 +191,4 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    return_large_blocks()

@@ -9,7 +9,6 @@ Rules
 1. What a header says is believed only from an address that the configuration names, and so on from the right: the first
    address that is none of the proxies is the client, whatever stands before it.
 2. What is no address is not believed, and neither is what stands before it.
-3. A request that somebody passed on comes from this machine only where proxies that are trusted say so, to the end.
 """
 
 import ipaddress
@@ -18,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dragoman.operation import UNIX, network
 
 LONGEST = 1000
-FORWARDING = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
-"""With one of these, somebody in between passed the request on."""
 
 
 class Proxies:
@@ -30,17 +27,6 @@ class Proxies:
 
     def client(self, peer: str | None, headers: Mapping[bytes, bytes]) -> str | None:
         """The address of the client; None where it came by a Unix socket and nobody says more."""
-        return self._followed(peer, headers)[0]
-
-    def is_local(self, peer: str | None, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether the client is on this machine, for sure. A peer without an address is no network's."""
-        if not any(name in headers for name in FORWARDING):
-            return _is_here(peer)
-        found, is_sure = self._followed(peer, headers)
-        return self._trusts(peer) and is_sure and _is_here(found)
-
-    def _followed(self, peer: str | None, headers: Mapping[bytes, bytes]) -> tuple[str | None, bool]:
-        """The client, and whether everything up to it could be believed and read."""
         found = peer
         forwarded = headers.get(b"x-forwarded-for", b"")
         hops = forwarded[-LONGEST:].decode("latin-1").split(",")
@@ -50,9 +36,9 @@ class Proxies:
         while hops and self._trusts(found):
             hop = _address(hops.pop())
             if hop is None:
-                return found, False
+                break
             found = hop
-        return found, True
+        return found
 
     def scheme(self, peer: str | None, headers: Mapping[bytes, bytes]) -> str | None:
         """That of the connection to the nearest proxy; None where the peer is not trusted or does not say."""
@@ -80,11 +66,3 @@ def _address(hop: str) -> str | None:
         return str(ipaddress.ip_address(text))
     except ValueError:
         return None
-
-
-def _is_here(address: str | None) -> bool:
-    try:
-        return address is None or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        # A socket in the file system, or a test's own transport: not over a network.
-        return True

@@ -6,7 +6,6 @@ Rules
 3. A conversation is no larger than a body may be, whether it was sent or kept.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,9 +22,11 @@ from dragoman.errors import (
     PreviousResponseNotFound,
     TooLarge,
     UpgradeRequired,
+    quote,
 )
 from dragoman.protocols import openai, responses
-from dragoman.server.exchange import LARGE_BODY, Exchange, Receive, Scope, Send
+from dragoman.server.bodies import LARGE_BODY, run_beside_loop
+from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.prompts import count_prompt
 from dragoman.server.respond import reply_to
 from dragoman.store import KeptItem, KeptResponse
@@ -66,7 +67,7 @@ async def _question(door: "Door", exchange: Exchange) -> responses.Question:
     if previous is not None:
         kept = await door.responses.find(principal, previous)
         if kept is None:
-            words = f"previous_response_id: no response {previous!r:.100} is kept here; send the whole conversation"
+            words = f"previous_response_id: no response {quote(previous)} is kept here; send the whole conversation"
             raise PreviousResponseNotFound(words, param="previous_response_id")
         earlier = kept.items
     found = await door.responses.items(principal, asking.references)
@@ -83,7 +84,7 @@ async def _question(door: "Door", exchange: Exchange) -> responses.Question:
 
 async def _made(exchange: Exchange, items: int, make: Callable[[], T]) -> T:
     """What is made of a large conversation is made in a thread, so that meanwhile others stream."""
-    return await asyncio.to_thread(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
+    return await run_beside_loop(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
 
 
 def _decoded(asking: responses.Asking, earlier: Sequence[KeptItem], found: Mapping[str, bytes]) -> responses.Question:
@@ -154,7 +155,7 @@ def _named(exchange: Exchange) -> tuple[str, str]:
 async def _kept(app: "App", exchange: Exchange, response_id: str) -> KeptResponse:
     kept = await app.responses.find(exchange.record.principal, response_id)
     if kept is None:
-        raise NotFound(f"no response {response_id!r:.100} is kept here")
+        raise NotFound(f"no response {quote(response_id)} is kept here")
     return kept
 
 

@@ -20,6 +20,7 @@ from dragoman.config import Settings
 from dragoman.engines.interface import Engine
 from dragoman.engines.llama.machine import cpus
 from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
+from dragoman.server.admin_token import TokenFile
 from dragoman.server.app import ONLY_ENGINES, App, Reread
 from dragoman.server.beforehand import check_exposure, check_place, remarks, with_hosts
 from dragoman.server.fronts.crew import Crew
@@ -86,6 +87,11 @@ def _tell_place(app: App, port: int) -> None:
     log.info("serving %s on %s", names, _place(msgspec.structs.replace(app.settings, port=port)))
 
 
+def _token_file(app: App, port: int) -> TokenFile:
+    settings = app.settings
+    return TokenFile(app.admin_token, settings.host, port, settings.socket)
+
+
 def _port(sockets: Sequence[socket.socket]) -> int:
     """0 for a Unix socket, which has none."""
     name = sockets[0].getsockname()
@@ -106,12 +112,15 @@ class Server(Listener):
         super().__init__(app)
         self._app = app
         self._file = file
+        self._token_file: TokenFile | None = None
         self._hurried = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            _tell_place(self._app, _port([one for server in self.servers for one in server.sockets]))
+            port = _port([one for server in self.servers for one in server.sockets])
+            self._token_file = _token_file(self._app, port)
+            _tell_place(self._app, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.stop_requests()
@@ -119,6 +128,10 @@ class Server(Listener):
         if self._file is not None:
             self._file.remove()
         await super().shutdown(sockets)
+
+    def remove_token(self) -> None:
+        if self._token_file is not None:
+            self._token_file.remove()
 
     def hurry(self) -> None:
         super().hurry()
@@ -174,6 +187,7 @@ async def _serve(app: App) -> None:
             await server.serve(sockets)
     finally:
         file.remove()
+        server.remove_token()
         preload.cancel()
         # Where somebody was in a hurry and sent the signal twice, nobody else has done it.
         await app.stop()
@@ -191,6 +205,7 @@ async def _serve_by_fronts(app: App, count: int) -> None:
     opened = places(begun, count)
     file = SocketFile(begun.socket)
     app.start()
+    token_file = _token_file(app, _port(opened[0]))
     ended, hurried = asyncio.Event(), asyncio.Event()
     crew = Crew(app, opened)
     preload = asyncio.create_task(_preload(app, ended.set))
@@ -208,6 +223,7 @@ async def _serve_by_fronts(app: App, count: int) -> None:
             await crew.stop(begun.grace_seconds)
         finally:
             file.remove()
+            token_file.remove()
             preload.cancel()
             await crew.end()
             await app.stop()

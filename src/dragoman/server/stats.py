@@ -39,7 +39,7 @@ async def stats(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(
         {
             "version": __version__,
-            "uptime_seconds": round(time.time() - counted.began, 3),
+            "uptime_seconds": round(time.monotonic() - app.started, 3),
             "memory_bytes": _memory(),
             "memory_budget_bytes": app.catalog.lifecycle.budget,
             "totals": counted.totals(),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from dragoman.errors import ConfigError, NotFound
+from dragoman.errors import ConfigError, NotFound, quote
 from dragoman.protocols import upstreams as wire
 from dragoman.server.admin import check_operator
 from dragoman.server.exchange import Exchange
@@ -33,7 +33,7 @@ async def drain(app: "App", exchange: Exchange) -> None:
     engine = await (await app.model(exchange, asked.model)).host.ready()
     try:
         if not isinstance(engine, Pooled):
-            raise ConfigError(f"model {asked.model!r:.100} runs here")
+            raise ConfigError(f"model {quote(asked.model)} runs here")
         engine.drain(asked.url, asked.drain)
     except ConfigError as error:
         raise NotFound(str(error)) from error

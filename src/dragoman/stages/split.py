@@ -181,7 +181,7 @@ class Split:
         return False
 
     def _opener(self, found: Found) -> Reading[None]:
-        if self.writer.fences % 2 or (yield from self._is_quoted(found)):
+        if self.writer.in_fence or (yield from self._is_quoted(found)):
             self.writer.text(found.text)
         elif self._begins_line(found):
             yield from self._thought()

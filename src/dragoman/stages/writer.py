@@ -7,6 +7,7 @@ Rules
 """
 
 import os
+import re
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from dragoman.stages.source import Source
 Kind = Literal["text", "thought", "start", "arguments"]
 
 
-FENCE = "```"
+LEAST_FENCE = 3
+TICKS = re.compile("`+")
 
 
 class EnoughError(Exception):
@@ -34,8 +36,10 @@ class Writer:
         """Whether there has been text."""
         self.first = ""
         """The first character that there was to see."""
-        self.fences = 0
-        self._ticks = ""
+        self._fence = 0
+        """Backticks of the code fence that is open; 0: none is."""
+        self._ticks = 0
+        """Backticks at the end of the text so far."""
         self.thought_of = False
         """Whether the thought at hand has said anything yet."""
         self.calls: list[str] = []
@@ -63,9 +67,22 @@ class Writer:
         self.said = self.said or bool(text)
         self.first = self.first or text.lstrip()[:1]
         if "`" in text or self._ticks:
-            run = self._ticks + text
-            self.fences += run.count(FENCE)
-            self._ticks = run[len(run.rstrip("`")) :] if len(run) - len(run.rstrip("`")) < len(FENCE) else ""
+            self._read_fences(text)
+
+    def _read_fences(self, text: str) -> None:
+        joined = "`" * self._ticks + text
+        self._ticks = 0
+        for run in TICKS.finditer(joined):
+            if run.end() == len(joined):
+                # More of them may follow.
+                self._ticks = len(run[0])
+            else:
+                self._fence = _fence_after(self._fence, len(run[0]))
+
+    @property
+    def in_fence(self) -> bool:
+        """Whether what comes next, if it is no backtick, stands inside a code fence."""
+        return _fence_after(self._fence, self._ticks) > 0
 
     def thought(self, text: str) -> None:
         if text:
@@ -149,3 +166,10 @@ class Writer:
                 ids += delta.tokens
                 logprobs += delta.logprobs
         return count, tuple(ids), tuple(logprobs)
+
+
+def _fence_after(fence: int, ticks: int) -> int:
+    """The fence that is open after a run of backticks. As in Markdown, only a run as long as the first closes it."""
+    if ticks < max(fence, LEAST_FENCE):
+        return fence
+    return 0 if fence else ticks

@@ -93,8 +93,12 @@ class Meter:
 
     def close(self) -> None:
         """The request has ended; what did not finish is counted as far as it came."""
-        if not self._open:
-            return
+        if self._open:
+            self._count_unfinished()
+        # It refers to the whole request, which must not stay in memory as long as this meter.
+        self._estimate = int
+
+    def _count_unfinished(self) -> None:
         heard = int(sum(tokens or seeming for _, tokens, seeming in self._open.values()))
         self._record.unfinished_tokens = heard + (0 if self._record.prompt_tokens else self._unfinished_prompt())
         self._open.clear()

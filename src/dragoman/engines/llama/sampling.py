@@ -19,6 +19,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -50,13 +51,13 @@ NOT_NUMBERS = "the model's output has values that are not numbers"
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """Sampling with nothing left open."""
+    """Sampling with nothing left open. The bounds hold for what a model file says; requests are checked before."""
 
-    temperature: float = 1.0
-    top_p: float = 0.95
-    top_k: int = 64
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 64
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
@@ -78,7 +79,7 @@ METADATA_KEYS = {
 
 
 def defaults(metadata: Mapping[str, str]) -> Recipe:
-    """What the model's makers recommend. A value that is not a number counts as none."""
+    """What the model's makers recommend. A value that is not a number, or out of bounds, is ignored."""
     found = {field: metadata[key] for field, key in METADATA_KEYS.items() if key in metadata}
     recipe = DEFAULTS
     for field, value in found.items():

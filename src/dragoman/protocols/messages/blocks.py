@@ -9,14 +9,13 @@ Rules
 """
 
 import base64
-import binascii
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
 from dragoman.conversation import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
-from dragoman.errors import BadRequest
+from dragoman.errors import BadRequest, quote
 from dragoman.protocols import wire
 from dragoman.protocols.messages import signature
 
@@ -103,7 +102,7 @@ def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) 
         raise wire.missing(f"{path}.type")
     read = READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise BadRequest(f"{path}.type: no block is of the type {kind!r:.100}", param=f"{path}.type")
+        raise BadRequest(f"{path}.type: no block is of the type {quote(kind)}", param=f"{path}.type")
     if kind not in allowed:
         raise BadRequest(f"{path}.type: no {kind} block belongs here", param=f"{path}.type")
     return read(block, path, asked)
@@ -127,7 +126,7 @@ def _image(block: Block, path: str, asked: list[Asked]) -> Part:
 def _bytes(data: str, path: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
-    except binascii.Error:
+    except ValueError:
         raise BadRequest(f"{path}: this is not base64", param=path) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman.conversation import Asked, Tool, ToolChoice
-from dragoman.errors import BadRequest
+from dragoman.errors import BadRequest, quote
 from dragoman.protocols import tools as functions
 from dragoman.protocols import wire
 from dragoman.protocols.messages import typed
@@ -85,7 +85,7 @@ def _choice(
     if field.type == "any":
         return ToolChoice("required", None, parallel)
     if field.name not in tools:
-        raise BadRequest(f"tool_choice.name: no tool is called {field.name!r:.150}", param="tool_choice.name")
+        raise BadRequest(f"tool_choice.name: no tool is called {quote(field.name)}", param="tool_choice.name")
     return ToolChoice("named", field.name, parallel)
 
 

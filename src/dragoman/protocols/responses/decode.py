@@ -20,7 +20,7 @@ from dragoman.conversation import (
     Text,
     Thinking,
 )
-from dragoman.errors import BadRequest, NotFound, NotSupported
+from dragoman.errors import BadRequest, NotFound, NotSupported, quote
 from dragoman.protocols import openai, thinking, wire
 from dragoman.protocols.responses import items, tools
 from dragoman.protocols.responses.calls import Called
@@ -161,7 +161,7 @@ def _given(fields: ResponseFields, referenced: Mapping[str, dict[str, Any]], ask
             # A conversation can go on without an old thought; without what was said it cannot.
             asked.append(Asked("items", path))
         else:
-            raise NotFound(f"{path}.id: no item {wanted!r:.100} is kept here; send the item itself", param=f"{path}.id")
+            raise NotFound(f"{path}.id: no item {quote(wanted)} is kept here; send the item itself", param=f"{path}.id")
     return placed
 
 

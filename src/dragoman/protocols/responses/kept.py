@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.errors import BadRequest, NotFound
+from dragoman.errors import BadRequest, NotFound, quote
 from dragoman.protocols.pages import decode_limit
 from dragoman.protocols.responses.calls import PREFIXES
 from dragoman.protocols.responses.encode import PREFIX
@@ -69,7 +69,7 @@ def encode_page(items: Sequence[tuple[str, bytes]], page: PageFields) -> dict[st
     if page.after is not None:
         places = [at for at, (item, _) in enumerate(ordered) if item == page.after]
         if not places:
-            raise NotFound(f"after: the response has no item {page.after!r:.100}", param="after")
+            raise NotFound(f"after: the response has no item {quote(page.after)}", param="after")
         ordered = ordered[places[0] + 1 :]
     shown = ordered[: page.limit]
     return {

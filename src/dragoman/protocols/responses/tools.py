@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from dragoman.conversation import Asked, Tool, ToolChoice
-from dragoman.errors import BadRequest
+from dragoman.errors import BadRequest, quote
 from dragoman.protocols import tools as functions
 from dragoman.protocols import wire
 from dragoman.protocols.responses.calls import DESCRIPTIONS, SCHEMAS, Called, Kind
@@ -218,7 +218,7 @@ def _named(field: ChoiceField, parallel: bool, offered: Offered, asked: list[Ask
     if field.type in ("function", "custom"):
         if field.name is None:
             raise wire.missing("tool_choice.name")
-        raise BadRequest(f"tool_choice: no tool is called {field.name!r:.150}", param="tool_choice")
+        raise BadRequest(f"tool_choice: no tool is called {quote(field.name)}", param="tool_choice")
     asked.append(Asked("server_tools", "tool_choice"))
     return ToolChoice("auto", None, parallel)
 

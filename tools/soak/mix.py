@@ -1,11 +1,11 @@
-"""The requests of bench/soak.py: what is asked in what mix, and when a reply is whole.
+"""The requests of the mixed soak test, and when a reply is complete.
 
 A reply is one of
-    answered   whole: every choice has an end, what was to have a shape has it
-    refused    a 4xx with words, and that was right
-    busy       a 429 or 503 with words: the server said that it has no room
-    wrong      anything else that came back: another error, a bad request that was answered, a shape that was not kept
-    lost       nothing that ends as it should
+    answered   complete: every choice has a finish reason, and a reply with a schema fits it
+    refused    a 4xx with a message, to a request that must be refused
+    busy       a 429 or 503 with a message: the server has no room
+    wrong      any other reply: another error, an answer to a bad request, JSON that does not fit its schema
+    lost       a reply without its end
 """
 
 import json
@@ -19,7 +19,7 @@ RULES = [
     f"You work for the {place}. " + "Answer politely, briefly and only from what you know. " * 12
     for place in ("library", "harbour", "museum")
 ]
-"""Beginnings that many prompts share."""
+"""Prefixes that many prompts share."""
 PERSON = {
     "type": "object",
     "properties": {
@@ -40,14 +40,14 @@ class Kind(NamedTuple):
     path: str
     body: Callable[[Random], Body | bytes]
     refused: bool = False
-    """It asks for something that must be refused."""
+    """Whether the request must be refused."""
     leaves: bool = False
-    """Its client is gone before the end."""
+    """Whether the client disconnects before the end."""
 
 
 class Outcome(NamedTuple):
     name: str
-    words: str = ""
+    message: str = ""
 
 
 def question(random: Random) -> str:
@@ -141,12 +141,12 @@ def outcome(kind: Kind, asked: Body | bytes, status: int, body: bytes) -> Outcom
         return Outcome("lost", f"{status} with a body that cannot be read ({error!r}): {body[-200:]!r}")
 
 
-def _error(kind: Kind, status: int, words: str) -> Outcome:
+def _error(kind: Kind, status: int, message: str) -> Outcome:
     if status in (429, 503):
-        return Outcome("busy", words)
+        return Outcome("busy", message)
     if kind.refused and 400 <= status < 500:
-        return Outcome("refused", words)
-    return Outcome("wrong", f"{status} {words}")
+        return Outcome("refused", message)
+    return Outcome("wrong", f"{status} {message}")
 
 
 def _frames(body: bytes) -> list[Any]:
@@ -168,7 +168,7 @@ def _chat(asked: Body, frames: Sequence[Any], body: bytes) -> Outcome:
 
 
 def _calls(pieces: Sequence[tuple[int, Any]]) -> Outcome:
-    """In a stream a piece says to which call it belongs, else its place does."""
+    """In a stream a piece has the index of its call; in a whole reply its position is the index."""
     arguments: dict[int, str] = {}
     for place, piece in pieces:
         at = piece.get("index", place)
@@ -178,7 +178,7 @@ def _calls(pieces: Sequence[tuple[int, Any]]) -> Outcome:
 
 
 def _kept(text: str, schema: Mapping[str, Any]) -> Outcome:
-    """Of the schema as much as is needed to see that it was in force."""
+    """Check as much of the schema as shows that it was enforced."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,0 +1,88 @@
+"""Requests that real clients sent, with values replaced: each is decoded or refused, and no refusal is long."""
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dragoman.errors import DragomanError
+from dragoman.protocols import PROTOCOLS, chat, embeddings, messages, responses, shape, thinking, tools
+
+RECORDED = Path(__file__).parents[1] / "data" / "clients"
+LONG = "x" * 20_000
+ODD: list[Any] = [
+    *(None, True, False, 0, -1, 1, 1.5, -0.0, 1e-40, 5e-324, 1e308, -1e308),
+    *(2**31, 2**31 - 1, 2**53, 2**63, 2**63 - 1, -(2**63), 2**64, 10**30, 10**300),
+    *("", "a", "é", "\x00", "😀", LONG, "data:image/png;base64,é", "http://[", "NaN", "auto", "none", "required"),
+    *([], [[]], [None], [{}], [1, 2, 3], ["a"], [""], [LONG], [{"type": "text"}]),
+    *({}, {"": 0}, {"type": "text"}, {"type": []}, {"type": None}, {"type": LONG}, {"type": "function"}),
+    *({"name": LONG}, {LONG: 1}, {"a": {"b": [1, {"c": None}]}}),
+]
+
+
+def decode_response(body: bytes) -> object:
+    return responses.decode(responses.read(body))
+
+
+DECODERS: dict[str, Callable[[bytes], object]] = {
+    "/v1/chat/completions": PROTOCOLS["chat"].decode,
+    "/v1/completions": PROTOCOLS["completions"].decode,
+    "/v1/messages": PROTOCOLS["messages"].decode,
+    "/v1/messages/count_tokens": messages.decode_count,
+    "/v1/responses": decode_response,
+    "/v1/embeddings": embeddings.decode,
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything inside the value."""
+    if path:
+        yield path
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries:
+        yield from places(inner, (*path, key))
+
+
+def bodies(route: str) -> list[dict[str, Any]]:
+    recorded = [json.loads(file.read_text()) for file in sorted(RECORDED.glob("*.json"))]
+    return [entry["body"] for entry in recorded if entry["path"].partition("?")[0] == route and entry.get("body")]
+
+
+FIELDS = sorted({*chat.ChatFields.__struct_fields__, *shape.FIELDS, *thinking.FIELDS, *tools.FIELDS, "system", "input"})
+
+
+def mutated(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    made = copy.deepcopy(body)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if rng.random() < 0.2:
+            made[rng.choice(FIELDS)] = copy.deepcopy(rng.choice(ODD))
+        path = rng.choice(list(places(made)) or [(rng.choice(FIELDS),)])
+        holder: Any = made
+        for key in path[:-1]:
+            holder = holder[key]
+        if rng.random() < 0.1 and path[-1] in holder:
+            del holder[path[-1]]
+        else:
+            holder[path[-1]] = copy.deepcopy(rng.choice(ODD))
+    return made
+
+
+@pytest.mark.parametrize("route", DECODERS)
+def test_mutated_requests_are_decoded_or_refused(route: str) -> None:
+    rng = random.Random(route)
+    given = bodies(route)
+    errors: list[DragomanError] = []
+    for _ in range(400):
+        body = json.dumps(mutated(rng.choice(given), rng)).encode()
+        try:
+            DECODERS[route](body)
+        except DragomanError as error:
+            errors.append(error)
+    assert len(errors) > 50
+    assert {error.status for error in errors} <= {400, 404, 413, 501}
+    assert max(len(error.message) for error in errors) <= 500
+    assert max(len(error.param or "") for error in errors) <= 210

@@ -1,0 +1,213 @@
+"""The operator's routes where no keys are configured: what opens them, and the file that the commands read."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dragoman import create_app
+from dragoman.config import Settings
+from dragoman.server.admin_token import HEADER, TokenFile, find_socket_token, find_token
+from tests.badserver import BadServer, whole
+from tests.cli.test_cli import SOURCE
+from tests.server.engines import Sampled
+from tests.server.talking import eventually, refused
+from tests.serving import Running, serving
+
+ROUTES = [
+    ("GET", "/admin/models"),
+    ("POST", "/admin/models/one/load"),
+    ("POST", "/admin/models/one/unload"),
+    ("POST", "/admin/reload"),
+    ("GET", "/admin/upstreams"),
+    ("POST", "/admin/upstreams/drain"),
+]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def bare(running: Running) -> httpx.Client:
+    """Like a reverse proxy on this machine, which adds no header of its own."""
+    return httpx.Client(base_url=running.url, trust_env=False, timeout=60)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_connection_from_this_machine_is_not_enough(tmp_path: Path, home: Path, workers: str) -> None:
+    config = {"models": {"one": {"engine": "scripted"}}}
+    with serving(tmp_path, config, "--workers", workers) as running, bare(running) as client:
+        for method, path in ROUTES:
+            words = refused(client.request(method, path), 401)
+            assert HEADER in words
+            assert str(home) not in words
+        for wrong in ("", "x" * 43, running.operator[HEADER][:-1], running.operator[HEADER] + "x"):
+            refused(client.get("/admin/models", headers={HEADER: wrong}), 401)
+        assert client.get("/admin/models", headers=running.operator).status_code == 200
+        assert client.post("/admin/reload", headers=running.operator).status_code == 200
+        # Whoever needs no key otherwise needs none as before.
+        assert client.get("/v1/models").status_code == client.get("/stats").status_code == 200
+        files = list((home / "run").iterdir())
+        assert [stat.S_IMODE(file.stat().st_mode) for file in (home / "run", *files)] == [0o700, 0o600]
+        token = running.operator[HEADER]
+        assert token not in running.log.read_text() + running.event_log.read_text()
+        running.process.send_signal(signal.SIGTERM)
+        running.process.wait(60)
+        assert list((home / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"}])
+@pytest.mark.parametrize("proxies", [(), ("127.0.0.1", "unix")])
+@pytest.mark.parametrize("client", [("127.0.0.1", 1), ("::1", 1), ("192.0.2.7", 1), None])
+def test_no_address_opens_them_and_the_token_does(
+    proxies: tuple[str, ...], client: tuple[str, int] | None, headers: dict[str, str]
+) -> None:
+    async def scenario() -> tuple[int, int]:
+        app = create_app(Sampled(), settings=Settings(models_dir=(), proxies=proxies))
+        transport = httpx.ASGITransport(app, client=client)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as asking:
+            without = await asking.get("/admin/models")
+            having = await asking.get("/admin/models", headers={HEADER: app.admin_token})
+        await app.stop()
+        return without.status_code, having.status_code
+
+    assert asyncio.run(scenario()) == (401, 200)
+
+
+def test_the_token_is_of_no_use_where_keys_are_needed(tmp_path: Path) -> None:
+    settings = Settings(models_dir=(), api_keys=("sk-0123456789",))
+
+    async def scenario() -> list[int]:
+        app = create_app(Sampled(), settings=settings)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            token, key = {HEADER: app.admin_token}, {"x-api-key": "sk-0123456789"}
+            found = [(await client.get("/admin/models", headers=headers)).status_code for headers in (token, key)]
+        await app.stop()
+        return found
+
+    assert asyncio.run(scenario()) == [401, 200]
+
+
+def command(home: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DRAGOMAN")}
+    return subprocess.run(
+        [sys.executable, "-m", "dragoman", *arguments],
+        cwd=folder,
+        env=kept | {"PYTHONPATH": str(SOURCE), "DRAGOMAN_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_commands_of_the_same_user_need_nothing(tmp_path: Path, home: Path) -> None:
+    with serving(tmp_path, {"models": {"one": {"engine": "scripted"}}}) as running:
+        for url in (running.url, running.url.replace("127.0.0.1", "localhost")):
+            done = command(home, tmp_path, "models", "load", "one", "--url", url)
+            assert (done.returncode, done.stdout) == (0, "one: ready\n"), done.stderr
+        denied = command(tmp_path / "other", tmp_path, "models", "load", "one", "--url", running.url)
+        assert denied.returncode == 2
+        assert "ask as the user who runs it" in denied.stderr
+
+
+def test_commands_reach_a_server_at_a_socket(tmp_path: Path, home: Path) -> None:
+    path = tmp_path / "s"
+    (tmp_path / "c.json").write_text(json.dumps({"models_dir": [], "models": {"one": {"engine": "scripted"}}}))
+    with (tmp_path / "log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dragoman", "serve", "--config", str(tmp_path / "c.json"), "--socket", str(path)],
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+            assert eventually(lambda: b"ready" in (tmp_path / "log").read_bytes())
+            assert client.get("/admin/models").status_code == 401
+        done = command(home, tmp_path, "models", "load", "one", "--url", f"unix:{path}")
+        assert (done.returncode, done.stdout) == (0, "one: ready\n"), done.stderr
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert list((home / "run").iterdir()) == []
+
+
+@pytest.fixture
+def file(home: Path) -> Iterator[TokenFile]:
+    made = TokenFile("secret", "127.0.0.1", 8000, None)
+    yield made
+    made.remove()
+
+
+def test_several_servers_have_files_of_their_own(file: TokenFile, home: Path) -> None:
+    others = [TokenFile("other", "127.0.0.1", 8001, None), TokenFile("third", "::", 8002, None)]
+    by_socket = TokenFile("fourth", "127.0.0.1", 0, "some.sock")
+    assert find_token("localhost", 8000) == "secret"
+    assert find_token("127.0.0.1", 8001) == "other"
+    assert find_token("10.0.0.1", 8002) == "third"
+    assert find_token("127.0.0.1", 8003) is None
+    assert find_socket_token("./some.sock") == "fourth"
+    # A server that has come to the same address since keeps its own.
+    again = TokenFile("newer", "127.0.0.1", 8000, None)
+    file.remove()
+    assert find_token("127.0.0.1", 8000) == "newer"
+    for made in (*others, by_socket, again):
+        made.remove()
+    assert list((home / "run").iterdir()) == []
+
+
+def test_links_are_not_followed(home: Path, tmp_path: Path) -> None:
+    (home / "run").mkdir(parents=True, mode=0o700)
+    target = tmp_path / "target"
+    target.write_text("precious")
+    target.chmod(0o600)
+    place = home / "run/127.0.0.1_8000.token"
+    place.symlink_to(target)
+    assert find_token("127.0.0.1", 8000) is None
+    made = TokenFile("secret", "127.0.0.1", 8000, None)
+    assert target.read_text() == "precious"
+    assert not place.is_symlink()
+    assert find_token("127.0.0.1", 8000) == "secret"
+    made.remove()
+    assert target.exists()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_a_folder_that_others_may_enter_is_not_used(home: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    (home / "run").mkdir(parents=True)
+    (home / "run").chmod(mode)
+    TokenFile("secret", "127.0.0.1", 8000, None)
+    assert list((home / "run").iterdir()) == []
+    assert "/admin needs a key" in caplog.text
+
+
+def test_a_folder_that_is_a_link_is_not_used(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    home.mkdir()
+    (home / "run").symlink_to(tmp_path / "elsewhere")
+    TokenFile("secret", "127.0.0.1", 8000, None)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_file_that_others_may_read_is_not_sent(file: TokenFile, home: Path) -> None:
+    (home / "run/127.0.0.1_8000.token").chmod(0o644)
+    assert find_token("127.0.0.1", 8000) is None
+
+
+def test_a_command_follows_no_redirect_with_its_credentials(tmp_path: Path, home: Path) -> None:
+    with BadServer() as server, BadServer() as other:
+        server.play([whole(b"", "302 Found", location=f"{other.url}/v1/models")], path="/v1/models")
+        done = command(home, tmp_path, "models", "--url", server.url, "--api-key", "sk-secret")
+        assert done.returncode == 2
+        assert other.heads == []

@@ -1,0 +1,13 @@
+"""All scenarios, by name."""
+
+from collections.abc import Mapping
+
+from tools.faults import clients, processes, system, upstreams
+from tools.faults.judge import Scenario
+
+SCENARIOS: Mapping[str, Scenario] = {
+    **processes.SCENARIOS,
+    **system.SCENARIOS,
+    **clients.SCENARIOS,
+    **upstreams.SCENARIOS,
+}
