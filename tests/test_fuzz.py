@@ -247,18 +247,19 @@ def test_growing_memory_is_found_and_flat_memory_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "is_wrong"),
+    ("line", "kind"),
     [
-        ('{"level": "warning", "message": "x"}', False),
-        ('{"level": "error", "message": "x", "request_id": "r"}', True),
-        ('{"level": "warning", "message": "x", "exception": "Traceback ..."}', True),
-        ("Traceback (most recent call last):", True),
-        ("thread '<unnamed>' panicked at src/lib.rs:1", True),
-        ("load: something the model says", False),
+        ('{"level": "warning", "message": "x"}', None),
+        ('{"level": "error", "message": "x", "request_id": "r"}', "log"),
+        ('{"level": "warning", "message": "x", "exception": "Traceback ..."}', "traceback"),
+        ("Traceback (most recent call last):", "log"),
+        ("thread '<unnamed>' panicked at src/lib.rs:1", "log"),
+        ("load: something the model says", None),
     ],
 )
-def test_log_lines(line: str, is_wrong: bool) -> None:
-    assert (log_problem(line) is not None) == is_wrong
+def test_errors_and_tracebacks_in_the_log_are_found(line: str, kind: str | None) -> None:
+    found = log_problem(line)
+    assert (None if found is None else found[0].kind) == kind
 
 
 def test_monitor_sees_a_server_that_died_and_its_last_words(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def memory_growth(samples: Sequence[int]) -> str | None:
     return f"memory grew from {before / MIB:.0f} to {after / MIB:.0f} MiB"
 
 
-def log_problem(line: str) -> tuple[str, str | None] | None:
+def log_problem(line: str) -> tuple[Judgement, str | None] | None:
     """What is wrong with a line of the log, and the id of its request where it has one."""
     try:
         entry = json.loads(line)
@@ -41,11 +41,12 @@ def log_problem(line: str) -> tuple[str, str | None] | None:
         entry = None
     if not isinstance(entry, dict):
         is_wrong = "Traceback" in line or line.startswith(("ERROR", "CRITICAL", "thread '", "fatal", "GGML_ASSERT"))
-        return (line[:500], None) if is_wrong else None
+        return (Judgement("log", line[:500]), None) if is_wrong else None
     if entry.get("level") in ("error", "critical") or "exception" in entry:
         *places, last = str(entry.get("exception", "")).strip().splitlines() or [""]
         place = next((line.strip() for line in reversed(places) if line.lstrip().startswith("File ")), "")
-        return f"{last} {place} {entry.get('message', '')}".strip(), entry.get("request_id")
+        text = f"{last} {place} {entry.get('message', '')}".strip()
+        return Judgement("traceback" if last else "log", text), entry.get("request_id")
     return None
 
 
@@ -62,9 +63,7 @@ class Monitor:
 
     def check(self) -> list[tuple[Judgement, str | None]]:
         """Problems, each with the id of the request that it belongs to, where that is known."""
-        found: list[tuple[Judgement, str | None]] = [
-            (Judgement("log", text), request_id) for text, request_id in self._log_problems()
-        ]
+        found = self._log_problems()
         if not self._server.is_alive:
             return [*found, (Judgement("died", f"the server exited with {self._server.process.returncode}"), None)]
         pids = self._engine_pids()
@@ -77,7 +76,7 @@ class Monitor:
             self.memory.clear()
         return found
 
-    def _log_problems(self) -> list[tuple[str, str | None]]:
+    def _log_problems(self) -> list[tuple[Judgement, str | None]]:
         with self._server.log.open("rb") as file:
             file.seek(self._offset)
             data = self._partial + file.read()

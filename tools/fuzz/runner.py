@@ -83,6 +83,8 @@ class HttpRun:
         self._connections = connections
         self._stack = ExitStack()
         self._ids: dict[str, int] = {}
+        self._faults: set[str] = set()
+        """Requests that got a status above 500 which was expected: the log may say why, in a line."""
         self._problems: list[Problem] = []
         self._in_flight: set[int] = set()
         self._silent = 0
@@ -130,6 +132,8 @@ class HttpRun:
         self._play(cases(), self._connections)
         found = list(self._problems)
         for judgement, request_id in self._monitor.check():
+            if judgement.kind == "log" and request_id in self._faults:
+                continue
             number = self._ids.get(request_id or "", batch[0] if len(batch) == 1 else -1)
             where = "" if number >= 0 or name else f" (cases {batch[0]}-{batch[-1]})"
             found.append(Problem(number, Judgement(judgement.kind, judgement.text + where)))
@@ -190,7 +194,7 @@ class HttpRun:
         return bool(self._problems) or bool(self._monitor.check())
 
     def _play(self, cases: Iterator[Numbered], connections: int) -> None:
-        self._problems, self._ids, self._in_flight, self._silent = [], {}, set(), 0
+        self._problems, self._ids, self._faults, self._in_flight, self._silent = [], {}, set(), set(), 0
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._play_all(cases, connections))
 
@@ -252,9 +256,12 @@ class HttpRun:
                 self.summary.outcomes["closed"] += 1
                 return None
             self.summary.outcomes[str(reply.status)] += 1
-            self._ids[reply.headers.get(b"x-request-id", b"").decode()] = number
+            request_id = reply.headers.get(b"x-request-id", b"").decode()
+            self._ids[request_id] = number
             if problem := judge(request, reply):
                 self._note(number, problem, reply)
+            elif reply.status >= 500:
+                self._faults.add(request_id)
             last_id = _id_of(reply) or last_id
             if reply.closes:
                 connection.abort()
