@@ -58,6 +58,10 @@ fairness: $(VENV)/.installed-dev ## how long one key waits while another attacks
 	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/python -m tools.fairness $(ARGS)
 
+fuzz: $(VENV)/.installed-dev ## a million random requests, each answer judged; goes on where it stopped; ARGS="--seed x http"
+	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/python -m tools.fuzz --resume $(ARGS)
+
 clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one
 	@$(BIN)/python -m clients.run $(ARGS)
 
@@ -71,7 +75,7 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
 
 clean: ## remove .venv and everything else that was made here
-	@rm -rf $(VENV) $(VLLM) $(RAY) $(AUDIT) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(RAY) $(AUDIT) $(CLIENTS) dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find src tests bench clients tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

@@ -143,7 +143,7 @@ class _Reader:
         pairs_end = self.at
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment.bit_count() != 1:
-            raise ValueError(f"its alignment is {alignment}")
+            raise ValueError(f"its alignment is {str(alignment)[:100]}")
         tensors = tuple([self._tensor() for _ in range(self.tensors)])
         data_start = -(-self.at // alignment) * alignment
         if any(data_start + tensor.offset + tensor.bytes > self.size for tensor in tensors):

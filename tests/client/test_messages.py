@@ -132,3 +132,10 @@ def test_what_is_no_reply(data: bytes, kind: type[Exception]) -> None:
     found = every_way("messages", data)
     assert isinstance(found, tuple)
     assert found[0] is kind
+
+
+@pytest.mark.parametrize("odd", [{"a": 1}, [1], 1.5])
+def test_block_whose_index_is_not_a_number_is_read(odd: Any) -> None:
+    blocks = block(odd, {"type": "text", "text": ""}, {"type": "text_delta", "text": "Hello"})
+    data = named(BEGIN, *blocks, ended(), STOP)
+    assert parts("messages", data) == (Text("Hello"),)

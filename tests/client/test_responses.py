@@ -164,3 +164,15 @@ def test_what_is_no_reply(data: bytes, kind: type[DragomanError]) -> None:
     found = every_way("responses", data)
     assert isinstance(found, tuple)
     assert found[0] is kind
+
+
+@pytest.mark.parametrize("odd", [{"a": 1}, [1], 1.5, True, None])
+def test_event_with_values_of_wrong_types_is_left_out(odd: Any) -> None:
+    data = events(
+        of("created", response=odd),
+        of("output_text.delta", item_id="m", delta="Hello"),
+        of("output_item.added", output_index=odd, item={"id": odd, "type": odd}),
+        {"type": odd},
+        completed(MESSAGE),
+    )
+    assert parts("responses", data) == (Text("Hello"),)

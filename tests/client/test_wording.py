@@ -261,3 +261,16 @@ def test_a_long_page_is_cut() -> None:
 def test_nobody_is_sent_elsewhere() -> None:
     error = wording.of_response(307, {"location": "http://169.254.169.254/"}, b"")
     assert isinstance(error, BadAnswer)
+
+
+@pytest.mark.parametrize("body", [{"errors": 5}, {"errors": "no"}, {"errors": []}, "\u2028", {"error": " "}])
+def test_error_without_words_still_has_a_message(body: Any) -> None:
+    error = wording.of_response(422, {}, json.dumps(body).encode())
+    assert error.status == 400
+    assert error.message.strip()
+
+
+def test_count_with_thousands_of_digits_does_not_fail() -> None:
+    words = openai(f"This model's maximum context length is {'9' * 5000} tokens.", code="context_length_exceeded")
+    error = wording.of_response(400, {}, json.dumps(words).encode())
+    assert isinstance(error, ContextTooLong)

@@ -253,11 +253,11 @@ class Reader(DraftReader):
     def _event(self, kind: object, body: Mapping[str, Any]) -> None:
         draft = self._draft
         if kind == "content_block_delta":
-            self._delta(body.get("index"), _object(body.get("delta")))
+            self._delta(reading.key(body.get("index")), _object(body.get("delta")))
         elif kind == "content_block_start":
-            self._start(body.get("index"), _object(body.get("content_block")))
+            self._start(reading.key(body.get("index")), _object(body.get("content_block")))
         elif kind == "content_block_stop":
-            self._stop(body.get("index"))
+            self._stop(reading.key(body.get("index")))
         elif kind == "message_start":
             draft.usage = usage.read(_object(body.get("message")).get("usage"), draft.usage)
         elif kind == "message_delta":

@@ -127,6 +127,11 @@ def _texts(details: list[Any]) -> Iterator[str]:
                 yield told
 
 
+def key(value: object) -> str | int | None:
+    """An id or an index of a reply; None for any other value, which cannot be looked up."""
+    return value if isinstance(value, str | int) else None
+
+
 def logprobs(told: object) -> tuple[TokenLogprob, ...]:
     """In either of OpenAI's shapes: a list of entries for a chat, lists side by side for a completion."""
     if not isinstance(told, dict):
@@ -134,7 +139,7 @@ def logprobs(told: object) -> tuple[TokenLogprob, ...]:
     entries = told.get("content")
     if isinstance(entries, list):
         return tuple(_logprob(entry) for entry in entries if isinstance(entry, dict))
-    tokens, chances, tops = (told.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    tokens, chances, tops = (_list(told.get(name)) for name in ("tokens", "token_logprobs", "top_logprobs"))
     return tuple(
         TokenLogprob(NO_ID, str(token).encode(), _chance(chance), _rivals(top))
         for token, chance, top in itertools.zip_longest(tokens, chances, tops[: len(tokens)])
@@ -158,5 +163,13 @@ def _rivals(top: object) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(NO_ID, str(token).encode(), _chance(chance)) for token, chance in top.items())
 
 
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _chance(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        # An integer of hundreds of digits.
+        return None

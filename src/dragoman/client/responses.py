@@ -169,7 +169,7 @@ class Reader(DraftReader):
         if error is not None:
             raise error
         if isinstance(body, dict):
-            self._event(body.get("type") or frame.event, body, data)
+            self._event(_text(body.get("type")) or frame.event, body, data)
         return self._draft.take()
 
     def whole(self, body: Mapping[str, Any]) -> list[Event]:
@@ -183,13 +183,13 @@ class Reader(DraftReader):
             raise StreamCutOff("the stream ended before the response was complete")
         return self._draft.take()
 
-    def _event(self, kind: object, body: Mapping[str, Any], text: str) -> None:
+    def _event(self, kind: str, body: Mapping[str, Any], text: str) -> None:
         at = self._place(body, _object(body.get("item")))
         if kind in TEXTS:
             self._told.add(at)
             self._draft.say(_text(body.get("delta")))
         elif kind in THOUGHTS:
-            self._thought(at, THOUGHTS[str(kind)], body)
+            self._thought(at, THOUGHTS[kind], body)
         elif kind == "response.output_item.added":
             self._added(at, _object(body.get("item")))
         elif kind == "response.function_call_arguments.delta":
@@ -203,7 +203,7 @@ class Reader(DraftReader):
     def _place(self, body: Mapping[str, Any], item: Mapping[str, Any]) -> object:
         """What an item is known by: its id, or its index until somebody tells an id. Servers leave out the one or the
         other, or say index 0 of everything."""
-        name, index = body.get("item_id") or item.get("id"), body.get("output_index")
+        name, index = reading.key(body.get("item_id") or item.get("id")), reading.key(body.get("output_index"))
         if index is None:
             return name
         known = self._names.setdefault(index, index if name is None else name)

@@ -233,7 +233,8 @@ def tell(body: object) -> Told:
         body = body[0]
     if not isinstance(body, dict):
         return Told(body if isinstance(body, str) else "")
-    inner = body.get("error") or next(iter(body.get("errors") or ()), None) or body
+    several = body.get("errors")
+    inner = body.get("error") or (several[0] if isinstance(several, list) and several else None) or body
     if not isinstance(inner, dict):
         return Told(str(inner), request_id=_word(body.get("request_id")))
     code = inner.get("code")
@@ -276,7 +277,7 @@ def _number(value: object) -> int | None:
 
 def _error(told: Told, status: int, wait: float | None) -> DragomanError:
     kind = _kind(told, status)
-    words = told.message[:2000] or f"the server answered {status} without a word"
+    words = told.message[:2000].strip() or f"the server answered {status} without a word"
     if kind is ContextTooLong:
         tokens = told.tokens or _found(TOKENS, told.message)
         return ContextTooLong(words, param=told.param, tokens=tokens, limit=told.limit or _found(LIMITS, told.message))
@@ -304,7 +305,8 @@ def _found(patterns: tuple[str, ...], message: str) -> int | None:
     for pattern in patterns:
         match = re.search(pattern, plain, re.IGNORECASE)
         if match:
-            return int(match[1])
+            # More digits are no count, and too many cannot be read at all.
+            return int(match[1][:18])
     return None
 
 
