@@ -14,8 +14,8 @@ from collections.abc import Callable
 import msgspec
 
 from dragoman.conversation import GenerationRequest
-from dragoman.errors import RequestRefused
-from dragoman.worker.messages import ENCODE_ERRORS, Question
+from dragoman.errors import ENCODE_ERRORS, RequestRefused
+from dragoman.worker.messages import Question
 
 Asked = GenerationRequest | msgspec.Raw | Question
 """What a process was asked; `Raw` is an encoded GenerationRequest."""

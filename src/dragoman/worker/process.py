@@ -22,6 +22,7 @@ import msgspec
 
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import (
+    ENCODE_ERRORS,
     BadRequest,
     DragomanError,
     EngineDied,
@@ -29,7 +30,6 @@ from dragoman.errors import (
 from dragoman.mailbox import Mailbox
 from dragoman.worker.fatal_requests import Asked
 from dragoman.worker.messages import (
-    ENCODE_ERRORS,
     HEADER,
     KEY_BITS,
     OWN_NUMBER,
