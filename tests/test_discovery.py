@@ -233,11 +233,11 @@ def test_sparse_files_are_refused_and_looked_at_once(tmp_path: Path, monkeypatch
 def test_a_look_that_takes_long_leaves_the_rest_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(3):
         (tmp_path / f"m{at}.gguf").write_bytes(model(size=at))
-    monkeypatch.setattr(discovery_module, "LONGEST_LOOK", -1.0)
+    monkeypatch.setattr(discovery_module, "MAX_LOOK_SECONDS", -1.0)
     discovery = Discovery([tmp_path])
     discovery.look()
     assert discovery.found == {}
-    monkeypatch.setattr(discovery_module, "LONGEST_LOOK", 60.0)
+    monkeypatch.setattr(discovery_module, "MAX_LOOK_SECONDS", 60.0)
     discovery.look()
     assert len(discovery.found) == 3
 

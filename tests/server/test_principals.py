@@ -105,4 +105,4 @@ def test_a_new_key_for_an_old_name_is_pointed_out(
     (key,) = KeyStore(tmp_path / "keys.db").all()
     assert main(["keys", "revoke", key.id]) == 0
     assert main(["keys", "create", "anna"]) == 0
-    assert "user:anna has had a key before" in capsys.readouterr().err
+    assert "user:anna had a key before" in capsys.readouterr().err

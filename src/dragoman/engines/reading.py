@@ -7,7 +7,7 @@ Rules
 3. Where the vocabulary wants a token at the beginning, a prompt from text gets it, once.
 4. Text that is too long even if all of it were the longest tokens there are is refused unread: making tokens of
    megabytes takes seconds, which others would wait.
-5. Reading a prompt and compiling a grammar are two steps: a grammar is tried in another process first.
+5. Reading a prompt and compiling a grammar are two steps, because a grammar is tried in another process first.
 6. A text that is only to become tokens has no context to fit in; its length has a limit of its own.
 """
 

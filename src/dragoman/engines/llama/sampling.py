@@ -51,7 +51,7 @@ NOT_NUMBERS = "the model's output has values that are not numbers"
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """Sampling with nothing left open. The bounds hold for what a model file says; requests are checked before."""
+    """Sampling with nothing left open. The bounds apply to values of a model file; requests are checked earlier."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
