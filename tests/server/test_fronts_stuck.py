@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.talking import COMPLETIONS, PATIENCE, ask, eventually, talking, text_of
+from tests.server.test_life import gone
 from tests.serving import Running, serving
 
 
@@ -28,12 +29,12 @@ class TestStuckFrontEnd:
         os.kill(fronts[0], signal.SIGSTOP)
         pair.process.kill()
         pair.process.wait()
-        assert eventually(lambda: not any(is_running(pid) for pid in fronts))
+        assert eventually(lambda: all(map(gone, fronts)))
 
     def test_is_replaced(self, pair: Running) -> None:
         stuck, healthy = pair.fronts()
         os.kill(stuck, signal.SIGSTOP)
-        assert eventually(lambda: not is_running(stuck) and len(pair.fronts()) == 2)
+        assert eventually(lambda: gone(stuck) and len(pair.fronts()) == 2)
         assert healthy in pair.fronts()
 
     def test_does_not_prevent_shutdown(self, pair: Running) -> None:
@@ -51,10 +52,3 @@ class TestStuckFrontEnd:
                 assert text_of(ask(client, COMPLETIONS)) == "hello"
                 time.sleep(0.1)
         assert pair.fronts() == fronts
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

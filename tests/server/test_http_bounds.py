@@ -149,9 +149,7 @@ def test_trailers_are_not_headers(crowded: Running) -> None:
 
 
 @pytest.mark.parametrize("is_answered", [True, False], ids=["answered", "waiting"])
-def test_pipelined_requests_of_a_client_that_does_not_read_use_bounded_memory(
-    crowded: Running, is_answered: bool
-) -> None:
+def test_pipelined_requests_without_a_reader_use_bounded_memory(crowded: Running, is_answered: bool) -> None:
     """The client sends without end and reads nothing. Its first request is answered at once, or not at all."""
     first = b"" if is_answered else request_bytes(CHAT, SLOW, KEY)
     before = memory(crowded)
