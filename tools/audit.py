@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 
 def judge(report: dict[str, Any]) -> Verdict:
-    """The verdict on pip-audit's JSON report. pip-audit exits with 0 if it looked up nothing; that is a failure here."""
+    """The verdict on pip-audit's JSON report. A report without any lookup is a success for pip-audit, but not here."""
     known = {entry["name"]: entry for entry in report["dependencies"]}
     found = [
         f"{name} {entry['version']}: {flaw['id']}, fixed in {', '.join(flaw['fix_versions']) or 'no version yet'}"
