@@ -18,7 +18,7 @@ import msgspec
 
 from dragoman.constrain.grammar import Speaker
 from dragoman.constrain.thoughts import closing, thoughts
-from dragoman.conversation import GenerationRequest, Sampling
+from dragoman.conversation import LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY, GenerationRequest, Sampling
 from dragoman.engines.budget import Budget
 from dragoman.engines.interface import Rendered
 from dragoman.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
@@ -140,8 +140,9 @@ class Reading:
 
     def _check_sampling(self, asked: Sampling) -> None:
         check_tokens(self.model, asked.logit_bias, "logit_bias")
-        if asked.repetition_penalty is not None and not 0.01 <= asked.repetition_penalty <= 10:
-            raise BadRequest("repetition_penalty must be between 0.01 and 10", param="repetition_penalty")
+        penalty, least, most = asked.repetition_penalty, LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY
+        if penalty is not None and not least <= penalty <= most:
+            raise BadRequest(f"repetition_penalty must be between {least} and {most}", param="repetition_penalty")
 
     def _check_prompt(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
         if not tokens:
