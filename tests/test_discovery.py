@@ -13,7 +13,7 @@ from dragoman import discovery as discovery_module
 from dragoman.discovery import Discovery, Found, names_in
 from dragoman.errors import ConfigError
 from dragoman.gguf import Value, read_metadata
-from tests.test_gguf import begun, gguf, pair, sparse, text
+from tests.test_gguf import gguf, header, pair, sparse, text
 
 
 def model(architecture: str = "llama", file_type: int | None = None, size: int = 0) -> bytes:
@@ -208,7 +208,7 @@ def test_reading_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
 def test_sparse_files_are_refused_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "good.gguf").write_bytes(model())
     for at in range(3):
-        sparse(tmp_path / f"huge{at}.gguf", begun(1 << 40))
+        sparse(tmp_path / f"huge{at}.gguf", header(1 << 40))
     opened: list[Path] = []
 
     def reading(path: Path, keys: Collection[str] | None = None) -> dict[str, Value]:

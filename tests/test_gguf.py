@@ -148,7 +148,7 @@ def sparse(path: Path, content: bytes) -> Path:
     return path
 
 
-def begun(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
+def header(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + b"".join(written)
 
 
@@ -156,15 +156,15 @@ def begun(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (begun(HUGE), "pairs of metadata, more than 10000"),
-        (begun(0, tensors=HUGE), "tensors, more than 100000"),
-        (begun(1, pair("a", 8, struct.pack("<Q", HUGE // 2))), "a text of 549755813888 bytes, more than 1048576"),
-        (begun(1, struct.pack("<Q", HUGE // 2)), "a text of 549755813888 bytes, more than 65535"),
-        (begun(1, pair("a", 9, array(8, HUGE // 16, b""))), "more than 2000000 texts"),
-        (begun(2, *[pair("a", 9, array(8, 1_500_000, bytes(12_000_000)))] * 2), "more than 2000000 texts"),
-        (begun(1, pair("a", 9, array(0, HUGE // 2, b""))), "header has more than 64 MiB"),
-        (begun(1, pair("a", 9, array(8, 2, struct.pack("<Q", HUGE // 4)))), "header has more than 64 MiB"),
-        (begun(99, *[pair("a", 8, text("x" * 1_000_000))] * 68), "header has more than 64 MiB"),
+        (header(HUGE), "pairs of metadata, more than 10000"),
+        (header(0, tensors=HUGE), "tensors, more than 100000"),
+        (header(1, pair("a", 8, struct.pack("<Q", HUGE // 2))), "a text of 549755813888 bytes, more than 1048576"),
+        (header(1, struct.pack("<Q", HUGE // 2)), "a text of 549755813888 bytes, more than 65535"),
+        (header(1, pair("a", 9, array(8, HUGE // 16, b""))), "more than 2000000 texts"),
+        (header(2, *[pair("a", 9, array(8, 1_500_000, bytes(12_000_000)))] * 2), "more than 2000000 texts"),
+        (header(1, pair("a", 9, array(0, HUGE // 2, b""))), "header has more than 64 MiB"),
+        (header(1, pair("a", 9, array(8, 2, struct.pack("<Q", HUGE // 4)))), "header has more than 64 MiB"),
+        (header(99, *[pair("a", 8, text("x" * 1_000_000))] * 68), "header has more than 64 MiB"),
     ],
 )
 def test_a_huge_sparse_file_is_refused_after_a_bounded_read(tmp_path: Path, content: bytes, words: str) -> None:

@@ -9,8 +9,8 @@ Rules
 2. An interrupted download resumes where it ended if the server still has the same file. Otherwise it starts again.
 3. An existing file stays in place until its replacement has been checked.
 4. Of two downloads of one file at the same time, the second waits and uses the result of the first.
-5. Credentials go to the scheme, host and port they were given for and to no other, whatever a redirect says. Redirects
-   lead only to http and https, and at most `MOST_REDIRECTS` are followed. No file and no message contains credentials
+5. Credentials go only to the scheme, host and port they were given for, even after a redirect. Redirects lead only to
+   http and https, and at most `MOST_REDIRECTS` are followed. No file and no message contains credentials
    or the query of an address.
 6. A download ends: the server must answer within `PATIENCE_SECONDS`, then send at least `LEAST_BYTES` in each such
    period. The body is no longer than announced, and `SPARE_BYTES` of the disk stay free.
@@ -340,12 +340,12 @@ def _checked(wanted: Wanted, part: Path) -> str:
         told = f"expected sha256 {wanted.sha256 or 'any'}, found {digest}"
         if (wanted.size or size) != size:
             told = f"expected {wanted.size} bytes, found {size}"
-        raise ConfigError(f"{display_source(wanted.url)} is not what it should be ({told}); it was thrown away")
+        raise ConfigError(f"{display_source(wanted.url)} is not the expected file ({told}); it was deleted")
     try:
         check_gguf(part, display_source(wanted.url))
     except ConfigError as error:
         part.unlink()
-        raise ConfigError(f"{error}; it was thrown away") from error
+        raise ConfigError(f"{error}; it was deleted") from error
     return digest
 
 

@@ -66,19 +66,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(words)
 
     def _answer(self, words: str) -> None:
-        told = self._credentials()
+        secrets = self._credentials()
         match words.split():
             case ["status", status]:
-                self._reply(int(status), {"error": {"message": f"bad header: {told}", "type": told, "code": told}})
+                self._reply(
+                    int(status), {"error": {"message": f"bad header: {secrets}", "type": secrets, "code": secrets}}
+                )
             case ["stream"]:
                 piece = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "one"}}]}
-                failure = {"error": {"message": f"bad header: {told}", "code": 400}}
+                failure = {"error": {"message": f"bad header: {secrets}", "code": 400}}
                 frames = [f"data: {json.dumps(part)}\n\n" for part in (piece, failure)]
                 self._send(200, "".join(frames).encode(), "text/event-stream")
             case ["garbage"]:
-                self._send(200, f"<html>{told}</html>".encode(), "text/html")
+                self._send(200, f"<html>{secrets}</html>".encode(), "text/html")
             case ["redirect"]:
-                self._send(302, b"", "text/html", location=f"http://127.0.0.1:{self.server.port}/{told}")
+                self._send(302, b"", "text/html", location=f"http://127.0.0.1:{self.server.port}/{secrets}")
             case _:
                 message = {"role": "assistant", "content": "fine"}
                 self._reply(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})

@@ -8,7 +8,7 @@ from pathlib import Path
 from dragoman.gguf import read_outline
 from tests.server.talking import CHAT, ask, refused, talking, text_of
 from tests.serving import serving
-from tests.test_gguf import begun, sparse
+from tests.test_gguf import header, sparse
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -27,7 +27,7 @@ def test_endless_template_fails_only_its_own_model(tmp_path: Path, smollm2_path:
     folder = tmp_path / "models"
     folder.mkdir()
     with_template(smollm2_path, folder / "endless.gguf", ENDLESS)
-    sparse(folder / "sparse.gguf", begun(1 << 40))
+    sparse(folder / "sparse.gguf", header(1 << 40))
     os.mkfifo(folder / "pipe.gguf")
     (folder / "again").symlink_to(folder)
     config = {

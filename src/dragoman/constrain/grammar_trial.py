@@ -3,7 +3,7 @@
     socket := started job outcome       started: one byte; job and outcome: MessagePack with a length prefix
 
 A trial does everything that a caller's schema, expression or grammar can make slow or dangerous: it writes the grammar,
-compiles it, computes the first mask and follows a few tokens. It runs in a process of its own (`trial_server`), so that
+compiles it, computes the first mask and follows a few tokens. It runs in a separate process (`trial_server`), so that
 a crash, too much time or too much memory ends that process and nothing else.
 """
 
