@@ -47,11 +47,11 @@ bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, an
 	@$(BIN)/python -m bench.constraints $(ARGS)
 	@$(BIN)/python -m bench.engine $(ARGS)
 
-soak: $(VENV)/.installed-dev ## 1,000 streams and mixed load, an hour each, with and without front ends; ARGS="--minutes 5"
+soak: $(VENV)/.installed-dev ## soak tests: 1,000 streams and mixed load, an hour each, with and without front ends; ARGS="--minutes 5"
 	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/python -m tools.soak $(ARGS)
 
-faults: $(VENV)/.installed-dev ## processes killed, a full disk, bad clients and upstreams, by the hundreds; ARGS="disk_full --times 3"
+faults: $(VENV)/.installed-dev ## fault injection: killed processes, a full disk, bad clients and upstreams; ARGS="disk_full --times 3"
 	@$(BIN)/python -m tools.faults $(ARGS)
 
 fairness: $(VENV)/.installed-dev ## how long one key waits while another attacks; ARGS="smollm2 --attack long_streams"
@@ -113,9 +113,9 @@ $(VLLM)/.installed: pyproject.toml
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# Not from the lock files: a tool that looks for vulnerabilities must be new, and serves nothing.
+# Not from the lock files: the latest audit tools know the most vulnerabilities, and the server does not use them.
 $(AUDIT)/.installed:
-	@echo "installing into $(AUDIT) what an audit needs ..."
+	@echo "installing the audit tools into $(AUDIT) ..."
 	@$(PYTHON) -m venv $(AUDIT)
 	@$(AUDIT)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade 'pip-audit>=2.7,<3' 'cyclonedx-bom>=7,<8'
 	@touch $@

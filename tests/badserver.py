@@ -77,7 +77,7 @@ class BadServer:
 
     @property
     def silence(self) -> float:
-        """Seconds for which a client waits. A loaded machine must not make a server silent that does not hang."""
+        """Seconds for which a client waits: long unless a script hangs, because a loaded machine is slow."""
         hangs = any("hang" in script for scripts in self.scripts.values() for script in scripts)
         return SILENCE if hangs else 60.0
 

@@ -13,10 +13,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background makes them deaf to it, and with them every process they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# For llama.cpp, which is loaded later. Its threads wait for each other at every step, even when others have the cores.
+# llama.cpp reads this when it is loaded. Its threads wait for each other at every step, which is slow on busy cores.
 os.environ.setdefault("OMP_THREAD_LIMIT", "1")
 
-# How long an example takes says nothing on a machine that does other work.
+# On a loaded machine the time of an example means nothing.
 hypothesis.settings.register_profile(
     "any-speed",
     parent=hypothesis.settings.default,

@@ -35,7 +35,7 @@ class Running:
 
     @property
     def operator(self) -> dict[str, str]:
-        """The header that the operator's routes need where there are no keys."""
+        """The header that the operator's routes need if the server has no keys."""
         token = find_token("127.0.0.1", self.port)
         return {} if token is None else {HEADER: token}
 

@@ -13,7 +13,7 @@ from dragoman import discovery as discovery_module
 from dragoman.discovery import Discovery, Found, names_in
 from dragoman.errors import ConfigError
 from dragoman.gguf import Value, read_metadata
-from tests.test_gguf import begun, gguf, pair, sparse, text
+from tests.test_gguf import gguf, header, pair, sparse, text
 
 
 def model(architecture: str = "llama", file_type: int | None = None, size: int = 0) -> bytes:
@@ -168,7 +168,7 @@ def test_links_in_a_circle_list_each_model_once(tmp_path: Path) -> None:
     assert names_in([tmp_path, tmp_path / "org"]) == {"hard"}
 
 
-def test_a_file_that_is_only_linked_is_listed_under_the_link(tmp_path: Path) -> None:
+def test_file_outside_of_the_listing_is_listed_under_its_link(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshots/one").mkdir(parents=True)
     for at in (1, 2):
@@ -199,16 +199,16 @@ def test_special_files_do_not_hang_or_break_the_listing(
     assert "its name is not UTF-8" in caplog.text
 
 
-def test_a_pipe_in_the_place_of_a_file_that_was_just_seen_is_not_waited_for(tmp_path: Path) -> None:
+def test_reading_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(ConfigError, match="not a regular file"):
         read_metadata(tmp_path / "pipe.gguf")
 
 
-def test_sparse_files_are_refused_and_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_files_are_refused_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "good.gguf").write_bytes(model())
     for at in range(3):
-        sparse(tmp_path / f"huge{at}.gguf", begun(1 << 40))
+        sparse(tmp_path / f"huge{at}.gguf", header(1 << 40))
     opened: list[Path] = []
 
     def reading(path: Path, keys: Collection[str] | None = None) -> dict[str, Value]:
@@ -230,19 +230,19 @@ def test_sparse_files_are_refused_and_looked_at_once(tmp_path: Path, monkeypatch
     assert len(opened) == 5
 
 
-def test_a_look_that_takes_long_leaves_the_rest_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_look_leaves_new_files_to_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(3):
         (tmp_path / f"m{at}.gguf").write_bytes(model(size=at))
-    monkeypatch.setattr(discovery_module, "LONGEST_LOOK", -1.0)
+    monkeypatch.setattr(discovery_module, "MAX_LOOK_SECONDS", -1.0)
     discovery = Discovery([tmp_path])
     discovery.look()
     assert discovery.found == {}
-    monkeypatch.setattr(discovery_module, "LONGEST_LOOK", 60.0)
+    monkeypatch.setattr(discovery_module, "MAX_LOOK_SECONDS", 60.0)
     discovery.look()
     assert len(discovery.found) == 3
 
 
-def test_descriptions_without_end_are_refused(tmp_path: Path) -> None:
+def test_oversized_and_malformed_descriptions_are_ignored(tmp_path: Path) -> None:
     for name, content in {"deep": b"[" * 100_000, "long": b" " * (17 << 20), "list": b"[]"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_bytes(content)

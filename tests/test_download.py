@@ -153,7 +153,7 @@ def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch
         (
             MODEL,
             "#sha256=" + "0" * 64,
-            f"is not what it should be .expected sha256 {'0' * 64}, found {DIGEST}.; it was thrown",
+            f"is not the expected file .expected sha256 {'0' * 64}, found {DIGEST}.; it was deleted",
         ),
         (MODEL, "#sha256=12", "expected 64 hexadecimal digits after #sha256="),
         (b"<html>no model</html>", "", "is not a GGUF file"),
@@ -286,7 +286,7 @@ class TestHub:
 
     def test_the_hub_s_hash_counts(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
-        with pytest.raises(ConfigError, match="is not what it should be"):
+        with pytest.raises(ConfigError, match="is not the expected file"):
             sources.fetch(f"hf:org/repo/m-Q4_0.gguf#sha256={'1' * 64}")
 
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:

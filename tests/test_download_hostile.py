@@ -1,4 +1,4 @@
-"""Downloads from servers that redirect, lie, send something else or do not end."""
+"""Downloads from servers that redirect, send wrong data or never finish."""
 
 import base64
 import stat
@@ -15,7 +15,7 @@ from tests.test_download import visible
 from tests.test_gguf import WHOLE, tensor, with_tensors
 
 MODEL = WHOLE + bytes(range(256)) * 2000
-SECRET = "hf_tokenofsomebody"
+SECRET = "hf_secrettoken"
 BASIC = base64.b64encode(b"me:pass word").decode()
 PATH = "/m.gguf"
 
@@ -102,7 +102,7 @@ def test_redirects_in_a_circle_end(server: BadServer) -> None:
     assert len(server.heads) == 11
 
 
-def test_a_login_in_the_address_is_sent_as_basic_auth_and_written_nowhere(
+def test_login_in_the_address_is_sent_as_basic_auth_and_stored_nowhere(
     server: BadServer, other: BadServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.play(redirect(other.url + PATH), path=PATH)
@@ -140,7 +140,7 @@ def test_the_state_of_an_unfinished_download_has_no_secrets(server: BadServer, t
         head("206 Partial Content", content_length=str(len(MODEL))) + MODEL,
     ],
 )
-def test_malformed_answers_are_told_without_a_traceback(
+def test_malformed_responses_print_no_traceback(
     server: BadServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: bytes
 ) -> None:
     server.play([answer, "close"], path=PATH)
@@ -150,7 +150,7 @@ def test_malformed_answers_are_told_without_a_traceback(
 
 
 @pytest.mark.parametrize("url", ["http://[broken/m.gguf", "http://127.0.0.1:99999999/m.gguf", "http:///m.gguf"])
-def test_malformed_addresses_are_told_without_a_traceback(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_addresses_print_no_traceback(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", url]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -167,7 +167,7 @@ def test_malformed_addresses_are_told_without_a_traceback(url: str, capsys: pyte
         (whole(b"GGUF\3\0\0\0" + b"\xff" * 16), "is not a valid GGUF file: it has 18446744073709551615 tensors"),
     ],
 )
-def test_what_is_not_gguf_gets_no_name_and_is_described(
+def test_body_that_is_not_gguf_is_not_kept_and_is_described(
     server: BadServer, tmp_path: Path, answer: bytes, words: str
 ) -> None:
     server.play([answer], path=PATH)
@@ -196,7 +196,7 @@ def test_a_name_of_many_bytes_is_shortened(server: BadServer) -> None:
 
 
 @pytest.mark.parametrize("source", [f"https://example.org/{'a/' * 3000}m.gguf", f"hf:org/repo/{'x' * 300}.gguf"])
-def test_paths_that_cannot_be_kept_are_told(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_that_are_too_long_are_refused(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", source]) == 2
     said = capsys.readouterr().err
     assert "too long" in said or "longer than 200 bytes" in said
@@ -210,7 +210,7 @@ def test_a_body_larger_than_the_disk_is_refused_at_once(server: BadServer, tmp_p
 
 
 class Endless:
-    """A body without a length and without an end. After 50 blocks the disk counts as full."""
+    """A body without a length or an end. After 50 blocks the disk counts as full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -227,14 +227,14 @@ class Endless:
 
 def test_an_endless_body_does_not_fill_the_disk(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.play(Endless(monkeypatch), path=PATH)
-    with pytest.raises(ConfigError, match="MB of them stay so"):
+    with pytest.raises(ConfigError, match="MB must stay free"):
         sources.fetch(server.url + PATH)
 
 
 def test_more_than_the_known_size_is_refused(server: BadServer, tmp_path: Path) -> None:
     known = download.Wanted(server.url + PATH, tmp_path / "m.gguf", size=len(MODEL) - 1)
     server.play(gguf(), path=PATH)
-    with pytest.raises(ConfigError, match=f"sends {len(MODEL)} bytes, and the file has {len(MODEL) - 1}"):
+    with pytest.raises(ConfigError, match=f"sends {len(MODEL)} bytes, not {len(MODEL) - 1}"):
         download.bring(known, ignore)
     server.play([head(transfer_encoding="chunked"), chunk(MODEL), b"0\r\n\r\n"], path=PATH)
     with pytest.raises(ConfigError, match=f"sends more than the file's {len(MODEL) - 1} bytes"):
@@ -243,7 +243,7 @@ def test_more_than_the_known_size_is_refused(server: BadServer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("slow", ["head", "body"])
-def test_a_server_that_drips_is_given_up(server: BadServer, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+def test_download_from_a_slow_server_fails(server: BadServer, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     monkeypatch.setattr(download, "PATIENCE_SECONDS", 0.5)
     begin = b"HTTP/1.1 200 OK\r\n" if slow == "head" else head(content_length=str(len(MODEL))) + WHOLE
     drops = [piece for at in range(2000) for piece in (b"x-%d: y\r\n" % at if slow == "head" else b"\0", 0.05)]
@@ -260,7 +260,7 @@ def test_a_compressed_body_is_not_unpacked(server: BadServer) -> None:
     assert "accept-encoding: identity" in server.heads[0]
 
 
-def test_the_hub_s_token_stays_with_the_hub(
+def test_token_of_the_hub_is_sent_only_to_the_hub(
     server: BadServer, other: BadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")

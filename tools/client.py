@@ -1,4 +1,4 @@
-"""Chat requests over a plain socket, and how each of them ended.
+"""Chat requests over a plain socket, and the way each of them ends.
 
 A request ends in one of these ways:
 
@@ -7,7 +7,7 @@ A request ends in one of these ways:
     error frame  a stream that ends with the protocol's error frame
     cut          the connection closed before the reply was complete
     wrong        a reply that is not valid, or an error without an error body
-    hung         nothing of the above within the time limit
+    hung         none of these within the time limit
 
 Every request has a connection of its own.
 """

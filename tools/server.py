@@ -59,7 +59,7 @@ class Server:
         return [pid for pid in self.processes() if WORKER_MODULE in command_line(pid)]
 
     def usage(self) -> Usage:
-        """Of all its processes together."""
+        """The sum for all its processes."""
         found = [usage for pid in self.processes() if (usage := usage_of(pid)) is not None]
         return Usage(*(sum(column) for column in zip(*found, strict=True))) if found else Usage(0, 0, 0)
 
@@ -68,7 +68,7 @@ class Server:
         return sum(cpu_seconds_of(pid) for pid in self.processes())
 
     def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
-        """Raise RuntimeError, with the log, where it exits or does not become ready."""
+        """Raise RuntimeError, with the log, if the server exits or does not become ready."""
         deadline = time.monotonic() + seconds
         with httpx.Client(base_url=self.url, trust_env=False, timeout=5) as client:
             while time.monotonic() < deadline and self.is_alive:
@@ -82,7 +82,7 @@ class Server:
         raise RuntimeError(f"the server {state}:\n{self.log.read_text(errors='replace')}")
 
     def stop(self, seconds: float = STOP_SECONDS) -> int:
-        """Send SIGTERM and return the exit code. Raise subprocess.TimeoutExpired where it does not exit in time."""
+        """Send SIGTERM and return the exit code. Raise subprocess.TimeoutExpired if it does not exit in time."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 
@@ -112,7 +112,7 @@ def run_server(
 
 
 def kill(pid: int, signal_number: signal.Signals) -> bool:
-    """Send a signal; False where there is no such process any more."""
+    """Send a signal; False if the process has ended."""
     try:
         os.kill(pid, signal_number)
     except ProcessLookupError:

@@ -21,8 +21,8 @@ from dragoman.errors import ConfigError
 
 DEFAULT = "http://127.0.0.1:8000"
 _VERSION = re.compile(r"/v\d+[a-z0-9]*(/|$)")
-LEAST_SECRET = 8
-"""Characters. What is shorter is a placeholder, or appears in texts by chance."""
+MIN_SECRET_LENGTH = 8
+"""Characters. A shorter value is a placeholder such as `none`, or occurs in other texts by chance."""
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
@@ -61,25 +61,26 @@ def site(url: str) -> Site:
         raise ConfigError(f"{shown!r:.200}: what follows a ? or # in an address cannot be sent; leave it out")
     given = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
     api = given if _VERSION.search(parts.path) else f"{given}/v1"
-    return Site(api, given.removesuffix("/v1"), host.lower(), parts.scheme == "https", login_of(parts))
+    return Site(api, given.removesuffix("/v1"), host.lower(), parts.scheme == "https", basic_authorization(parts))
 
 
-def login_of(parts: SplitResult) -> str | None:
-    """The user and password of an address, as an `Authorization` header has them."""
+def basic_authorization(parts: SplitResult) -> str | None:
+    """The `Authorization` header for the user and password of an address."""
     if parts.username is None:
         return None
     told = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return f"Basic {base64.b64encode(told.encode()).decode()}"
 
 
-def secrets_in(url: str, key: str | None) -> tuple[str, ...]:
-    """What must not be repeated of a server's address and key. Words such as `none` are not secrets."""
+def find_secrets(url: str, key: str | None) -> tuple[str, ...]:
+    """The key and password of a server, in every form that a message might repeat. Short values are left out."""
     password = urlsplit(url).password or ""
     every = (key, (site(url).login or "").removeprefix("Basic "), password, unquote(password))
-    return tuple(secret for secret in every if secret and len(secret) >= LEAST_SECRET)
+    return tuple(secret for secret in every if secret and len(secret) >= MIN_SECRET_LENGTH)
 
 
-def hidden(text: str, secrets: Iterable[str]) -> str:
+def redact_secrets(text: str, secrets: Iterable[str]) -> str:
+    """The text with `***` for each secret."""
     for secret in secrets:
         text = text.replace(secret, "***")
     return text

@@ -14,7 +14,7 @@ Rules
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -142,6 +142,11 @@ class Thinking(msgspec.Struct, frozen=True):
     @property
     def is_off(self) -> bool:
         return self.enabled is False or (self.enabled is None and self.effort == "none")
+
+
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 10
+"""With a smaller one the logits overflow."""
+RepetitionPenalty = Annotated[float, msgspec.Meta(ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY)]
 
 
 class Sampling(msgspec.Struct, frozen=True):

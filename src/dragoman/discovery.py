@@ -11,11 +11,11 @@ Rules
 2. A file or folder that is, by way of links, outside of the folder is not one of its models.
 3. A model in several files is one model, if all of them are there.
 4. Of several quantisations the largest answers, where none is asked for.
-5. Each file and each folder is listed once, under its own name if it has one here and not only a link. So a link to a
-   folder around it ends there.
-6. Only regular files are opened, and again only when they have changed. Little is read of each (see `gguf`). A look
-   that has taken `LONGEST_LOOK` leaves the files that are new to the next one.
-7. A name that is not UTF-8 is not served. Spaces and control characters in names become `-`.
+5. Each file and each folder is listed once, under its own name rather than that of a link. So a link to a parent
+   folder does not repeat the walk.
+6. Only regular files are opened, and again only after a change. Little is read of each (see `gguf`). After
+   `MAX_LOOK_SECONDS` a look leaves new files to the next look.
+7. A file whose name is not UTF-8 is not served. Spaces and control characters in names become `-`.
 """
 
 import json
@@ -41,11 +41,12 @@ log = logging.getLogger("dragoman.discovery")
 DEEPEST = 4
 """Folders in folders."""
 MOST_FILES = 20_000
-"""In all folders together."""
-LONGEST_LOOK = 5.0
+"""Files and folders below one models folder."""
+MAX_LOOK_SECONDS = 5.0
 LARGEST_DESCRIPTION = 16 << 20
+"""Bytes of a file such as config.json."""
 KEYS = ("general.architecture", "general.type", "general.file_type")
-"""What is read of a GGUF file."""
+"""Metadata that is read of a GGUF file."""
 _QUANTISATION = re.compile(r"(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP32)", re.IGNORECASE)
 _SUFFIX = re.compile(rf"(?P<base>.+)[-._](?P<tag>{_QUANTISATION.pattern})", re.IGNORECASE)
 _FILE_TYPES = """
@@ -85,7 +86,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 _Version = tuple[str, tuple[tuple[int, int, int], ...]]
-"""A path, and the size, time and inode of each of its files."""
+"""The path of a model, and the size, modification time and inode of each of its files."""
 
 
 class Discovery:
@@ -101,21 +102,25 @@ class Discovery:
         """Takes its time: not for the event loop."""
         found: dict[str, Found] = {}
         opened: dict[_Version, tuple[str | None, str | None] | None] = {}
-        end = time.monotonic() + LONGEST_LOOK
-        late = 0
+        end = time.monotonic() + MAX_LOOK_SECONDS
+        skipped = 0
         for entry in _entries(self.folders):
             version = _version(entry)
             if version is None:
                 continue
             if version not in self._opened and time.monotonic() > end:
-                late += 1
+                skipped += 1
                 continue
             opened[version] = known = self._opened[version] if version in self._opened else _opened(entry)
             if known is not None:
                 size = sum(size for size, _, _ in version[1])
                 found.setdefault(entry.name.lower(), Found(entry.name, str(entry.path), entry.kind, size, *known))
-        if late:
-            log.warning("%d new files in the models folders are looked at later: looking takes long", late)
+        if skipped:
+            log.warning(
+                "%d new files in the models folders are read later: the look took more than %g s",
+                skipped,
+                MAX_LOOK_SECONDS,
+            )
         self.found, self._opened = found, opened
 
     def resolve(self, wanted: str) -> Found | None:
@@ -151,28 +156,28 @@ def names_in(folders: Sequence[Path]) -> set[str]:
 
 
 def _version(entry: _Entry) -> _Version | None:
-    """None where it has just been removed."""
+    """None if the model has just been removed."""
     try:
         stats = [file.stat() for file in entry.files]
     except OSError:
         return None
-    return str(entry.path), tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
+    return str(entry.path), tuple((status.st_size, status.st_mtime_ns, status.st_ino) for status in stats)
 
 
 def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
-    """Models that are reached by a link come last, so that a file has its own name where it has one."""
+    """The second walk follows links, so that a file is listed under its own name rather than that of a link."""
     seen: set[tuple[int, int]] = set()
-    for is_linked in (False, True):
+    for follow_links in (False, True):
         for folder in folders:
             try:
                 root = folder.resolve(strict=True)
             except OSError:
                 # A folder that is not there yet has no models.
                 continue
-            yield from _new(_below(_Walk(root), root, DEEPEST, is_linked), seen)
+            yield from _unique(_below(_Walk(root), root, DEEPEST, follow_links), seen)
 
 
-def _new(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_Entry]:
+def _unique(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_Entry]:
     for entry in entries:
         try:
             status = entry.path.stat()
@@ -184,46 +189,45 @@ def _new(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_Ent
 
 
 class _Walk:
-    """One way through the folders below a root."""
+    """The state of one walk through the folders below a root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.folders: set[Path] = set()
-        self.left = MOST_FILES
+        self.entries_left = MOST_FILES
 
 
-def _below(walk: _Walk, folder: Path, depth: int, is_linked: bool) -> Iterator[_Entry]:
-    """`is_linked`: follow links too."""
+def _below(walk: _Walk, folder: Path, depth: int, follow_links: bool) -> Iterator[_Entry]:
     real = folder.resolve()
     if real in walk.folders:
         return
     walk.folders.add(real)
     root = walk.root
-    files, folders = _listed(walk, folder, is_linked)
+    files, folders = _listed(walk, folder, follow_links)
     weights = tuple(path for path in files if path.suffix in (".safetensors", ".bin"))
     if folder != root and weights and any(folder / name in files for name in DESCRIPTIONS):
         yield _Entry(_name(root, folder), folder, "folder", weights)
-    yield from _ggufs(root, [path for path in files if path.suffix.lower() == ".gguf"], is_linked)
+    yield from _ggufs(root, [path for path in files if path.suffix.lower() == ".gguf"], follow_links)
     if depth:
         for path in folders:
-            yield from _below(walk, path, depth - 1, is_linked)
+            yield from _below(walk, path, depth - 1, follow_links)
 
 
-def _listed(walk: _Walk, folder: Path, is_linked: bool) -> tuple[list[Path], list[Path]]:
+def _listed(walk: _Walk, folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]]:
     """Regular files and folders in a folder that do not lead out of the root, in order. Hidden ones are left out."""
     try:
         with os.scandir(folder) as scanned:
-            names = sorted(entry.name for entry in islice(scanned, walk.left))
+            names = sorted(entry.name for entry in islice(scanned, walk.entries_left))
     except OSError as error:
         _warn_once(f"the folder {str(folder)!a} cannot be read: {error.strerror}")
         return [], []
-    walk.left -= len(names)
-    if not walk.left:
-        _warn_once(f"{str(walk.root)!a} has more than {MOST_FILES} files and folders; the others are not looked at")
+    walk.entries_left -= len(names)
+    if not walk.entries_left:
+        _warn_once(f"{str(walk.root)!a} has more than {MOST_FILES} files and folders; the rest is ignored")
     files, folders = [], []
     for name in names:
         path = folder / name
-        if name.startswith(".") or not _is_utf8(path) or not _is_inside(walk.root, path, is_linked):
+        if name.startswith(".") or not _is_utf8(path) or not _is_inside(walk.root, path, follow_links):
             continue
         try:
             mode = path.stat().st_mode
@@ -245,15 +249,15 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _is_inside(root: Path, path: Path, is_linked: bool) -> bool:
+def _is_inside(root: Path, path: Path, follow_links: bool) -> bool:
     try:
-        return not path.is_symlink() or (is_linked and path.resolve(strict=True).is_relative_to(root))
+        return not path.is_symlink() or (follow_links and path.resolve(strict=True).is_relative_to(root))
     except (OSError, RuntimeError):
         # It leads nowhere, or round and round.
         return False
 
 
-def _ggufs(root: Path, files: Sequence[Path], is_linked: bool) -> Iterator[_Entry]:
+def _ggufs(root: Path, files: Sequence[Path], follow_links: bool) -> Iterator[_Entry]:
     for path in files:
         part = PART.fullmatch(path.stem)
         if part is None:
@@ -262,8 +266,8 @@ def _ggufs(root: Path, files: Sequence[Path], is_linked: bool) -> Iterator[_Entr
             wanted = parts_of(path)
             missing = [file.name for file in wanted if file not in files]
             if missing:
-                # Links have been followed only the second time.
-                if is_linked:
+                # Only the second walk follows links to the other parts.
+                if follow_links:
                     _warn_once(f"{path} is not complete: {', '.join(missing[:3])} missing")
                 continue
             yield _Entry(_name(root, path.with_name(part["stem"])), path, "gguf", tuple(wanted))
@@ -314,7 +318,7 @@ def _of_folder(folder: Path) -> tuple[str | None, str | None]:
 
 
 def read_description(path: Path) -> str:
-    """The text of a small file beside a model's weights; a ValueError where it is larger than such files are."""
+    """The text of a small file beside a model's weights. Raises ValueError if it is too large."""
     with path.open("rb") as file:
         content = file.read(LARGEST_DESCRIPTION + 1)
     if len(content) > LARGEST_DESCRIPTION:

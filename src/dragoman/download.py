@@ -9,8 +9,8 @@ Rules
 2. An interrupted download resumes where it ended if the server still has the same file. Otherwise it starts again.
 3. An existing file stays in place until its replacement has been checked.
 4. Of two downloads of one file at the same time, the second waits and uses the result of the first.
-5. Credentials go to the scheme, host and port they were given for and to no other, whatever a redirect says. Redirects
-   lead only to http and https, and at most `MOST_REDIRECTS` are followed. No file and no message contains credentials
+5. Credentials go only to the scheme, host and port they were given for, even after a redirect. Redirects lead only to
+   http and https, and at most `MOST_REDIRECTS` are followed. No file and no message contains credentials
    or the query of an address.
 6. A download ends: the server must answer within `PATIENCE_SECONDS`, then send at least `LEAST_BYTES` in each such
    period. The body is no longer than announced, and `SPARE_BYTES` of the disk stay free.
@@ -36,9 +36,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import httpx
 import msgspec
 
-from dragoman.address import login_of
-from dragoman.errors import ConfigError
-from dragoman.gguf import MAGIC, read_outline
+from dragoman.address import basic_authorization
+from dragoman.errors import ConfigError, cut
+from dragoman.gguf import MAGIC, check_gguf
 
 log = logging.getLogger("dragoman.sources")
 
@@ -53,9 +53,13 @@ ATTEMPTS = 5
 """In a row without progress."""
 TELL_SECONDS = 5.0
 LONGEST_NAME = 200
-"""Of a file or folder; the names of the files beside it are a little longer, and 255 bytes is the limit."""
+"""Bytes of the name of a file or folder. The names of the files beside it are a little longer; 255 is the limit."""
+KEPT_END = 160
+"""Characters that are kept of the end of a longer name."""
 LONGEST_PLACE = 2000
+"""Characters of a path."""
 SHOWN = 60
+"""Characters of an unexpected body in an error."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -82,22 +86,22 @@ def split_hash(source: str) -> tuple[str, str | None]:
     """A source without its `#sha256=...`, and that."""
     plain, mark, digest = source.partition("#sha256=")
     if mark and not _HASH.fullmatch(digest.lower()):
-        raise ConfigError(f"{shown(plain)}: expected 64 hexadecimal digits after #sha256=")
+        raise ConfigError(f"{display_source(plain)}: expected 64 hexadecimal digits after #sha256=")
     return plain, digest.lower() if mark else None
 
 
-def shown(source: str) -> str:
-    """A source for messages: an address loses its login and its query."""
+def display_source(source: str) -> str:
+    """A source for messages: an address without its login and query."""
     try:
         parts = urlsplit(source)
     except ValueError:
         return "an address that cannot be read"
     if not parts.netloc:
-        return source[:200]
+        return cut(source)
     query = "..." if parts.query else ""
     login = "***@" if "@" in parts.netloc else ""
     host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, login + host, parts.path, query, ""))[:200]
+    return cut(urlunsplit((parts.scheme, login + host, parts.path, query, "")))
 
 
 def is_whole(place: Path) -> bool:
@@ -160,24 +164,24 @@ def _fill(wanted: Wanted, part: Path, progress: Progress) -> None:
         except TimeoutError:
             reason = f"the server sent less than {LEAST_BYTES} bytes in {PATIENCE_SECONDS:g} s"
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{shown(wanted.url)} is not a valid address: {error}") from error
+            raise ConfigError(f"{display_source(wanted.url)} is not a valid address: {error}") from error
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
         after = part.stat().st_size if part.is_file() else 0
         attempts = 0 if after >= before + LEAST_BYTES else attempts + 1
         if attempts >= ATTEMPTS:
-            raise ConfigError(f"{shown(wanted.url)}: {reason}; the part received is kept: try again to resume")
+            raise ConfigError(f"{display_source(wanted.url)}: {reason}; the part received is kept: try again to resume")
         time.sleep(min(2.0, 0.1 * 2**attempts))
 
 
 class _RetryError(Exception):
-    """An answer that may be another the next time."""
+    """A response that may differ at the next attempt."""
 
 
 async def _receive(wanted: Wanted, part: Path, progress: Progress) -> bool:
     """Whether the file is complete after this attempt."""
     have, version = _resumable(wanted, part)
-    # Bytes that were compressed on the way could not be resumed, and could be many more than announced.
+    # A compressed body could not be resumed, and could expand to more bytes than announced.
     headers = {**wanted.headers, "accept-encoding": "identity"}
     if have and version:
         headers |= {"range": f"bytes={have}-", "if-range": version}
@@ -201,10 +205,10 @@ def _resumable(wanted: Wanted, part: Path) -> tuple[int, str | None]:
 
 async def _answer(client: httpx.AsyncClient, wanted: Wanted, headers: Mapping[str, str]) -> httpx.Response:
     """The first response that is not a redirect; its body is not read yet."""
-    parts = urlsplit(wanted.url)
-    login = login_of(parts)
-    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-    request = client.build_request("GET", bare, headers={**headers, "authorization": login} if login else headers)
+    login = basic_authorization(urlsplit(wanted.url))
+    request = client.build_request(
+        "GET", _without_login(wanted.url), headers={**headers, "authorization": login} if login else headers
+    )
     for _ in range(MOST_REDIRECTS + 1):
         response = await client.send(request, auth=None, stream=True, follow_redirects=False)
         following = response.next_request
@@ -212,14 +216,14 @@ async def _answer(client: httpx.AsyncClient, wanted: Wanted, headers: Mapping[st
             return response
         await response.aclose()
         if following.url.scheme not in ("http", "https") or (following.url.port or 0) > LARGEST_PORT:
-            target = shown(response.headers["location"])
+            target = display_source(response.headers["location"])
             raise ConfigError(
-                f"{shown(wanted.url)}: the server redirects to {target!a}, which is not an http(s) address"
+                f"{display_source(wanted.url)}: the server redirects to {target!a}, which is not an http(s) address"
             )
         if _origin(following.url) != _origin(request.url):
             following.headers.pop("authorization", None)
         request = following
-    raise ConfigError(f"{shown(wanted.url)}: the server redirects more than {MOST_REDIRECTS} times")
+    raise ConfigError(f"{display_source(wanted.url)}: the server redirects more than {MOST_REDIRECTS} times")
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
@@ -229,7 +233,7 @@ def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
 async def _save(wanted: Wanted, response: httpx.Response, part: Path, have: int, progress: Progress) -> bool:
     if response.status_code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
         return _is_complete(response, part, have)
-    file, total = _opened(wanted, response, part, have)
+    file, total = _open_part(wanted, response, part, have)
     with file:
         try:
             await _copy(wanted, response, file, total, progress)
@@ -247,13 +251,13 @@ def _is_complete(response: httpx.Response, part: Path, have: int) -> bool:
     return False
 
 
-def _opened(wanted: Wanted, response: httpx.Response, part: Path, have: int) -> tuple[BinaryIO, int | None]:
-    """The file that takes the body, and the size it will have, if the server says so."""
+def _open_part(wanted: Wanted, response: httpx.Response, part: Path, have: int) -> tuple[BinaryIO, int | None]:
+    """The file to write the body to, and its final size if the server announces one."""
     if not response.is_success:
         told = f"the server answered {response.status_code} {response.reason_phrase[:100]}"
         if response.is_server_error:
             raise _RetryError(told)
-        raise ConfigError(f"{shown(wanted.url)}: {told}")
+        raise ConfigError(f"{display_source(wanted.url)}: {told}")
     resumes = response.status_code == http.HTTPStatus.PARTIAL_CONTENT
     if resumes and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
         part.unlink(missing_ok=True)
@@ -262,7 +266,7 @@ def _opened(wanted: Wanted, response: httpx.Response, part: Path, have: int) -> 
     length = response.headers.get("content-length")
     total = start + int(length) if length is not None else None
     if (total or 0) > (wanted.size or math.inf):
-        raise ConfigError(f"{shown(wanted.url)}: the server sends {total} bytes, and the file has {wanted.size}")
+        raise ConfigError(f"{display_source(wanted.url)}: the server sends {total} bytes, not {wanted.size}")
     _check_room(part, (total or start) - start)
     version = response.headers.get("etag") or response.headers.get("last-modified")
     _keep(part, Kept(_address(wanted.url), version=version))
@@ -294,7 +298,9 @@ async def _copy(
                     block, head = head, None
                 file.write(block)
                 if file.tell() > (wanted.size or math.inf):
-                    raise ConfigError(f"{shown(wanted.url)}: the server sends more than the file's {wanted.size} bytes")
+                    raise ConfigError(
+                        f"{display_source(wanted.url)}: the server sends more than the file's {wanted.size} bytes"
+                    )
         _check_room(wanted.place, 0)
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
@@ -307,12 +313,12 @@ def _check_room(part: Path, needed: int) -> None:
     if needed > free - SPARE_BYTES:
         more = f"{needed / 1e6:.0f} MB are needed, " if needed else ""
         raise ConfigError(
-            f"{part.parent}: {more}{free / 1e6:.0f} MB are free, and {SPARE_BYTES / 1e6:.0f} MB of them stay so"
+            f"{part.parent}: {more}{free / 1e6:.0f} MB are free, of which {SPARE_BYTES / 1e6:.0f} MB must stay free"
         )
 
 
 def _not_gguf(wanted: Wanted, response: httpx.Response, head: bytes) -> ConfigError:
-    """What came instead, in words that help to find out why."""
+    """The error for a body that is not GGUF: it says what the server sent instead."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()[:SHOWN]
     text = head.lstrip()[:SHOWN].decode("utf-8", "replace")
     if not head:
@@ -323,7 +329,7 @@ def _not_gguf(wanted: Wanted, response: httpx.Response, head: bytes) -> ConfigEr
         came = "a Git LFS pointer, not the file it stands for"
     else:
         came = f"{kind or 'a body of unknown type'} that begins with {text!a}"
-    return ConfigError(f"{shown(wanted.url)} is not a GGUF file: the server sent {came}")
+    return ConfigError(f"{display_source(wanted.url)} is not a GGUF file: the server sent {came}")
 
 
 def _checked(wanted: Wanted, part: Path) -> str:
@@ -334,13 +340,12 @@ def _checked(wanted: Wanted, part: Path) -> str:
         told = f"expected sha256 {wanted.sha256 or 'any'}, found {digest}"
         if (wanted.size or size) != size:
             told = f"expected {wanted.size} bytes, found {size}"
-        raise ConfigError(f"{shown(wanted.url)} is not what it should be ({told}); it was thrown away")
+        raise ConfigError(f"{display_source(wanted.url)} is not the expected file ({told}); it was deleted")
     try:
-        read_outline(part)
+        check_gguf(part, display_source(wanted.url))
     except ConfigError as error:
         part.unlink()
-        words = str(error).removeprefix(f"{part} is not a GGUF file: ")
-        raise ConfigError(f"{shown(wanted.url)} is not a valid GGUF file: {words}; it was thrown away") from error
+        raise ConfigError(f"{error}; it was deleted") from error
     return digest
 
 
@@ -363,9 +368,12 @@ def _keep(place: Path, kept: Kept) -> None:
 
 def _address(url: str) -> str:
     """A digest of the address without its login: a password is short enough to be guessed from a digest."""
+    return hashlib.sha256(_without_login(url).encode()).hexdigest()
+
+
+def _without_login(url: str) -> str:
     parts = urlsplit(url)
-    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-    return hashlib.sha256(bare.encode()).hexdigest()
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def place_of(url: str, folder: Path) -> Path:
@@ -374,22 +382,22 @@ def place_of(url: str, folder: Path) -> Path:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError(f"{shown(url)} is not a valid address: {error}") from error
+        raise ConfigError(f"{display_source(url)} is not a valid address: {error}") from error
     names = [_safe(name) for name in unquote(parts.path).split("/") if name.strip(". ")]
     if not host or not names:
-        raise ConfigError(f"{shown(url)}: expected the address of a .gguf file")
+        raise ConfigError(f"{display_source(url)}: expected the address of a .gguf file")
     last = names[-1].removesuffix(".gguf")
     if parts.query:
         last += "-" + hashlib.sha256(parts.query.encode()).hexdigest()[:8]
     place = folder.joinpath(_safe(parts.netloc.rpartition("@")[2]), *names[:-1], f"{last}.gguf")
     if len(str(place)) > LONGEST_PLACE:
-        raise ConfigError(f"{shown(url)}: the address is too long for a path here")
+        raise ConfigError(f"{display_source(url)}: the address is too long for a path here")
     return place
 
 
 def _safe(name: str) -> str:
-    """A name for a file. The end of a long one stays, since it says which part of a model it is."""
+    """A valid file name. A long one keeps its end, which says which part of a model it is."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
     if len(safe) <= LONGEST_NAME:
         return safe
-    return f"{hashlib.sha256(safe.encode()).hexdigest()[:12]}-{safe[-(LONGEST_NAME - 40) :]}"
+    return f"{hashlib.sha256(safe.encode()).hexdigest()[:12]}-{safe[-KEPT_END:]}"

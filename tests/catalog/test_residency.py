@@ -75,7 +75,7 @@ def test_any_order_of_events_is_lived_through(asks: list[tuple[str, str]]) -> No
             world.feed(Removed(key))
         world.run(world.now + 0.4)
     world.run(world.now + 200)
-    # Those whose load was ended by a dismissal are told so.
+    # A dismissal aborts a load and refuses the requests that waited for it.
     assert all((ticket in world.admitted) != (ticket in world.refused) for _, ticket in tickets)
     assert all(not seat.running for seat in world.residency.seats.values())
 
@@ -187,7 +187,7 @@ def test_a_wish_and_a_dismissal() -> None:
     assert late in world.admitted
 
 
-def test_a_dismissal_ends_a_load_and_the_next_request_begins_another() -> None:
+def test_dismissal_aborts_a_load_and_the_next_request_starts_another() -> None:
     world = World({"a": 4}, 8)
     first = world.ask("a", 3)
     world.run(0.5)

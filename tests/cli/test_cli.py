@@ -34,7 +34,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """With a home of its own, where only the tokens of servers that other tests started are found."""
+    """A home of its own. It shares only the admin tokens of servers that other tests started."""
     run = folder / "home/run"
     run.parent.mkdir(exist_ok=True)
     if not run.is_symlink():

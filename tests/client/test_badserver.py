@@ -149,7 +149,7 @@ def test_nobody_waits_for_a_server_that_does_not_hang_up(server: BadServer) -> N
             assert isinstance([event async for event in events][-1], Finished)
 
     server.play([*cut(GREETING), "hang"])
-    # Their own limit is minutes.
+    # The clients' own timeout is minutes.
     with Client(server.url, protocol="chat") as client, client.stream("hello") as events:
         assert isinstance(list(events)[-1], Finished)
     asyncio.run(ask())

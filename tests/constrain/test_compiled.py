@@ -130,16 +130,16 @@ def test_a_reply_whose_masks_take_too_long_is_failed(monkeypatch: pytest.MonkeyP
 
 
 BRANCHING = Regex("|".join(f"(.*{letter}.{{{20 + at}}})" for at, letter in enumerate("abc")))
-"""Almost every text leads to a state of its own."""
+"""Almost every text leads to a different state."""
 
 
 def follow_random_text(guide: Guide, count: int) -> None:
-    chance = random.Random(1)
+    rng = random.Random(1)
     for _ in range(count):
-        guide.take(chance.choice([token for token in b"abcdefgh" if guide.allowed(END + 1)[token]]))
+        guide.take(rng.choice([token for token in b"abcdefgh" if guide.allowed(END + 1)[token]]))
 
 
-def test_grammar_that_becomes_too_complex_is_the_callers_mistake_and_spoils_no_later_reply() -> None:
+def test_grammar_that_becomes_too_complex_is_refused_and_works_for_the_next_reply() -> None:
     made, kept = shaped("hermes", constraint=BRANCHING), grammars()
     with pytest.raises(InvalidSchema, match="too many states") as raised:
         follow_random_text(kept.guide(made.grammar, "guided_regex"), 200_000)
@@ -147,13 +147,13 @@ def test_grammar_that_becomes_too_complex_is_the_callers_mistake_and_spoils_no_l
     follow_random_text(kept.guide(made.grammar, "guided_regex"), 50)
 
 
-def test_ambiguous_grammar_fails_its_reply_before_it_has_held_up_others() -> None:
+def test_ambiguous_grammar_fails_its_reply_within_its_time_limit() -> None:
     made = shaped("hermes", constraint=Grammar('start: s\ns: s s | s s s | /[a-z]/ | " " | ""'))
     guide = grammars().guide(made.grammar, made.param)
     begun = time.thread_time()
     with pytest.raises(InvalidSchema, match="too complex"):
         walk_through(guide, "the reply goes on and on" * 100)
-    # Reading every token again costs more and more: taking them counts as well as masks do.
+    # Each token costs more than the one before: taking tokens counts like computing masks.
     assert time.thread_time() - begun < 2 * compiled.SPARE_SECONDS + guide.tokens * compiled.TOKEN_SECONDS
 
 
@@ -166,7 +166,7 @@ def test_reply_is_one_of_many_choices(count: int) -> None:
     assert not guide.lets(tokens("x"))
 
 
-def test_empty_choice_is_a_choice() -> None:
+def test_empty_text_is_a_valid_choice() -> None:
     for choices in (("",), ("", "a")):
         made = shaped("hermes", constraint=OneOf(choices))
         guide = grammars().guide(made.grammar, made.param)

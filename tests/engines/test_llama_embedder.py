@@ -153,7 +153,7 @@ def test_who_leaves_frees(with_minilm: Run) -> None:
         await engine.embed(["warm"])
         embedder = engine.embedder
         assert embedder is not None
-        # Minutes of work.
+        # This would take minutes.
         tasks = [asyncio.create_task(engine.embed(["word " * 400] * 400)) for _ in range(3)]
         while not embedder.seats:  # noqa: ASYNC110 (another thread takes them)
             await asyncio.sleep(0.01)

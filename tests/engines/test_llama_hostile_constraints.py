@@ -1,4 +1,4 @@
-"""Hostile schemas and grammars against a real model: each costs its own request, and no other."""
+"""Hostile schemas and grammars with a real model: each fails its own request, and no other."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def hostile(patterns: int) -> GenerationRequest:
     return chat("Hi.", constraint=JsonSchema(schema), principal="mallory")
 
 
-def test_schemas_that_take_too_long_are_refused_and_others_are_answered(with_engine: Run) -> None:
+def test_schemas_that_take_too_long_are_refused_and_other_requests_are_answered(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         await collect(engine, chat("Roll!", tools=(ROLL,), max_tokens=2))
         tasks = [asyncio.create_task(collect(engine, hostile(count))) for count in range(40, 46)]
@@ -54,8 +54,8 @@ def test_schemas_that_take_too_long_are_refused_and_others_are_answered(with_eng
     with_engine(test)
 
 
-def test_grammar_that_becomes_too_complex_in_mid_reply_is_the_callers_mistake(with_engine: Run) -> None:
-    # Every letter may be the one that is followed by 200 others: the automaton outgrows its limits after a few tokens.
+def test_grammar_that_becomes_too_complex_in_mid_reply_is_an_invalid_schema(with_engine: Run) -> None:
+    # Any letter may be the one that 200 others follow: the automaton exceeds its limits after a few tokens.
     asked = chat("Go on.", constraint=Regex("(.*[a-m].{200}x)"), sampling=Sampling(temperature=0), max_tokens=60)
     said: list[Event] = []
 
@@ -64,7 +64,7 @@ def test_grammar_that_becomes_too_complex_in_mid_reply_is_the_callers_mistake(wi
             said.extend(events)
 
     async def test(engine: LlamaEngine) -> None:
-        with pytest.raises(InvalidSchema, match="cannot be kept to this any further"):
+        with pytest.raises(InvalidSchema, match="can no longer be constrained"):
             await follow(engine)
         assert len(said) >= 2
         assert len((await collect(engine, completion(max_tokens=4))).tokens) == 4

@@ -34,7 +34,7 @@ def test_defaults_come_from_the_model_file_then_from_us() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "1e-40", "-1", "nan", "inf", "1e308"])
-def test_model_file_with_values_out_of_bounds_is_ignored(value: str) -> None:
+def test_values_out_of_bounds_in_a_model_file_are_ignored(value: str) -> None:
     keys = sampling.METADATA_KEYS.values()
     found = sampling.defaults(dict.fromkeys(keys, value))
     assert found.repetition_penalty == 1

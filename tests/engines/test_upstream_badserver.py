@@ -89,7 +89,7 @@ def test_what_one_server_sends_holds_nobody_else_up(server: BadServer) -> None:
     server.play([head(content_encoding="gzip", transfer_encoding="chunked"), chunk(zipped(b" " * 300_000_000)), LAST])
 
     async def longest_turn() -> float:
-        """CPU seconds that one turn of the event loop took: what other processes compute does not count."""
+        """CPU seconds of the longest turn of the event loop. CPU time does not depend on other processes."""
         longest = 0.0
         asking = asyncio.create_task(asked_all(upstream_app(server.url), [{}]))
         while not asking.done():

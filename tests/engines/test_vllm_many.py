@@ -55,7 +55,7 @@ def test_each_of_512_streams_can_be_left() -> None:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert [text_of(each) for each in said[256:] if each is not None] == [numbers(30)] * 156
-        # All of them are gone, or this one would wait for a place, half a minute.
+        # All of them have ended. Otherwise this one would wait for a slot for half a minute.
         assert text_of(await asyncio.wait_for(events(made, chat("count 3")), 20)) == numbers(3)
         assert made.kv_used is not None
         assert made._child is not None

@@ -1,4 +1,4 @@
-"""Traps that notice an access: a socket that nobody may connect to, and a folder whose files nobody may open."""
+"""A socket that counts connections and a folder that reports opened files, for tests where neither may happen."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ class CanarySocket:
         self.port: int = self._listener.getsockname()[1]
 
     def connections(self) -> int:
-        """How many came since the last call. The system accepts them by itself, so none is missed."""
+        """The number of connections since the last call. The kernel queues them, so none is missed."""
         count = 0
         while True:
             try:
@@ -33,7 +33,7 @@ class CanarySocket:
 
 
 class CanaryFolder:
-    """Linux tells of every file in it that a process opens or reads (inotify)."""
+    """Records every file in the folder that a process opens or reads (inotify, Linux only)."""
 
     def __init__(self, folder: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)

@@ -13,7 +13,7 @@ PROCESSES = ["1", "2"]
 
 @dataclass
 class Guarded:
-    """A server that takes keys of every kind, and who makes them."""
+    """A server that accepts every kind of key, and the authority that makes them."""
 
     running: Running
     authority: Authority

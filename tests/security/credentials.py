@@ -1,7 +1,6 @@
-"""Every kind of credential that a caller may present, with what it must be allowed to do.
+"""Every kind of credential that a caller may present, with the scopes that it must grant.
 
-The rules are written down here once more, independently of the server: a credential grants a set of scopes, or None
-where it is not valid.
+The expectations do not use the server's code: a credential grants a set of scopes, or None if it is not valid.
 """
 
 import base64
@@ -25,7 +24,7 @@ STATIC = "sk-static-5d1f0c7ab3"
 ISSUER, AUDIENCE = "https://id.example", "dragoman"
 SCOPES = frozenset(get_args(RouteScope))
 OPERATOR = frozenset({"stats", "admin"})
-"""Scopes that a key has only where it was made with them."""
+"""Scopes that a key has only if it was created with them."""
 USUAL = SCOPES - OPERATOR
 
 
@@ -37,7 +36,7 @@ class Credential:
     """None: it is not valid."""
     query: bytes = b""
     secret: bytes = b""
-    """What must never appear in an answer."""
+    """Text that must never appear in an answer."""
 
 
 class Authority:
@@ -79,7 +78,7 @@ class Authority:
         return f"{_part({'alg': algorithm, 'typ': 'JWT'})}.{_part(self.claims())}."
 
     def confused_token(self) -> str:
-        """Signed with HMAC, and with the public key as the secret."""
+        """Signed with HMAC, with the public key as the secret."""
         signed = f"{_part({'alg': 'HS256', 'typ': 'JWT'})}.{_part(self.claims())}"
         mac = hmac.new(self.public_pem.strip(), signed.encode(), hashlib.sha256).digest()
         return f"{signed}.{base64.urlsafe_b64encode(mac).rstrip(b'=').decode()}"

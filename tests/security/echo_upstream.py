@@ -1,14 +1,14 @@
-"""A server behind ours that tells back the credentials it was given, in every way that an error can be told.
+"""An upstream server that repeats the credentials it was sent, in every form of error.
 
-What the last message of a request says decides the answer:
+The last message of a request selects the answer:
 
     "status N"   an error of that status, whose message has the request's credentials in it
-    "stream"     a stream that begins well and then tells such an error
+    "stream"     a stream that begins well and then has such an error
     "garbage"    a reply that is not JSON, with the credentials in it
     "redirect"   a redirect to an address with the credentials in it
     other        a reply without credentials
 
-It is also a collector of traces: it keeps what is sent to /v1/traces.
+It also collects traces: it keeps what is sent to /v1/traces.
 """
 
 import base64
@@ -26,7 +26,7 @@ class EchoUpstream(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.credentials: list[str] = []
-        """What requests brought in their headers."""
+        """The credentials in the headers of requests."""
         self.traces = bytearray()
 
     @property
@@ -66,25 +66,27 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(words)
 
     def _answer(self, words: str) -> None:
-        told = self._credentials()
+        secrets = self._credentials()
         match words.split():
             case ["status", status]:
-                self._reply(int(status), {"error": {"message": f"bad header: {told}", "type": told, "code": told}})
+                self._reply(
+                    int(status), {"error": {"message": f"bad header: {secrets}", "type": secrets, "code": secrets}}
+                )
             case ["stream"]:
                 piece = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "one"}}]}
-                failure = {"error": {"message": f"bad header: {told}", "code": 400}}
+                failure = {"error": {"message": f"bad header: {secrets}", "code": 400}}
                 frames = [f"data: {json.dumps(part)}\n\n" for part in (piece, failure)]
                 self._send(200, "".join(frames).encode(), "text/event-stream")
             case ["garbage"]:
-                self._send(200, f"<html>{told}</html>".encode(), "text/html")
+                self._send(200, f"<html>{secrets}</html>".encode(), "text/html")
             case ["redirect"]:
-                self._send(302, b"", "text/html", location=f"http://127.0.0.1:{self.server.port}/{told}")
+                self._send(302, b"", "text/html", location=f"http://127.0.0.1:{self.server.port}/{secrets}")
             case _:
                 message = {"role": "assistant", "content": "fine"}
                 self._reply(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
 
     def _credentials(self) -> str:
-        """As they came, and what is in them."""
+        """The credentials as sent, and decoded."""
         given = [value for name, value in self.headers.items() if name.lower() in ("authorization", "x-api-key")]
         logins = [value.removeprefix("Basic ") for value in given if value.startswith("Basic ")]
         plain = [base64.b64decode(login).decode() for login in logins]
@@ -102,4 +104,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Nothing: the tests print what is wrong."""
+        """Log nothing: the tests print failures."""

@@ -1,4 +1,4 @@
-"""A small HTTP client for many odd requests: it sends exactly the bytes given and pipelines them on one connection.
+"""A small HTTP client for malformed requests: it sends exactly the given bytes and pipelines requests.
 
 Rules
 1. `send_all` returns one answer per request, in order. A connection that the server closes is opened again, and the

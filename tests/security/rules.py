@@ -1,4 +1,4 @@
-"""What the server promises of each route, written down independently of its code.
+"""The expected answers of each route, written independently of the server's code.
 
     answer := 401  the credential is not valid, whatever is at the path
             | 403  the credential lacks the scope of the route
@@ -79,7 +79,7 @@ def allowed_statuses(method: str, path: str, credential: Credential) -> set[int]
         return {403}
     if asked not in rule.answers:
         return {405}
-    # Another name below a route's prefix may be anything to that route, but its credential was right.
+    # The credential is right, and the route decides about other names below its prefix.
     return {rule.answers[asked]} if is_exact else {200, 400, 404}
 
 

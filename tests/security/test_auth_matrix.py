@@ -1,4 +1,4 @@
-"""Every route, method, spelling of its path and kind of credential, against the rules of `rules`."""
+"""Every route, method, spelling of a path and kind of credential, compared with the rules in `rules`."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ OPENAI_ERROR = {"message", "type", "param", "code"}
 
 
 def spellings(path: str) -> Iterable[bytes]:
-    """Other ways to write a path: some that mean the same to a server, some that only a careless one takes for it."""
+    """Other ways to write a path: some are equivalent, some only a careless server treats as equivalent."""
     plain = path.encode()
     first, _, rest = plain.removeprefix(b"/").partition(b"/")
     last = plain.rpartition(b"/")[2]
@@ -101,7 +101,7 @@ def case(method: str, target: bytes, credential: Credential) -> Case:
 
 
 def send_all(running: Running, requests: Sequence[Request]) -> list[Answer]:
-    """Over a few connections at once; the answers are in the order of the requests."""
+    """Send over a few connections at once; the answers are in the order of the requests."""
     step = -(-len(requests) // CONNECTIONS)
     parts = [requests[start : start + step] for start in range(0, len(requests), step)]
 
@@ -114,7 +114,7 @@ def send_all(running: Running, requests: Sequence[Request]) -> list[Answer]:
 
 
 def mistakes(running: Running, cases: Sequence[Case]) -> list[str]:
-    """What is wrong with the answers, one line each."""
+    """The wrong answers, one line each."""
     answers = send_all(running, [request for request, _ in cases])
     return [
         f"{request.method} {request.target[:80]!r} with {credential.name}: {wrong}"
@@ -131,11 +131,11 @@ def mistake(request: Request, credential: Credential, answer: Answer) -> str:
     if credential.secret and credential.secret in answer.head + answer.body:
         return "the answer contains the secret"
     if answer.status >= 400 and request.method != "HEAD":
-        return misshapen(path, answer)
+        return wrong_format(path, answer)
     return ""
 
 
-def misshapen(path: str, answer: Answer) -> str:
+def wrong_format(path: str, answer: Answer) -> str:
     body = answer.json()
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         is_right = set(body) == {"type", "error", "request_id"} and set(body["error"]) == {"type", "message"}

@@ -1,4 +1,4 @@
-"""Who owns what when keys change, and who is an operator where no key is configured."""
+"""Ownership of responses when keys change, and operator routes where no key is configured."""
 
 import json
 from itertools import product

@@ -1,4 +1,4 @@
-"""No secret in any output: canary strings stand in for every kind of secret, and all output is searched for them.
+"""No secret appears in any output: each kind of secret is a known string, and all output is searched for it.
 
 Output is: answers, logs at debug level, the event log, traces, metrics, command lines, the files of the state folder,
 and what the commands print.
@@ -35,13 +35,13 @@ HUB = "hf_canaryhub0123456789abcdef"
 JWT_SECRET = "canary-jwt-secret-of-more-than-thirty-two-bytes-9d"
 PROMPT = "canary-prompt-b2c4"
 ECHOES = (*(f"status {status}" for status in (400, 401, 404, 413, 422, 429, 500, 503)), "stream", "garbage", "redirect")
-"""What the server behind ours is asked to do with its credentials."""
+"""Forms in which the upstream server repeats its credentials."""
 PATHS = ("/v1/models/{}", "/v1/{}", "/{}", "/v1/responses/{}", "/admin/models/{}/load", "/v1/models?api_key={}")
 
 
 @dataclass
 class Watched:
-    """A server with canaries, and everything that it put out."""
+    """A server with known secrets, and all its output."""
 
     running: Running
     folder: Path
@@ -57,7 +57,7 @@ class Watched:
         return answer
 
     def outputs(self) -> dict[str, bytes]:
-        """All that was put out so far, by where."""
+        """All output so far, by its place."""
         files = {str(file): file.read_bytes() for file in (self.folder / "home").rglob("*") if file.is_file()}
         found = {
             "log": self.running.log.read_bytes(),
@@ -93,7 +93,7 @@ def model_for(said: str) -> str:
 
 
 def upstreams(port: int) -> dict[str, dict[str, Any]]:
-    """Models of other servers, by name. Each fails in one way only: a server that failed is not asked again at once."""
+    """Upstream models by name. Each fails in one way only: after a failure a server is not asked again at once."""
     at = f"127.0.0.1:{port}"
     usual = {"engine": "upstream", "protocol": "chat", "health_seconds": 0}
     keyed = usual | {"url": f"http://{at}", "key_env": "UPSTREAM_KEY"}
@@ -140,7 +140,7 @@ def assert_nowhere(secrets: set[str], outputs: dict[str, bytes]) -> None:
 
 
 def requests_with_keys(watched: Watched) -> None:
-    """Keys where they belong, and where callers put them by mistake."""
+    """Send keys in the right header, and in places where callers put them by mistake."""
     for key in sorted(watched.secrets):
         for sent in (key, other_last_byte(key)):
             watched.send("GET", "/v1/models", sent)
@@ -154,7 +154,7 @@ def requests_with_keys(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("said", ECHOES)
-def test_upstream_credentials_that_are_echoed_reach_neither_caller_nor_log(watched: Watched, said: str) -> None:
+def test_credentials_repeated_by_an_upstream_reach_neither_caller_nor_log(watched: Watched, said: str) -> None:
     before = len(watched.upstream.credentials)
     for name in upstreams(0):
         if name.endswith(model_for(said)):
@@ -220,7 +220,7 @@ def test_prompts_and_replies_are_in_no_log(watched: Watched) -> None:
     assert_nowhere({PROMPT}, watched.outputs() | pages)
 
 
-def test_a_crashed_worker_puts_no_secret_out(watched: Watched) -> None:
+def test_crashed_worker_reveals_no_secret(watched: Watched) -> None:
     answer = watched.send("POST", CHAT, json={"model": "crashing", "messages": says(PROMPT)})
     assert answer.status_code == 502
     for pid in watched.running.workers():
@@ -252,7 +252,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_a_mistake_in_the_configuration_is_told_without_secrets(
+def test_configuration_errors_contain_no_secret(
     tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "dragoman.yaml"
@@ -265,11 +265,11 @@ def test_a_mistake_in_the_configuration_is_told_without_secrets(
     assert_nowhere({STATIC, LOGIN, UPSTREAM, ENVIRONMENT}, {"output": printed.encode()})
 
 
-def test_a_reload_with_a_mistake_tells_no_secret(watched: Watched) -> None:
+def test_failed_reload_reveals_no_secret(watched: Watched) -> None:
     file = watched.folder / "dragoman.json"
     before = file.read_text()
     try:
-        # In a file of JSON a tab is no mistake.
+        # In JSON a tab is valid.
         for text in (text for text in WRONG.values() if "\t" not in text):
             file.write_text(text)
             assert watched.send("POST", "/admin/reload").status_code == 400

@@ -1,4 +1,4 @@
-"""The server fetches nothing and opens nothing because a caller names it.
+"""The server never fetches an address or opens a file that a request names.
 
 No request field is an address that the server itself calls, or a path that it opens. A listening socket and a watched
 folder prove it for addresses and names in every field that takes some.
@@ -62,7 +62,7 @@ def trapped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def addresses(port: int, outside: Path) -> list[str]:
-    """Ways to write an address on this machine, in its network, or of something else than a web page."""
+    """Addresses of this machine, of its network, and of schemes other than http."""
     path = f":{port}/image.png"
     hosts = [
         *("127.0.0.1", "localhost", "LOCALHOST.", "127.1", "0", "0.0.0.0", "2130706433", "0x7f000001", "0177.0.0.1"),
@@ -102,7 +102,7 @@ def addresses(port: int, outside: Path) -> list[str]:
 
 
 def requests_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every field that takes an address, or did so in a comparable server."""
+    """A request for every field that takes an address here or in comparable servers."""
     for model in ("echo", "behind"):
         image = {"type": "image_url", "image_url": {"url": address}}
         yield CHAT, {"model": model, "messages": [{"role": "user", "content": [image]}]}
@@ -126,7 +126,7 @@ def requests_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "/v1/rerank", {"model": "echo", "query": "x", "documents": [address, {"image": address}]}
 
 
-def test_addresses_of_callers_are_never_called(trapped: Trapped) -> None:
+def test_addresses_in_requests_are_never_fetched(trapped: Trapped) -> None:
     assert trapped.sock.connections() == 0
     for address in addresses(trapped.sock.port, trapped.outside):
         for path, body in requests_with(address):
@@ -145,7 +145,7 @@ def test_image_addresses_are_refused_with_the_path_of_the_field(trapped: Trapped
 
 
 def names(port: int, outside: Path) -> list[str]:
-    """Names that a careless server takes for a file, an address or a pattern."""
+    """Names that a careless server treats as a file, an address or a pattern."""
     file = str(outside / "secret.gguf")
     up = "/".join([".."] * 12)
     return [
@@ -222,7 +222,7 @@ def test_names_in_paths_open_nothing(trapped: Trapped) -> None:
                 sent = [Request("GET", target) for target in shown]
                 sent.append(Request("POST", b"/admin/models/%b/load" % written, body=b"{}"))
                 for request, answer in zip(sent, client.send_all(sent), strict=True):
-                    # Where a caller without a key is no operator, it does not get as far as the name.
+                    # A caller who is not an operator is refused before the name is looked up.
                     assert answer.status in (400, 401, 403, 404), (request.target, answer)
                     assert SECRET.encode() not in answer.body
             trapped.assert_untouched()
@@ -249,7 +249,7 @@ def test_names_of_responses_items_and_templates_open_nothing(trapped: Trapped) -
         trapped.assert_untouched()
 
 
-def test_the_traps_notice(trapped: Trapped) -> None:
+def test_canaries_notice_accesses(trapped: Trapped) -> None:
     socket.create_connection(("127.0.0.1", trapped.sock.port)).close()
     os.close(os.open(trapped.outside / "secret.gguf", os.O_RDONLY))
     assert trapped.sock.connections() == 1

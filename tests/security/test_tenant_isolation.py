@@ -1,7 +1,7 @@
 """No principal sees what belongs to another, nor learns whether it exists.
 
-Random schedules of requests by several principals run against a real server. A model of who owns what says what each
-request must be answered; every text of a principal carries a mark that no other principal may ever receive.
+Random schedules of requests by several principals run against a real server. A model of ownership predicts the answer
+to each request. Every text of a principal carries a mark that no other principal may receive.
 """
 
 import re
@@ -92,7 +92,7 @@ ACTIONS = st.lists(
 
 
 def test_random_schedules_of_tenants(tenants: list[Tenant]) -> None:
-    # A failing schedule is not made smaller: that takes thousands of requests.
+    # Hypothesis does not shrink a failing schedule: that takes thousands of requests.
     @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
     @given(ACTIONS)
     def schedule(actions: list[tuple[str, int, int]]) -> None:
@@ -104,7 +104,7 @@ def test_random_schedules_of_tenants(tenants: list[Tenant]) -> None:
 
 
 def take(world: World, action: str, tenant: Tenant, what: int) -> None:
-    """One request, whose answer is compared with what the tenant may know."""
+    """Send one request and compare the answer with what the tenant may know."""
     if action == "create" or not world.stored:
         remember(world, tenant, ask(tenant))
         return
@@ -124,7 +124,7 @@ def take(world: World, action: str, tenant: Tenant, what: int) -> None:
         assert answer.status_code == 200, answer.text
     if is_own and action == "delete":
         chosen.is_deleted = True
-        # A response that continues it has items of its own, but refers to nothing of it.
+        # Responses that continue it have their own copies of its items.
         assert tenant.client.get(f"{RESPONSES}/{chosen.id}").status_code == 404
     assert set(MARK.findall(answer.text)) <= {tenant.principal}, answer.text
 
@@ -165,14 +165,14 @@ def remember(world: World, tenant: Tenant, answer: httpx.Response) -> None:
 
 
 def shape(answer: httpx.Response, *ids: str) -> tuple[int, list[str], str]:
-    """All of an answer but for the ids that were asked for."""
+    """The answer without the requested ids."""
     text = answer.text
     for known in ids:
         text = text.replace(known, "ID")
     return answer.status_code, sorted(answer.headers), text
 
 
-def test_time_to_refuse_does_not_tell_whether_a_response_exists(tenants: list[Tenant]) -> None:
+def test_time_of_a_404_does_not_reveal_whether_a_response_exists(tenants: list[Tenant]) -> None:
     anna, bob = tenants[1], tenants[3]
     known = ask(anna, input="mark-anna-" + "long " * 20_000).json()["id"]
     taken: dict[str, list[float]] = {known: [], MISSING: []}
@@ -227,12 +227,12 @@ def test_models_outside_the_scope_of_a_key_are_hidden_or_refused(guarded: Guarde
 
 
 @pytest.mark.timeout(300)
-def test_cached_tokens_tell_of_another_principals_prompt_unless_isolated(tmp_path: Path, smollm2_path: Path) -> None:
+def test_cached_tokens_are_shared_between_principals_unless_isolated(tmp_path: Path, smollm2_path: Path) -> None:
     entry = {"source": str(smollm2_path), "context": 512, "slots": 2, "layout": "as-is"}
     models = {"shared": entry, "isolated": entry | {"isolate": True}}
     config = {"models": models, "api_keys": ["sk-anna", "sk-bob"], "keys": {"store": "keys.db"}}
     with serving(tmp_path, config, "--workers", "2") as running:
-        # The second request of anna shows that there is something to share.
+        # The second request of anna shows that the prompt is cached at all.
         [of_none, of_another, of_own] = cached_tokens(running, "shared", ["sk-anna", "sk-bob", "sk-anna"])
         assert of_none == 0 < of_another
         assert of_own > 0
@@ -241,7 +241,7 @@ def test_cached_tokens_tell_of_another_principals_prompt_unless_isolated(tmp_pat
 
 
 def cached_tokens(running: Running, model: str, keys: list[str]) -> list[int]:
-    """For the same prompt with each of the keys, one after the other."""
+    """Cached tokens of the same prompt, sent with each key in turn."""
     said = [{"role": "user", "content": "The code of the safe is one two three four. " * 3}]
     found = []
     for key in keys:

@@ -25,7 +25,7 @@ def smol(smollm2: Running) -> Iterator[Asking]:
 
 TIGHT = {
     "echo": {"engine": "scripted", "slots": 1, "chunk": 1000},
-    # Ten minutes: a test that has to wait for the end of the reply does not pass.
+    # Ten minutes: a test that waits for the end of this reply fails.
     "slow": {"engine": "scripted", "slots": 1, "tokens_per_second": 20, "replies": [{"output": "tick" * 12_000}]},
     "slow-to-start": {"engine": "scripted", "slots": 1, "prefill_seconds": 600},
     "in-worker": {

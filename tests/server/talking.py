@@ -20,12 +20,12 @@ SMALLEST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {
 JSON_BODY = {"content-type": "application/json"}
 STREAM_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 PATIENCE = 60.0
-"""Seconds to wait for what must happen. A loaded machine may need many of them; success returns at once."""
+"""Seconds to wait for an expected event: many, because a loaded machine is slow."""
 
 
 @contextmanager
 def talking(running: Running, headers: Mapping[str, str] | None = None) -> Iterator[httpx.Client]:
-    """A client, as the operator where the server has no keys."""
+    """A client of the server. If the server has no keys, it sends the admin token."""
     given = running.operator | dict(headers or {})
     with httpx.Client(base_url=running.url, trust_env=False, timeout=PATIENCE, headers=given) as client:
         yield client
@@ -97,8 +97,8 @@ def raw(running: Running, data: bytes, quiet: float = 20.0) -> Answer:
 
 
 def read(sock: socket.socket, quiet: float = 20.0) -> Answer:
-    """Everything up to the end of the connection, or the first whole response and what follows it until `quiet`
-    seconds pass without data. With 0 the response alone."""
+    """Everything until the connection ends, or until a response is complete and `quiet` seconds pass without data.
+    With 0, one response."""
     received, closed = bytearray(), False
     try:
         while not (whole := _is_whole(received)) or quiet:
@@ -116,7 +116,7 @@ def read(sock: socket.socket, quiet: float = 20.0) -> Answer:
 
 
 def _is_whole(received: bytearray) -> bool:
-    """Whether a response has arrived completely, by its Content-Length or its last chunk."""
+    """Whether a response is complete, by its Content-Length or its last chunk."""
     end = received.find(b"\r\n\r\n")
     if end < 0:
         return False
@@ -150,7 +150,7 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool
 
 
 def under_way(running: Running, model: str, count: int = 1, waiting: int = 0) -> None:
-    """Wait until the model serves so many requests, and so many more wait for it."""
+    """Wait until the model serves `count` requests and `waiting` more wait for it."""
     with talking(running) as client:
 
         def counts() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The operator's routes where no keys are configured: what opens them, and the file that the commands read."""
+"""The operator's routes where no keys are configured: the admin token, and the file that has it."""
 
 import asyncio
 import json
@@ -38,15 +38,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def bare(running: Running) -> httpx.Client:
-    """Like a reverse proxy on this machine, which adds no header of its own."""
+def proxy_client(running: Running) -> httpx.Client:
+    """A client that sends no token, like a reverse proxy on this machine."""
     return httpx.Client(base_url=running.url, trust_env=False, timeout=60)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_connection_from_this_machine_is_not_enough(tmp_path: Path, home: Path, workers: str) -> None:
     config = {"models": {"one": {"engine": "scripted"}}}
-    with serving(tmp_path, config, "--workers", workers) as running, bare(running) as client:
+    with serving(tmp_path, config, "--workers", workers) as running, proxy_client(running) as client:
         for method, path in ROUTES:
             words = refused(client.request(method, path), 401)
             assert HEADER in words
@@ -55,7 +55,7 @@ def test_a_connection_from_this_machine_is_not_enough(tmp_path: Path, home: Path
             refused(client.get("/admin/models", headers={HEADER: wrong}), 401)
         assert client.get("/admin/models", headers=running.operator).status_code == 200
         assert client.post("/admin/reload", headers=running.operator).status_code == 200
-        # Whoever needs no key otherwise needs none as before.
+        # Other routes need no token.
         assert client.get("/v1/models").status_code == client.get("/stats").status_code == 200
         files = list((home / "run").iterdir())
         assert [stat.S_IMODE(file.stat().st_mode) for file in (home / "run", *files)] == [0o700, 0o600]
@@ -69,7 +69,7 @@ def test_a_connection_from_this_machine_is_not_enough(tmp_path: Path, home: Path
 @pytest.mark.parametrize("headers", [{}, {"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"}])
 @pytest.mark.parametrize("proxies", [(), ("127.0.0.1", "unix")])
 @pytest.mark.parametrize("client", [("127.0.0.1", 1), ("::1", 1), ("192.0.2.7", 1), None])
-def test_no_address_opens_them_and_the_token_does(
+def test_only_the_token_opens_operator_routes_whatever_the_address(
     proxies: tuple[str, ...], client: tuple[str, int] | None, headers: dict[str, str]
 ) -> None:
     async def scenario() -> tuple[int, int]:
@@ -84,7 +84,7 @@ def test_no_address_opens_them_and_the_token_does(
     assert asyncio.run(scenario()) == (401, 200)
 
 
-def test_the_token_is_of_no_use_where_keys_are_needed(tmp_path: Path) -> None:
+def test_token_is_refused_where_keys_are_configured(tmp_path: Path) -> None:
     settings = Settings(models_dir=(), api_keys=("sk-0123456789",))
 
     async def scenario() -> list[int]:
@@ -111,14 +111,14 @@ def command(home: Path, folder: Path, *arguments: str) -> "subprocess.CompletedP
     )
 
 
-def test_commands_of_the_same_user_need_nothing(tmp_path: Path, home: Path) -> None:
+def test_commands_of_the_same_user_find_the_token(tmp_path: Path, home: Path) -> None:
     with serving(tmp_path, {"models": {"one": {"engine": "scripted"}}}) as running:
         for url in (running.url, running.url.replace("127.0.0.1", "localhost")):
             done = command(home, tmp_path, "models", "load", "one", "--url", url)
             assert (done.returncode, done.stdout) == (0, "one: ready\n"), done.stderr
         denied = command(tmp_path / "other", tmp_path, "models", "load", "one", "--url", running.url)
         assert denied.returncode == 2
-        assert "ask as the user who runs it" in denied.stderr
+        assert "run this as the user who runs the server" in denied.stderr
 
 
 def test_commands_reach_a_server_at_a_socket(tmp_path: Path, home: Path) -> None:
@@ -158,7 +158,7 @@ def test_several_servers_have_files_of_their_own(file: TokenFile, home: Path) ->
     assert find_token("10.0.0.1", 8002) == "third"
     assert find_token("127.0.0.1", 8003) is None
     assert find_socket_token("./some.sock") == "fourth"
-    # A server that has come to the same address since keeps its own.
+    # A newer server at the same address keeps its own token.
     again = TokenFile("newer", "127.0.0.1", 8000, None)
     file.remove()
     assert find_token("127.0.0.1", 8000) == "newer"

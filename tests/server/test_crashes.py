@@ -35,7 +35,7 @@ def outcome(client: httpx.Client, name: str, stream: bool) -> str:
     return "told in a frame" if '"error"' in body.strip().splitlines()[-1] else "wrong"
 
 
-def test_killed_again_and_again_under_load_each_request_is_answered_or_told(tmp_path: Path) -> None:
+def test_each_request_gets_an_answer_or_an_error_while_a_worker_is_killed_repeatedly(tmp_path: Path) -> None:
     config = {"models": {"first": {"engine": "scripted"}, "victim": WORKER, "other": WORKER}}
     outcomes: dict[str, Counter[str]] = {"victim": Counter(), "other": Counter()}
     ended = threading.Event()

@@ -125,7 +125,7 @@ def test_a_stream_of_the_same_model_goes_on(server: Running, client: OpenAI) -> 
 def test_work_ends_when_its_client_leaves(server: Running, client: OpenAI) -> None:
     impatient = client.with_options(timeout=0.5)
     with pytest.raises(openai.APITimeoutError):
-        # Minutes of work.
+        # This would take minutes.
         impatient.embeddings.create(model="smollm2", input=["word " * 900] * 200)
     assert eventually(lambda: any(event.get("status") == 499 for event in server.events()))
     assert vectors(client, ["short"], "smollm2")

@@ -226,7 +226,7 @@ def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
     begin, seconds = Desk.begin, itertools.cycle((1, 60))
 
     def begin_with(self: Desk, number: int, settings: Settings) -> None:
-        """Every other one is stopped by this test; the others have time to start."""
+        """This test stops every other front end; the others get time to start."""
         monkeypatch.setattr(desk, "LISTEN_SECONDS", next(seconds))
         begin(self, number, settings)
 

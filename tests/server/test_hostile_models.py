@@ -8,13 +8,13 @@ from pathlib import Path
 from dragoman.gguf import read_outline
 from tests.server.talking import CHAT, ask, refused, talking, text_of
 from tests.serving import serving
-from tests.test_gguf import begun, sparse
+from tests.test_gguf import header, sparse
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def with_template(original: Path, target: Path, template: str) -> None:
-    """A copy of a model with another chat template, which takes the place of the longer one in the file."""
+    """Copy a model and replace its chat template by a shorter one."""
     shutil.copyfile(original, target)
     place = read_outline(original).places["tokenizer.chat_template"]
     with target.open("r+b") as file:
@@ -23,11 +23,11 @@ def with_template(original: Path, target: Path, template: str) -> None:
         file.write(template.encode().ljust(length))
 
 
-def test_a_template_that_computes_for_ever_fails_its_model_alone(tmp_path: Path, smollm2_path: Path) -> None:
+def test_endless_template_fails_only_its_own_model(tmp_path: Path, smollm2_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     with_template(smollm2_path, folder / "endless.gguf", ENDLESS)
-    sparse(folder / "sparse.gguf", begun(1 << 40))
+    sparse(folder / "sparse.gguf", header(1 << 40))
     os.mkfifo(folder / "pipe.gguf")
     (folder / "again").symlink_to(folder)
     config = {

@@ -302,7 +302,7 @@ def test_compressed_body(tight: Running, path: str, coding: str) -> None:
 
 
 def dribble(running: Running, first: bytes, rest: bytes) -> tuple[httpx.Response, float]:
-    """What is answered to a request whose end comes byte by byte and never completely, and after how long."""
+    """Send the end of a request byte by byte, never all of it; returns the answer and the seconds until it came."""
     begun = time.monotonic()
     with connect(running) as sock:
         sock.sendall(first)

@@ -9,8 +9,8 @@ LIMIT = 200
 REST = b"GET /next HTTP/1.1\r\n\r\n"
 
 
-def fed(reader: RequestHead, data: bytes, step: int) -> bytes:
-    """What follows the head, where the data comes in pieces of this size."""
+def feed(reader: RequestHead, data: bytes, step: int) -> bytes:
+    """Feed the data in pieces of `step` bytes; returns what follows the head."""
     for at in range(0, len(data), step):
         rest = reader.feed(data[at : at + step])
         if reader.is_complete:
@@ -27,7 +27,7 @@ STEPS = pytest.mark.parametrize("step", [1, 2, 3, 7, 10_000])
 def test_head_ends_at_its_empty_line(before: bytes, rest: bytes, step: int) -> None:
     head = RequestHead(LIMIT)
     data = b"POST /a?b HTTP/1.1\r\nHost: x\r\nContent-Length: 7\r\nExpect: 100-Continue\r\n\r\n"
-    assert fed(head, before + data + rest, step) == rest
+    assert feed(head, before + data + rest, step) == rest
     assert head.is_complete
     assert (head.method, head.url, head.version) == ("POST", b"/a?b", "1.1")
     assert head.headers == [(b"host", b"x"), (b"content-length", b"7"), (b"expect", b"100-Continue")]
@@ -48,7 +48,7 @@ UPGRADES = {
 @pytest.mark.parametrize("data", UPGRADES.values(), ids=UPGRADES.keys())
 def test_upgrade_is_an_ordinary_head(data: bytes, step: int) -> None:
     head = RequestHead(LIMIT)
-    assert fed(head, data + b"\r\n" + REST, step) == REST
+    assert feed(head, data + b"\r\n" + REST, step) == REST
     assert head.is_complete
 
 
@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[bytes, type[DragomanError]]] = {
 @pytest.mark.parametrize(("data", "error"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused_head(data: bytes, error: type[DragomanError], step: int) -> None:
     with pytest.raises(error):
-        fed(RequestHead(LIMIT), data, step)
+        feed(RequestHead(LIMIT), data, step)
 
 
 def read(body: FixedBody | ChunkedBody, data: bytes, step: int) -> tuple[bytes, bytes | None]:

@@ -232,7 +232,7 @@ def test_what_was_cancelled_or_failed_is_settled(keyed: Running, make: Make) -> 
 
 
 async def _at_once(running: Running, key: str, count: int) -> tuple[list[httpx.Response], int]:
-    """The refusals among so many requests for replies that take minutes, and how many were admitted."""
+    """Send `count` requests for replies that take minutes; returns the refusals and the number admitted."""
     limits = httpx.Limits(max_connections=None)
     body = {"messages": HELLO, "model": "slow", "max_tokens": 50}
     headers = {"authorization": f"Bearer {key}"}
@@ -263,7 +263,7 @@ def test_two_hundred_at_once_never_exceed_a_limit(
     if "tokens_per_minute" not in limits:
         assert admitted == most
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in refusals)
-    # The next test counts from zero.
+    # The next test needs an idle model.
     with talking(keyed, {"x-api-key": STATIC}) as client:
         assert eventually(lambda: client.get("/stats").json()["models"]["slow"]["running"] == 0)
 

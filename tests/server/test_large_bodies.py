@@ -1,4 +1,4 @@
-"""Large bodies of small items: refused before they are decoded, or decoded within bounds, and the memory given back."""
+"""Large bodies of small items: refused before decoding or decoded in bounded memory, which is returned."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from tests.server.talking import CHAT, JSON_BODY, ask, refused, talking, text_of
 from tests.serving import Running, serving
 
 MIB = 1024
-"""In units of /proc."""
+"""In KiB, the unit of /proc."""
 SCRIPTED = {"models": {"s": {"engine": "scripted"}}}
 
 
@@ -33,12 +33,12 @@ def post_at_once(running: Running, path: str, body: bytes, count: int = 4) -> li
 def wait_for_memory(running: Running, before: int) -> None:
     deadline = time.monotonic() + 60
     while memory_kib(running, "VmRSS") > before + 50 * MIB:
-        assert time.monotonic() < deadline, "memory was not given back"
+        assert time.monotonic() < deadline, "memory was not returned"
         time.sleep(0.1)
 
 
 def body_of(item: bytes, count: int) -> bytes:
-    """A chat request with a field of many items, and one escape."""
+    """A chat request with many items in one field, and one escape in a string."""
     items = b",".join([item] * count)
     return b'{"messages":[{"role":"user","content":"hell\\u006f"}],"metadata":{"items":[' + items + b"]}}"
 
@@ -59,7 +59,7 @@ def test_too_many_elements_are_refused_without_decoding_them(tmp_path: Path, wor
 
 
 @pytest.mark.parametrize(("item", "count"), [(b'{"a":0}', 170_000), (b"[[]]", 110_000), (b'"abcd"', 1_200_000)])
-def test_memory_of_decoded_bodies_is_given_back(tmp_path: Path, item: bytes, count: int) -> None:
+def test_memory_of_decoded_bodies_is_returned(tmp_path: Path, item: bytes, count: int) -> None:
     with serving(tmp_path, SCRIPTED) as running, talking(running) as client:
         assert text_of(ask(client, CHAT)) == "hello"
         before = memory_kib(running, "VmRSS")

@@ -54,7 +54,7 @@ class TestLeaving:
         left = len(recorded(tight, 0, status=499, model="slow-to-start"))
         with sent(tight, CHAT, model="slow-to-start", stream=stream):
             under_way(tight, "slow-to-start")
-        # Its first token would come after ten minutes.
+        # The first token would come after ten minutes.
         with talking(tight) as client:
             assert eventually(lambda: client.get("/stats").json()["models"]["slow-to-start"]["running"] == 0)
         assert eventually(lambda: len(recorded(tight, 0, status=499, model="slow-to-start")) == left + 1)
@@ -107,7 +107,7 @@ class TestNotReading:
         return sock
 
     def is_held(self, running: Running, sock: socket.socket) -> bool:
-        """Whether the server still has its end of the connection."""
+        """Whether the server's end of the connection is still open."""
         here, there = f":{sock.getsockname()[1]:04X}", f":{running.port:04X}"
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         return any(row[1].endswith(there) and row[2].endswith(here) and row[3] == "01" for row in rows)

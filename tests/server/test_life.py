@@ -43,7 +43,7 @@ def gone(pid: int) -> bool:
 
 
 def refuses(running: Running) -> bool:
-    """Whether the server takes no more connections."""
+    """Whether the server refuses new connections."""
     try:
         connect(running).close()
     except ConnectionRefusedError:

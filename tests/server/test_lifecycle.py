@@ -185,8 +185,10 @@ def test_what_the_operator_wishes(tmp_path: Path) -> None:
         refused(client.post("/admin/models/first/unload", headers={"origin": "http://evil.example"}), 415)
 
 
-def test_unloading_ends_a_load_that_does_not_end(tmp_path: Path) -> None:
-    config = {"models": {"first": FIRST, "a": LIGHT | {"load_seconds": 3600}}, "limits": {"load_seconds": 600}}
+def test_unloading_aborts_a_load_that_does_not_end(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    config = {"models": {"first": FIRST, "a": LIGHT | {"hold": str(hold)}}, "limits": {"load_seconds": 600}}
     with serving(tmp_path, config) as running, talking(running) as client, many(running, 1) as pool:
         before = set(running.workers())
         waiting = pool.submit(asked, running, "a")

@@ -1,4 +1,4 @@
-"""Whose a request is: principals of keys and tokens, and what they own after a reload."""
+"""Principals of keys and tokens, and the responses they own after a reload."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def stored(client: httpx.Client, key: str) -> str:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_key_removed_by_a_reload_leaves_its_responses_to_no_other(tmp_path: Path, workers: str) -> None:
+def test_responses_of_a_removed_key_are_not_readable_with_another_key(tmp_path: Path, workers: str) -> None:
     config: dict[str, Any] = {"models": {"echo": {"engine": "scripted"}}, "models_dir": [], "api_keys": [FIRST, SECOND]}
     with serving(tmp_path, config, "--workers", workers) as running, talking(running) as client:
         of_first, of_second = stored(client, FIRST), stored(client, SECOND)
@@ -68,7 +68,7 @@ def test_the_principal_of_a_static_key_depends_on_the_key_alone(tmp_path: Path) 
         one.close()
 
 
-def test_what_a_static_key_has_used_is_remembered_though_its_position_changes(tmp_path: Path) -> None:
+def test_static_key_keeps_its_quota_when_its_position_changes(tmp_path: Path) -> None:
     keys = Keys(store=str(tmp_path / "keys.db"), limits=KeyLimits(requests_per_minute=5))
     before = Access(Settings(api_keys=(FIRST, SECOND), keys=keys))
     used = {key: before.caller(bearer(key)).quota for key in (FIRST, SECOND)}
@@ -80,7 +80,7 @@ def test_what_a_static_key_has_used_is_remembered_though_its_position_changes(tm
         after.close()
 
 
-def test_a_subject_of_a_token_is_not_the_user_of_the_store(tmp_path: Path) -> None:
+def test_principal_of_a_token_differs_from_that_of_a_stored_key(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET)
     secret, _ = KeyStore(tmp_path / "keys.db").create("anna")
     settings = Keys(store=str(tmp_path / "keys.db"), jwt=Jwt(algorithm="HS256", key_file=str(tmp_path / "secret")))
@@ -95,7 +95,7 @@ def test_a_subject_of_a_token_is_not_the_user_of_the_store(tmp_path: Path) -> No
         access.close()
 
 
-def test_a_new_key_for_an_old_name_is_pointed_out(
+def test_creating_another_key_for_a_name_prints_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
@@ -105,4 +105,4 @@ def test_a_new_key_for_an_old_name_is_pointed_out(
     (key,) = KeyStore(tmp_path / "keys.db").all()
     assert main(["keys", "revoke", key.id]) == 0
     assert main(["keys", "create", "anna"]) == 0
-    assert "user:anna has had a key before" in capsys.readouterr().err
+    assert "user:anna had a key before" in capsys.readouterr().err

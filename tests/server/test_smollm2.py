@@ -21,7 +21,7 @@ from tests.serving import free_port, serving
 
 STORY = "Write a very long story about a cat who goes to sea."
 TOKENS = 1000
-"""Asked for by clients that leave: on any machine they take seconds."""
+"""`max_tokens` of clients that leave: enough for several seconds on any machine."""
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def test_32_streams_at_once_say_what_each_says_alone(crowd: Asking) -> None:
 
 @pytest.fixture
 def freed(narrow: Asking) -> Iterator[Callable[[], None]]:
-    """Check that the only slot becomes free, and that the log names a request whose client left."""
+    """Check that the only slot becomes free, and that the event log has a request whose client left."""
 
     def left() -> int:
         return len(recorded(narrow.running, 0, status=499))

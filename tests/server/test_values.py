@@ -1,4 +1,4 @@
-"""Values at the edges, and values that would forge a log line: each gets a short answer, and leaves no trace."""
+"""Extreme, long and malicious values: each gets a short answer, and none forges a log line."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def test_repetition_penalty_out_of_bounds(client: httpx.Client, value: float) ->
 
 
 def test_smallest_repetition_penalty_and_all_biases_are_served(smollm2: Running) -> None:
-    """The model's logits stay numbers, and what a shape leaves open is chosen although every token is biased."""
+    """The logits stay finite, and a constrained reply is sampled although every token is biased."""
     biases = {str(token): -100 for token in range(1024)}
     fields: list[dict[str, Any]] = [
         {"repetition_penalty": 0.01, "presence_penalty": -2, "frequency_penalty": -2},

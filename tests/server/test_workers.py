@@ -178,7 +178,7 @@ def test_who_leaves_frees_the_slot_for_whoever_waits_at_the_other(pair: Running,
             waiting = pool.submit(ask, other, CHAT, model=model, max_tokens=1)
             assert eventually(lambda: other.get("/stats").json()["models"][model]["waiting"] == 1)
             assert not waiting.done()
-        # The other reply would take ten minutes.
+        # The first reply would take ten minutes.
         assert text_of(waiting.result()) == "tick"
         assert eventually(lambda: other.get("/stats").json()["models"][model]["running"] == 0)
 

@@ -66,12 +66,12 @@ def test_whatever_is_printed(
 
 SPACE = [" ", "\n", "\n\n", "\t", "    ", "\r\n", " \n", "a", "x ", "json\n", "python", "'", '"']
 LONG = [" " * 255, " " * 256, " " * 257, "\n" * 258, "a" * 255, "b" * 300]
-"""Around the lengths from which on white space and text are not kept any more."""
+"""Lengths around the limit up to which the reader keeps white space and text."""
 FENCES = [tick * length for tick in "`~" for length in range(1, 9)]
 
 
 def neighbours(syntax: ModelFormat) -> st.SearchStrategy[str]:
-    """Runs of backticks and tildes, markers and their beginnings, and white space, next to each other."""
+    """Runs of backticks and tildes, markers, prefixes of markers, and white space, next to each other."""
     markers = sorted({*syntax.markers, *filter(None, syntax._texts())}) or ["<think>"]
     beginnings = [marker[:end] for marker in markers for end in range(1, len(marker))]
     words = st.sampled_from

@@ -57,7 +57,7 @@ def test_text_lines_escape_control_characters() -> None:
     assert line == (r"WARNING dragoman.x: request for /a\nINFO dragoman: ready\r\x1b[2J\x9b31m\u202e\u2028" + "é")
 
 
-def test_no_line_of_a_traceback_passes_for_a_message() -> None:
+def test_lines_of_a_traceback_are_indented() -> None:
     try:
         raise ValueError(FORGED)
     except ValueError:
@@ -67,7 +67,7 @@ def test_no_line_of_a_traceback_passes_for_a_message() -> None:
     assert not set("\r\x1b\x9b\u202e\u2028") & set("".join(lines))
 
 
-def test_json_lines_escape_what_json_does_not() -> None:
+def test_json_lines_escape_all_control_characters() -> None:
     assert line("request for %s", FORGED)["message"] == f"request for {FORGED}"
     record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, "%s", (FORGED,), None)
     assert not set("\n\r\x1b\x9b\u202e\u2028") & set(JsonLines().format(record))

@@ -35,7 +35,7 @@ def test_two_deaths_refuse_the_same_request_from_any_caller() -> None:
     assert not is_refused(fatal, msgspec.structs.replace(ask("die"), max_tokens=3))
 
 
-def test_questions_are_the_same_whatever_their_number() -> None:
+def test_ids_of_questions_do_not_count() -> None:
     fatal = FatalRequests()
     fatal.note(Tokenize(1, "die", True))
     fatal.note(Tokenize(2, "die", True))

@@ -21,6 +21,8 @@ from dragoman.errors import ConfigError, ModelFailed
 
 log = logging.getLogger("dragoman.catalog")
 
+UNLOADED = "the model was unloaded while it was being loaded; try again"
+
 
 class Lifecycle:
     def __init__(self, budget: int | None, turn: float) -> None:
@@ -131,7 +133,7 @@ class Lifecycle:
             if load is not None:
                 self._loads[effect.key] = load
         elif isinstance(effect, told.Abort):
-            log.info("model %s: its load is ended: somebody asked for it to be unloaded", host.key)
+            log.info("model %s: loading is cancelled: an unload was requested", host.key)
             self._begin(self._abort(host))
         elif isinstance(effect, told.Unload):
             log.info("model %s: unloading: %s", host.key, effect.why)
@@ -145,7 +147,7 @@ class Lifecycle:
             self._loads.pop(effect.key, None)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """None where the server is stopping, and nothing is begun any more."""
+        """None while the server is stopping: no new work is begun."""
         if self._is_stopping:
             work.close()
             return None
@@ -173,11 +175,11 @@ class Lifecycle:
         await asyncio.to_thread(host.remember, size)
 
     async def _abort(self, host: Host) -> None:
-        """The load is cancelled, and its process killed."""
+        """Cancel the load and kill its process."""
         load = self._loads[host.key]
         load.cancel()
         await asyncio.wait([load])
-        # It may have come in the same moment.
+        # The load may have finished in the same moment.
         await host.end()
         self._feed(told.Unloaded(host.key))
 
@@ -203,11 +205,10 @@ class Lifecycle:
             words = f"it needs {shown_size(effect.need)}, and all models together may take"
             way_out = "raise memory, or lower its context or slots"
             host.fail(ConfigError(f"{words} {shown_size(self.budget or 0)}: {way_out}"))
-        dismissed = "the model was unloaded while it was being loaded; try again"
         for number in effect.tickets:
             ticket = self._tickets.pop(number)
             if not ticket.done():
-                refusal = ModelFailed(dismissed, retry_after=1) if effect.is_dismissed else host.refusal()
+                refusal = ModelFailed(UNLOADED, retry_after=1) if effect.is_dismissed else host.refusal()
                 ticket.set_exception(refusal)
 
     def _set_timer(self) -> None:

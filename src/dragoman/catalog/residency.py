@@ -12,8 +12,8 @@ Rules
    in any more, and what is asked of it waits, all together, for its next turn. One with nothing to do makes room after
    `LINGER` seconds already. Of several the one that was used least recently goes first.
 5. A model that nobody has used for its keep-alive time is unloaded.
-6. A model that is dismissed takes nobody in any more. If it is just being loaded, the load is ended, and those who
-   waited for it are refused.
+6. A dismissed model accepts no new requests. If it is still loading, the load is aborted and the waiting requests are
+   refused.
 7. A model that was removed serves those who have asked for it, then it goes.
 
 So with n models that need each other's memory nobody waits for more than n turns, loads and longest requests.
@@ -152,13 +152,13 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """End a load that has not ended; `Unloaded` tells when it has."""
+    """Cancel a load that is under way; `Unloaded` reports that it has ended."""
 
     key: str
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """`need`: it is more than there can ever be; None: it failed, or `is_dismissed`."""
+    """`need` exceeds the whole budget; None: the load failed, or the model `is_dismissed`."""
 
     key: str
     tickets: tuple[int, ...]

@@ -24,7 +24,7 @@ LOADING_SECONDS = 600
 UNIX = "unix:"
 LOCAL = "http://localhost"
 ADMIN = "/admin/"
-OWN = ", or, if it has no keys, ask as the user who runs it"
+OR_SAME_USER = ", or, if the server has no keys, run this as the user who runs the server"
 API = "/v1"
 """Where our own server has the routes that others may have elsewhere."""
 
@@ -41,7 +41,7 @@ class Server:
         name: str | None = None,
         token: str | None = None,
     ) -> None:
-        """`token` is for the operator's routes of a server of this user's, where that needs no keys."""
+        """`token` opens the `/admin` routes of a server without keys that the same user runs."""
         self.place = place
         self._where = where
         self._opener = opener
@@ -156,7 +156,7 @@ def _only(tls: Tls) -> ssl.SSLContext:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Our own server sends none, and another would get the key and the token."""
+    """Refuses redirects: they would send the key and the token to another server."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -204,7 +204,7 @@ def _words(error: urllib.error.HTTPError, path: str) -> str:
     """The status, and the server's own words where it has some that help."""
     said = f"{error.code} {error.reason}"
     if error.code == 401:
-        return f"{said}; give --api-key{OWN if path.startswith(ADMIN) else ''}"
+        return f"{said}; give --api-key{OR_SAME_USER if path.startswith(ADMIN) else ''}"
     try:
         return f"{said}: {json.loads(error.read())['error']['message']}"
     except (ValueError, KeyError, TypeError, OSError):

@@ -106,7 +106,7 @@ def create(arguments: argparse.Namespace) -> int:
         expires=None if arguments.days is None else time.time() + arguments.days * DAY,
     )
     if key.principal in known:
-        words = "has had a key before: the new one reaches the responses that are kept for it"
+        words = "had a key before; the new key can read the responses stored for that principal"
         print(f"dragoman: {key.principal} {words}", file=sys.stderr)
     print(json.dumps({"key": secret, **_shown(key)}, indent=2) if arguments.json else secret)
     return 0

@@ -16,7 +16,7 @@ from dragoman.cli.asking import Server
 from dragoman.cli.settings import settings_of
 from dragoman.config import ModelSpec, Settings
 from dragoman.config.quantities import shown_size
-from dragoman.download import shown
+from dragoman.download import display_source
 from dragoman.engines import engine_class
 from dragoman.engines.llama.layout import in_use
 from dragoman.errors import ConfigError
@@ -127,7 +127,7 @@ def _configured(spec: ModelSpec, name: str) -> Row:
         engine=spec.engine,
         format=known.format or (unread if known.writes else None),
         context=known.context,
-        source=None if spec.source is None else shown(spec.source),
+        source=None if spec.source is None else display_source(spec.source),
         layout=_layout(spec),
         state=known.file,
     )

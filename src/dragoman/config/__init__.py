@@ -69,7 +69,7 @@ T = TypeVar("T")
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_bytes: Count = 32 * 1024 * 1024
     body_elements: Count = 1_250_000
-    """Commas and colons of a JSON body; an array or object counts as five. Enough for 2,048 inputs of 512 token ids."""
+    """Of a JSON body: one for each comma and colon, five for each array and object (`protocols/json_elements`)."""
     header_bytes: Count = 32 * 1024
     body_seconds: Seconds = 30.0
     queue: Annotated[int, msgspec.Meta(ge=0)] = 64

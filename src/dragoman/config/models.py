@@ -22,7 +22,7 @@ from dragoman.config.file import File, kind
 from dragoman.config.paths import located
 from dragoman.config.quantities import duration
 from dragoman.config.replicas import Replicas
-from dragoman.conversation import Sampling
+from dragoman.conversation import RepetitionPenalty, Sampling
 from dragoman.engines import ENGINES, engine_class
 from dragoman.errors import ConfigError
 from dragoman.formats import named
@@ -45,7 +45,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
     min_p: Share | None = None
     seed: int | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     max_tokens: Count | None = None

@@ -12,10 +12,10 @@ numbers       bounds of numbers
 finite        schemas that no finite text can satisfy
 walk          where schemas stand inside schemas
 constraints   from a request to a compiled grammar: the cache, the turns of callers, the trial
-caller_turns  turns between callers
-trial_pool    the engine's side of trials
+caller_turns  limits on work at the same time, in total and for each caller
+trial_client  the engine's side of trials: starts the trial server and sends jobs to it
 trial_server  the process that forks one process per trial
-trial         what a trial does
+grammar_trial what a trial does, and its messages
 compiled      grammars over a model's vocabulary, and the masks they give
 kept          results for the next time
 check         what could not be enforced, looked at afterwards

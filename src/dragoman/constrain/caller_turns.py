@@ -1,6 +1,6 @@
-"""Turns between callers: a bounded number at once, of which one caller has some at most.
+"""Limits on work at the same time: a number of turns in total, and a number for each caller.
 
-Callers who wait take turns, however many requests each of them has waiting.
+Waiting callers are served in rotation, regardless of how many requests each of them has waiting.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 
 class CallerTurns:
-    """For one event loop."""
+    """Use it in one event loop only."""
 
     def __init__(self, total: int, per_caller: int) -> None:
         self._free = total
@@ -27,7 +27,7 @@ class CallerTurns:
             await granted
             yield
         finally:
-            # A request that is cancelled while it waits stays in line until its turn comes, and is passed over then.
+            # `_grant` skips a request that was cancelled while it waited.
             if not granted.cancelled():
                 self._release(caller)
 
@@ -36,7 +36,7 @@ class CallerTurns:
             caller = next((name for name in self._waiting if self._running[name] < self._per_caller), None)
             if caller is None:
                 return
-            # The next one is another caller, if any other waits.
+            # The next turn goes to another caller, if any other waits.
             self._waiting.move_to_end(caller)
             granted = self._waiting[caller].popleft()
             if not self._waiting[caller]:

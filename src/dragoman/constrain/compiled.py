@@ -3,20 +3,17 @@
 Rules
 1. A vocabulary is built once per model. A grammar is compiled once and kept, with the mask of its beginning; the ones
    that were not used for longest are forgotten. A reply has a matcher of its own.
-2. Neither compiling nor masking holds Python's lock; neither may run in the event loop.
-3. A grammar is compiled here only after a trial (`trial`) has compiled it within its limits.
-4. A mask that needs too much work fails its reply, and so do masks that take too long together: others decode in the
-   same step. The grammar is the caller's own, so that is an InvalidSchema.
-5. Replies with one grammar share its lexer, whose states are limited in number. A grammar that has failed a reply is
-   compiled anew for the next one.
+2. Compiling and masking release the GIL. Neither may run in the event loop.
+3. A grammar is compiled here only after a trial (`grammar_trial`) has compiled it within its limits.
+4. A reply fails if one mask needs too much work, or if all its masks together take too long: other replies decode in
+   the same step. The error is InvalidSchema, because the caller sent the grammar.
+5. Replies with the same grammar share its lexer, whose number of states is limited. After a reply has failed, the
+   grammar is compiled again for the next one.
 """
 
 import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -30,17 +27,17 @@ Mask = NDArray[np.int32]
 
 MOST_GRAMMARS = 32
 MOST_BYTES = 256 * 1024 * 1024
-"""Of all compiled grammars that are kept, as they were measured when they were tried."""
+"""Memory of all cached grammars together, as measured in their trials."""
 
 MOST_STATES = 50_000
-"""Of the lexer of one grammar, about 25 MB."""
+"""Lexer states of one grammar: about 25 MB."""
 MOST_SYMBOLS = 200_000
+"""Symbols of one grammar."""
 MOST_ITEMS = 20_000
-"""Of the parser for one mask, about 25 ms."""
+"""Parser items for one mask: about 25 ms."""
 
 SPARE_SECONDS, TOKEN_SECONDS = 1.0, 0.002
-"""The tokens and masks of a reply may take so long together, and so much longer with each token; of the processor's
-time."""
+"""CPU seconds for the tokens and masks of one reply: a fixed allowance, and an addition for each token."""
 
 MOST_SHOWN = 160
 """Characters of an expression that is wrong."""
@@ -48,7 +45,7 @@ _INVALID = re.compile(r'invalid regex ".*"(?= \(in regex\))')
 _WRONG = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 NOT_ALLOWED = "doesn't satisfy the grammar"
-"""In llguidance's words for a token that its own mask does not have."""
+"""Part of llguidance's error for a token that its mask does not allow."""
 
 CONTROL = b"\xff"
 """Before the name of a control token: no text can be mistaken for it."""
@@ -78,19 +75,19 @@ def vocabulary(
     return LLTokenizer(wrapped, eos_token=stops)
 
 
-class Compiled:
-    """A grammar that replies are kept to. `is_worn`: it has failed a reply, and is of no use for the next."""
+class CompiledGrammar:
+    """A compiled grammar and its first mask. `has_failed`: a reply failed with it, so it must be compiled again."""
 
     def __init__(self, matcher: LLMatcher, mask: Mask) -> None:
         self.matcher = matcher
         self.mask = mask
-        self.is_worn = False
+        self.has_failed = False
 
 
 class Guide:
-    """One reply on its way through a grammar. `param` is the field that asks for it."""
+    """The position of one reply in a grammar. `param` is the field of the request that asked for the grammar."""
 
-    def __init__(self, compiled: Compiled, param: str) -> None:
+    def __init__(self, compiled: CompiledGrammar, param: str) -> None:
         self.compiled = compiled
         self.param = param
         self.matcher = compiled.matcher.deep_copy()
@@ -153,8 +150,8 @@ class Guide:
         return np.unpackbits(self.mask.view(np.uint8), count=size, bitorder="little").view(np.bool_)
 
     def _failure(self, problem: str) -> InvalidSchema:
-        self.compiled.is_worn = True
-        words = f"{self.param}: the reply cannot be kept to this any further: {problem}; ask for something simpler"
+        self.compiled.has_failed = True
+        words = f"{self.param}: the reply can no longer be constrained: {problem}; simplify the constraint"
         return InvalidSchema(words, param=self.param)
 
     def captures(self) -> list[tuple[str, bytes]]:
@@ -162,7 +159,7 @@ class Guide:
 
 
 class Grammars:
-    """Compiled grammars. For any thread."""
+    """A cache of compiled grammars. It is thread-safe."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -170,16 +167,16 @@ class Grammars:
             max_lexer_states=MOST_STATES, max_grammar_size=MOST_SYMBOLS, step_max_items=MOST_ITEMS, verbose_errors=False
         )
         self.words = (tokenizer.vocab_size + 31) // 32
-        self.kept: Kept[Compiled] = Kept(MOST_GRAMMARS, MOST_BYTES)
+        self.kept: Kept[CompiledGrammar] = Kept(MOST_GRAMMARS, MOST_BYTES)
 
     def find(self, grammar: str, param: str) -> Guide | None:
-        """A guide through a grammar that is kept."""
+        """A guide for a cached grammar; None if it is not cached, or has failed."""
         compiled = self.kept.get(grammar)
-        return None if compiled is None or compiled.is_worn else Guide(compiled, param)
+        return None if compiled is None or compiled.has_failed else Guide(compiled, param)
 
     def guide(self, grammar: str, param: str, memory: int = 0) -> Guide:
-        """Compiles the grammar if need be, so not in the event loop. `param` is the field that is to blame for a
-        grammar that cannot be compiled, `memory` what it was measured to take."""
+        """A guide for a grammar, which is compiled if necessary: do not call this in the event loop. `param` is the
+        field that errors name, `memory` the measured size of the compiled grammar in bytes."""
         found = self.find(grammar, param)
         if found is not None:
             return found
@@ -187,7 +184,7 @@ class Grammars:
         self.kept.keep(grammar, compiled, memory)
         return Guide(compiled, param)
 
-    def _compile(self, grammar: str, param: str) -> Compiled:
+    def _compile(self, grammar: str, param: str) -> CompiledGrammar:
         matcher = LLMatcher(self.tokenizer, grammar, limits=self.limits, log_level=0)
         mask = np.zeros(self.words, dtype=np.int32)
         if not matcher.is_error():
@@ -195,14 +192,7 @@ class Grammars:
         if matcher.is_error():
             problem = _reason(matcher.get_error())
             raise InvalidSchema(f"{param}: nothing can be written to fit this: {problem}", param=param)
-        return Compiled(matcher, mask)
-
-
-def resident_bytes() -> int:
-    """The memory of this process; the most that it ever had where the system tells no more."""
-    if sys.platform == "linux":
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return CompiledGrammar(matcher, mask)
 
 
 def _reason(text: str) -> str:

@@ -1,12 +1,12 @@
-"""What replies of a model are kept to: tried in another process, then compiled in this one and cached.
+"""Constraints on a model's replies: tried in another process, then compiled in this one and cached.
 
-    request -> job -> kept? -> turn of the caller -> trial -> compile -> guide
+    request -> job -> cached? -> turn of the caller -> trial -> compile -> guide
 
 Rules
-1. Nothing of a caller's schema, expression or grammar is read in this process before it has passed its trial.
-2. What is kept needs no turn and no trial.
-3. A caller has at most `MOST_PER_CALLER` turns at once, and callers take turns, so that nobody waits for another's
-   worst. A turn lasts until the thread that compiles has ended, also where the request is cancelled.
+1. This process does not interpret a caller's schema, expression or grammar before it has passed its trial.
+2. A cached result needs no turn and no trial.
+3. A caller has at most `MOST_PER_CALLER` turns at once, and waiting callers are served in rotation: one caller cannot
+   block the others. A turn lasts until the compiling thread has ended, even if the request is cancelled.
 """
 
 import asyncio
@@ -18,43 +18,44 @@ import msgspec
 from dragoman.constrain.caller_turns import CallerTurns
 from dragoman.constrain.compiled import Grammars, Guide, vocabulary
 from dragoman.constrain.grammar import Shape, Speaker, blamed_field
+from dragoman.constrain.grammar_trial import TrialJob, TrialModel
 from dragoman.constrain.kept import Kept
-from dragoman.constrain.trial import Job, Subject
-from dragoman.constrain.trial_pool import TrialPool
+from dragoman.constrain.trial_client import TrialClient
 from dragoman.constrain.trial_server import CPU_SECONDS, MEMORY_BYTES
 from dragoman.conversation import GenerationRequest
-from dragoman.errors import InvalidSchema, by_name
+from dragoman.errors import ENCODE_ERRORS, InvalidSchema, by_name
 
 MOST_TURNS = 4
+"""Trials and compilations at the same time."""
 MOST_PER_CALLER = 2
 MOST_SHAPES = 256
 MOST_BYTES = 16 * 1024 * 1024
-"""Of the shapes that are kept and what asked for them."""
+"""Of all cached shapes together with their jobs."""
 MOST_JOB = 4 * 1024 * 1024
 """Bytes of all schemas of a request together."""
 
 TOO_COMPLEX = (
-    f"this is too complex to be enforced: it would take more than {CPU_SECONDS:g} s or "
-    f"{MEMORY_BYTES >> 20} MB to compile; ask for something simpler"
+    f"this is too complex to be enforced: it takes more than {CPU_SECONDS:g} s or "
+    f"{MEMORY_BYTES >> 20} MB to compile; simplify it"
 )
 
 
 class Constrained(msgspec.Struct, frozen=True):
-    """The shape of a reply, and the guide that keeps it to that."""
+    """The shape of a reply, and the guide that enforces it."""
 
     shape: Shape
     guide: Guide
 
 
 class _Tried(msgspec.Struct, frozen=True):
-    """What passed its trial. `shape` is None where the reply may be anything."""
+    """The result of a passed trial. `shape` is None if the reply is unconstrained."""
 
     shape: Shape | None
     memory: int
 
 
 class Constraints:
-    """For one event loop."""
+    """Use it in one event loop only."""
 
     def __init__(
         self,
@@ -64,23 +65,24 @@ class Constraints:
         tokenize: Callable[[str], Sequence[int]],
     ) -> None:
         self.grammars = Grammars(vocabulary(pieces, control, speaker.ends, tokenize))
-        self.trials = TrialPool(lambda: Subject(tuple(pieces), control, speaker))
+        self.trials = TrialClient(lambda: TrialModel(tuple(pieces), control, speaker))
         self._tried: Kept[_Tried] = Kept(MOST_SHAPES, MOST_BYTES)
         self._turns = CallerTurns(MOST_TURNS, MOST_PER_CALLER)
         self._threads = ThreadPoolExecutor(MOST_TURNS, thread_name_prefix="dragoman-compile")
 
     async def constrain(self, request: GenerationRequest, *, thinks: bool, opened: bool) -> Constrained | None:
-        """None where the reply may be anything. `opened`: the prompt ends inside a thought."""
+        """None if the reply is unconstrained. `opened`: the prompt ends inside a thought."""
         param = blamed_field(request)
-        job = _encoded(Job.of(request, thinks=thinks, opened=opened), param)
+        job = _encoded(TrialJob.of(request, thinks=thinks, opened=opened), param)
         tried = self._tried.get(job)
-        if tried is not None and tried.shape is None:
-            return None
-        guide = None if tried is None or tried.shape is None else self.grammars.find(tried.shape.grammar, param)
-        if tried is not None and tried.shape is not None and guide is not None:
-            return Constrained(tried.shape, guide)
+        if tried is not None:
+            if tried.shape is None:
+                return None
+            guide = self.grammars.find(tried.shape.grammar, param)
+            if guide is not None:
+                return Constrained(tried.shape, guide)
         async with self._turns.turn(request.principal):
-            # Another request may have asked for the same meanwhile.
+            # Another request with the same job may have been tried meanwhile.
             tried = self._tried.get(job) or await self._try(job, param)
             return None if tried.shape is None else await self._compile(tried.shape, tried.memory)
 
@@ -92,8 +94,8 @@ class Constraints:
         outcome = await self.trials.run(job)
         if outcome is None:
             raise InvalidSchema(f"{param}: {TOO_COMPLEX}", param=param)
-        if outcome.mistake is not None:
-            raise by_name(outcome.mistake.name)(outcome.mistake.message, param=outcome.mistake.param)
+        if outcome.failure is not None:
+            raise by_name(outcome.failure.name)(outcome.failure.message, param=outcome.failure.param)
         tried = _Tried(outcome.shape, outcome.memory)
         self._tried.keep(job, tried, 0 if outcome.shape is None else len(outcome.shape.grammar))
         return tried
@@ -104,16 +106,16 @@ class Constraints:
         try:
             return Constrained(shape, await asyncio.shield(compiling))
         except asyncio.CancelledError:
-            # Native code cannot be interrupted; it takes no longer than the trial did.
+            # Native code cannot be interrupted. It takes no longer than the trial did.
             await asyncio.wait((compiling,))
             raise
 
 
-def _encoded(job: Job, param: str) -> bytes:
+def _encoded(job: TrialJob, param: str) -> bytes:
     try:
         encoded = msgspec.msgpack.encode(job)
-    except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise InvalidSchema(f"{param}: this cannot be read: {error}", param=param) from error
+    except ENCODE_ERRORS as error:
+        raise InvalidSchema(f"{param}: this cannot be encoded: {error}", param=param) from error
     if len(encoded) > MOST_JOB:
         words = f"all schemas of a request may have {MOST_JOB} bytes together, not {len(encoded)}"
         raise InvalidSchema(f"{param}: {words}", param=param)

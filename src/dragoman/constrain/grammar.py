@@ -137,7 +137,7 @@ class _Reply:
         return "@answer"
 
     def _choices(self, constraint: OneOf, param: str) -> str:
-        """One terminal for all of them: as alternatives of a rule, thousands would be more than a parser can follow."""
+        """One terminal with all choices: thousands of alternatives in a rule exceed the parser's limits."""
         if not 0 < len(constraint.choices) <= MOST_CHOICES:
             raise InvalidSchema(f"{param}: from 1 to {MOST_CHOICES} choices are needed", param=param)
         texts = [quoted(choice) for choice in dict.fromkeys(constraint.choices) if choice]

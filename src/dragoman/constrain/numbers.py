@@ -16,8 +16,9 @@ all of them in mind has that many states."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 GREATEST_EXACT = 2**53
-"""llguidance reads every number as a double, and makes integers of 64 bits of them. Beyond this it enforces another
-value than the given one; from -2**63 + 512 downwards, as both bounds of an integer, it recurses until it crashes."""
+"""llguidance reads every number as a double and converts it to a 64-bit integer. Beyond this value it enforces a
+different number than the given one. If both bounds of an integer are -2**63 + 512 or less, it recurses until it
+crashes."""
 
 
 def is_exact(value: Any) -> bool:

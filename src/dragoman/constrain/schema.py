@@ -24,15 +24,13 @@ from dragoman.constrain.numbers import Bounds, is_exact
 from dragoman.constrain.patterns import MalformedPattern, enforceable
 from dragoman.constrain.walk import NAMED, ONE, SEVERAL, Parts, anchors, at, named, pointer, rebased, referring, resolve
 from dragoman.constrain.walk import walk as all_schemas
-from dragoman.errors import InvalidSchema
+from dragoman.errors import InvalidSchema, cut
 
 MOST_BYTES = 256 * 1024
 MOST_SCHEMAS = 4000
 MOST_PROPERTIES = 1000
 """Of one object: the time to compile grows with their square."""
 REPAIR_SECONDS = 0.5
-LONGEST_PLACE = 200
-"""Characters of a path in an error."""
 
 WHITE = r"(\x20{1,2}|\n[\x20\t]{0,20})"
 """White space between the tokens of JSON. Bounded: a weak model would go on with it forever."""
@@ -94,8 +92,7 @@ def prepare(schema: Mapping[str, Any], base: str) -> Prepared:
     try:
         found = _prepare(schema)
     except _MistakenError as mistake:
-        where = named(base, mistake.parts)
-        where = where if len(where) <= LONGEST_PLACE else f"{where[:LONGEST_PLACE]}..."
+        where = cut(named(base, mistake.parts))
         raise InvalidSchema(f"{where}: {mistake.problem}", param=where) from mistake
     return Prepared(found.schema, tuple(base + place for place in found.relaxed), found.told)
 
@@ -205,7 +202,7 @@ class _Cleaner:
         self.relaxed.append(named("", (*parts, keyword)))
 
     def _relax_values(self, schema: dict[str, Any], parts: Parts) -> None:
-        """Numbers that llguidance would round, or crash on, become numbers of any size."""
+        """Relax values with numbers that llguidance would round, or crash on, to their types."""
         for keyword in ("const", "enum"):
             if keyword in schema and not is_exact(schema[keyword]):
                 values = [schema[keyword]] if keyword == "const" else schema[keyword]

@@ -1,15 +1,15 @@
 """The process that forks one process per trial: `python -m dragoman.constrain.trial_server FD`.
 
-    FD := subject, then ready back, then commands*       a socket; its end is the end of this process
+    FD := model, then ready back, then commands*         a socket; when it closes, this process ends
     command := "F" number, with a socket for the trial | "L" number | "K" number      fork, lower the priority, kill
 
-Every trial that was forked is killed, whether it has ended or not: only then its process id is free.
+The client kills every trial, even one that has ended: this also reaps its process.
 
 Rules
-1. The vocabulary is read once; a forked process shares it. So a trial costs a fork, and ending one costs nothing.
-2. A trial has a limit of processor time, of memory and of stack. The kernel enforces them, in native code too.
-3. The stack of a trial is smaller than that of any thread: what passes here does not overflow in the engine.
-4. This process never looks at a caller's input. It has one thread, so that forking is safe.
+1. The vocabulary is read once, and forked processes share it. A trial costs no more than a fork.
+2. A trial has limits on CPU time, memory and stack. The kernel enforces them, in native code too.
+3. The stack of a trial is smaller than that of any thread: a grammar that passes does not overflow in the engine.
+4. Only forked processes read a caller's input. This process has one thread, so that forking is safe.
 """
 
 import contextlib
@@ -27,7 +27,15 @@ from typing import Never
 
 import msgspec
 
-from dragoman.constrain.trial import LENGTH, STARTED, Job, Mistake, Outcome, Subject, attempt
+from dragoman.constrain.grammar_trial import (
+    LENGTH,
+    STARTED,
+    TrialFailure,
+    TrialJob,
+    TrialModel,
+    TrialOutcome,
+    run_trial,
+)
 from dragoman.conversation import GenerationRequest, JsonObject
 from dragoman.errors import DragomanError
 
@@ -37,19 +45,19 @@ READY = b"!"
 
 CPU_SECONDS = 1.5
 MEMORY_BYTES = 256 * 1024 * 1024
-"""Address space of a trial beyond what this process has."""
+"""Address space of a trial in addition to that of this process."""
 STACK_BYTES = 1024 * 1024
 NICENESS = 5
-"""Of a trial that takes long: decoding goes first."""
+"""Of a trial that takes long, so that decoding goes first."""
 
 
 class TrialServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        subject: Subject = pickle.loads(receive(control))  # noqa: S301 (from the process that started this one)
-        self._model = subject.speaker, subject.tokenizer()
-        # What is done for the first time takes longest: it is done before the first fork.
-        attempt(Job(GenerationRequest(constraint=JsonObject()), thinks=False, opened=False), *self._model)
+        model: TrialModel = pickle.loads(receive(control))  # noqa: S301 (from the process that started this one)
+        self._model = model.speaker, model.tokenizer()
+        # The first trial is the slowest. It runs before the first fork.
+        run_trial(TrialJob(GenerationRequest(constraint=JsonObject()), thinks=False, opened=False), *self._model)
         gc.freeze()
         self._children: dict[int, int] = {}
         """Process ids by the numbers of trials."""
@@ -74,7 +82,7 @@ class TrialServer:
         try:
             child = os.fork()
         except OSError:
-            # The engine sees the end of the socket before the trial has started.
+            # The client reads EOF instead of `STARTED`.
             os.close(channel)
             return
         if child == 0:
@@ -83,24 +91,24 @@ class TrialServer:
         self._children[number] = child
 
     def _run(self, channel: socket.socket) -> Never:
-        """The whole life of a forked process."""
-        # At the limits, or where the engine does not listen any more, it ends without an outcome.
+        """Run one trial in a forked process."""
+        # It ends without an outcome at a limit, or if the engine has closed the socket.
         with contextlib.suppress(MemoryError, RecursionError, OSError, EOFError):
             self._control.close()
-            limit()
+            set_limits()
             channel.sendall(STARTED)
             send(channel, msgspec.msgpack.encode(self._outcome(receive(channel))))
         os._exit(0)
 
-    def _outcome(self, job: bytes) -> Outcome:
+    def _outcome(self, job: bytes) -> TrialOutcome:
         try:
-            return attempt(msgspec.msgpack.decode(job, type=Job), *self._model)
+            return run_trial(msgspec.msgpack.decode(job, type=TrialJob), *self._model)
         except DragomanError as error:
-            return Outcome(mistake=Mistake(type(error).__name__, error.message, error.param))
+            return TrialOutcome(failure=TrialFailure(type(error).__name__, error.message, error.param))
         except (MemoryError, RecursionError):
             raise
         except Exception:  # noqa: BLE001 (the engine logs it)
-            return Outcome(bug=traceback.format_exc())
+            return TrialOutcome(bug=traceback.format_exc())
 
     def _kill(self, child: int) -> None:
         os.kill(child, signal.SIGKILL)
@@ -112,8 +120,8 @@ class TrialServer:
         os._exit(0)
 
 
-def limit() -> None:
-    """What native code allocates, computes and recurses from here on is bounded; a failure leaves no trace."""
+def set_limits() -> None:
+    """Limit this process's memory, CPU time and stack. At a limit it ends without output or a core file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))

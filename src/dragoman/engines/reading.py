@@ -7,7 +7,7 @@ Rules
 3. Where the vocabulary wants a token at the beginning, a prompt from text gets it, once.
 4. Text that is too long even if all of it were the longest tokens there are is refused unread: making tokens of
    megabytes takes seconds, which others would wait.
-5. Reading a prompt and compiling a grammar are two steps: a grammar is tried in another process first.
+5. Reading a prompt and compiling a grammar are two steps, because a grammar is tried in another process first.
 6. A text that is only to become tokens has no context to fit in; its length has a limit of its own.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 
 from dragoman.constrain.grammar import Speaker
 from dragoman.constrain.thoughts import closing, thoughts
-from dragoman.conversation import GenerationRequest, Sampling
+from dragoman.conversation import LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY, GenerationRequest, Sampling
 from dragoman.engines.budget import Budget
 from dragoman.engines.interface import Rendered
 from dragoman.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
@@ -140,8 +140,9 @@ class Reading:
 
     def _check_sampling(self, asked: Sampling) -> None:
         check_tokens(self.model, asked.logit_bias, "logit_bias")
-        if asked.repetition_penalty is not None and not 0.01 <= asked.repetition_penalty <= 10:
-            raise BadRequest("repetition_penalty must be between 0.01 and 10", param="repetition_penalty")
+        penalty, least, most = asked.repetition_penalty, LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY
+        if penalty is not None and not least <= penalty <= most:
+            raise BadRequest(f"repetition_penalty must be between {least} and {most}", param="repetition_penalty")
 
     def _check_prompt(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
         if not tokens:

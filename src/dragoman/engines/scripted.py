@@ -45,7 +45,7 @@ FEATURES = frozenset(
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
 KEPT_CHARACTERS = 65536
-"""Longer texts are cut token by token while they are played: a caller may have anything echoed."""
+"""The tokens of longer texts are made while they are played, and not cached: callers choose the text to echo."""
 
 
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -229,5 +229,5 @@ def _pieces(text: str, size: int) -> tuple[TextDelta, ...]:
 
 
 def _cut(text: str, size: int, start: int, end: int) -> tuple[TextDelta, ...]:
-    """The tokens of a text from one index to another."""
+    """The tokens of a text from index `start` to index `end`, each with `size` characters."""
     return tuple([TextDelta(text[at * size : (at + 1) * size]) for at in range(start, end)])

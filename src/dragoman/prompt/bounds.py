@@ -3,7 +3,7 @@
 A template comes with a model file. Time is watched between its steps, so no single step may be large: whatever makes
 a longer value of shorter ones is measured before it is done. Lists may hold each other, so that a structure is much
 larger than the memory it takes: it is measured before it is printed, compared or hashed (`check_tree`). While a
-template is examined, which needs only small conversations, all that it makes is counted together (`budgeted`).
+template is examined with small examples, its whole output is limited (`limit_output`).
 """
 
 import re
@@ -18,15 +18,15 @@ from jinja2 import TemplateError
 from jinja2.utils import Namespace
 
 MOST_SOURCE = 256 * 1024
-"""Characters of a template; the longest known have a quarter of that."""
+"""Characters of a template; the longest known templates have a quarter of that."""
 MOST_TEXT = 64 * 2**20
 MOST_ITEMS = 1_000_000
 MOST_TREE_ITEMS = 250_000
-"""Of what is printed, compared or hashed as a whole, such as the schemas of tools."""
+"""Of a value that is printed, compared or hashed as a whole, such as the schemas of tools."""
 MOST_BITS = 512
 WIDEST = 10_000
 MOST_SLOW_TEXT = 100_000
-"""For filters that look at each character in Python."""
+"""Characters, for filters that process each character in Python."""
 
 TREES = (list, tuple, dict, MappingView, Namespace)
 PADDING = ("center", "ljust", "rjust", "zfill")
@@ -42,8 +42,8 @@ _made = threading.local()
 
 
 @contextmanager
-def budgeted(size: int) -> Iterator[None]:
-    """All that this thread makes inside, characters and items, comes to no more than this."""
+def limit_output(size: int) -> Iterator[None]:
+    """Limit the sum of characters and items that templates make in this thread."""
     _made.left = size
     try:
         yield
@@ -52,12 +52,13 @@ def budgeted(size: int) -> Iterator[None]:
 
 
 def check_tree(value: Any) -> None:
-    """Whether a value is small enough to be printed, compared or hashed. What it holds twice counts twice."""
+    """Raise TooMuchError if a value is too large to be printed, compared or hashed. A value that it holds twice counts
+    twice."""
     if not isinstance(value, TREES):
         return
     items, text, unseen = MOST_TREE_ITEMS, MOST_TEXT, [value]
     while unseen:
-        held = _held(unseen.pop())
+        held = _children(unseen.pop())
         items -= len(held)
         text -= sum([len(inner) for inner in held if isinstance(inner, str)])
         if items < 0 or text < 0:
@@ -65,13 +66,13 @@ def check_tree(value: Any) -> None:
         unseen += [inner for inner in held if isinstance(inner, TREES)]
 
 
-def _held(value: Any) -> list[Any]:
+def _children(value: Any) -> list[Any]:
     if isinstance(value, Namespace):
         value = value._Namespace__attrs
     return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
 
 
-def check_slow(value: Any) -> None:
+def check_slow_input(value: Any) -> None:
     if isinstance(value, str) and len(value) > MOST_SLOW_TEXT:
         raise TooMuchError(f"a text of more than {MOST_SLOW_TEXT} characters in a slow filter")
 

@@ -1,8 +1,8 @@
 """What a chat template does with a conversation, found out by showing it small ones.
 
 A template is asked nothing twice: `learn` runs once per template. Where a template cannot take even one user message,
-it counts as one that takes everything, and says itself what is wrong when it is used. One that takes too much time or
-memory for these small ones is refused.
+it counts as one that takes everything, and says itself what is wrong when it is used. A template that takes too
+much time or memory for them is refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence

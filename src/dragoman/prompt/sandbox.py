@@ -2,8 +2,8 @@
 
 Rules
 1. The clock is looked at in every turn of a loop, in every call and in every piece of output.
-2. What could make a value much longer than those it is made of is measured first (`bounds`). So is what is printed,
-   compared or hashed, in case lists that hold each other make it much larger than it looks.
+2. What could make a value much longer than those it is made of is measured first (`bounds`). So is a value
+   that is printed, compared or hashed: lists that hold each other can make it much larger than its memory.
 """
 
 import json
@@ -114,7 +114,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return True
 
     def measured(self, value: Any) -> Any:
-        """The same value, if it is not too large to be printed, compared or hashed."""
+        """Return the value, or raise TooMuchError if it is too large to be printed, compared or hashed."""
         bounds.check_tree(value)
         return value
 
@@ -173,25 +173,25 @@ STRUCTURAL = frozenset(
         "selectattr",
     )
 )
-"""Filters that neither print nor compare nor hash what they are given."""
+"""Filters that do not print, compare or hash their input."""
 SLOW = frozenset(
     ("e", "escape", "forceescape", "pprint", "striptags", "title", "truncate", "urlencode", "wordcount", "xmlattr")
 )
-"""Filters that take much longer for a text than its length lets expect."""
+"""Filters that are slow on long texts."""
 COMPARISONS = frozenset(
     ("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le")
 )
 
 
 def _checked(filtering: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A filter or test that measures what it is given. Where it also gets the environment, that is measured too."""
+    """A filter or test that measures its arguments first."""
 
     @wraps(filtering)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             bounds.check_tree(value)
             if name in SLOW:
-                bounds.check_slow(value)
+                bounds.check_slow_input(value)
         return filtering(*args, **kwargs)
 
     return checked
@@ -234,7 +234,7 @@ class _Watched(NodeTransformer):
         if isinstance(node.expr, nodes.Const):
             return node
         for operand in node.ops:
-            # What is compared with a constant needs no look at what it holds.
+            # Comparing with a constant does not look into the other value.
             if not isinstance(operand.expr, nodes.Const):
                 operand.expr = _measured(operand.expr)
                 node.expr = _measured(node.expr)
@@ -255,7 +255,7 @@ class _Watched(NodeTransformer):
 
 
 def _measured(node: nodes.Expr) -> nodes.Expr:
-    """Literal lists are mostly lists of names to look for, and hold nothing that could be large."""
+    """A call that measures the node's value. A list of constants is small and needs none."""
     is_plain = isinstance(node, nodes.List | nodes.Tuple) and all(isinstance(item, nodes.Const) for item in node.items)
     return node if is_plain else _call("measured", [node])
 

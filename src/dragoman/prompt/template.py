@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from dragoman.conversation import GenerationRequest, Message, Tool
 from dragoman.errors import BadRequest, ConfigError, DragomanError, EngineFailed
-from dragoman.prompt.bounds import TooMuchError, budgeted
+from dragoman.prompt.bounds import TooMuchError, limit_output
 from dragoman.prompt.entries import Change, changed, entries, function
 from dragoman.prompt.habits import Entry, Habits, learn
 from dragoman.prompt.marks import Content, Marking, Segment
@@ -34,10 +34,10 @@ FALLBACK = """\
 """For a model that brings no template: ChatML, the most widely trained layout."""
 
 SECONDS = 2.0
-EXAMINED = 5
-"""Times as long as a rendering may a template take to show its examples, which are some dozens."""
+EXAMPLES_FACTOR = 5
+"""All examples together, a few dozen, may take this many times the seconds of one rendering."""
 EXAMPLE_BUDGET = 16 * 2**20
-"""Characters and items that a template may make of all examples together."""
+"""Characters and items that a template may make for all examples together."""
 PLAIN = ModelFormat("plain")
 
 
@@ -84,7 +84,7 @@ class ChatTemplate:
         mentioned = any(mark in source for mark in _marks_of_thoughts(format))
         self._thinks = mentioned or not ABOUT_THINKING.isdisjoint(self._compiled.variables)
         self._tokens = {"bos_token": self._marking.own(bos), "eos_token": self._marking.own(eos)}
-        with self._sandbox.limited(EXAMINED * seconds), budgeted(EXAMPLE_BUDGET):
+        with self._sandbox.limited(EXAMPLES_FACTOR * seconds), limit_output(EXAMPLE_BUDGET):
             self._habits = learn(self._compiled, self._show, lambda call, at: call_id(call, at, format.call_ids))
         self._manners = tuple(_manners(self._habits))
 
@@ -153,7 +153,7 @@ class ChatTemplate:
         return self._compiled.template.render({**given, **fixed, **self._tokens})
 
     def _show(self, messages: Sequence[Entry], tools: Sequence[Entry] | None, given: Mapping[str, Any]) -> str | None:
-        """A template that goes beyond its bounds with a short example does so with every conversation."""
+        """Raises ConfigError if a short example exceeds the limits: every conversation would exceed them."""
         try:
             return self._rendered(messages, tools, given)
         except TooMuchError as error:

@@ -120,7 +120,9 @@ def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[
         raise BadRequest(f"chat_template_kwargs: at most {MAX_TEMPLATE_OPTIONS} keys", param="chat_template_kwargs")
     for name, value in options.items():
         if not OPTION_NAME.fullmatch(name):
-            raise BadRequest(f"chat_template_kwargs: {quote(name)} is no variable's name", param="chat_template_kwargs")
+            raise BadRequest(
+                f"chat_template_kwargs: {quote(name)} is not a variable name", param="chat_template_kwargs"
+            )
         path = f"chat_template_kwargs.{name}"
         if len(msgspec.json.encode(value)) > MAX_OPTION_BYTES:
             raise BadRequest(f"{path}: at most {MAX_OPTION_BYTES} bytes", param=path)

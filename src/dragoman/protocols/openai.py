@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.conversation import Asked, GenerationRequest, Sampling
+from dragoman.conversation import Asked, GenerationRequest, RepetitionPenalty, Sampling
 from dragoman.errors import BadRequest, DragomanError, quote
 from dragoman.events import Event, TextDelta, TokenLogprob, Usage, total_usage
 from dragoman.protocols.wire import bad_field, between_texts, unknown_fields
@@ -43,7 +43,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Share | None = None
     seed: Int64 | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None

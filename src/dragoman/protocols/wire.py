@@ -16,14 +16,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from dragoman.errors import MAX_VALUE, BadRequest, cut, quote
-from dragoman.protocols.elements import DEFAULT_LIMIT, count_keys, has_more_elements
+from dragoman.protocols.json_elements import DEFAULT_LIMIT, count_keys, has_more_elements
 
 MAX_DEPTH = 64
-LARGE = 256 * 1024
-"""Bytes of a body for which no step may take long without a turn for other threads."""
+LARGE_BODY = 256 * 1024
+"""Bytes. A larger body is decoded in a thread, and every step must let other threads run."""
 MAX_UNKNOWN = 16_384
 """Unknown fields of one object."""
 CONTAINERS = (dict, list)
+MAX_WORDS = 20
+"""Characters that msgspec writes before a value."""
 T = TypeVar("T", bound=msgspec.Struct)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LOCATION = re.compile(r" - at `[^`]*`$")
@@ -31,9 +33,9 @@ _ERROR = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """What msgspec decodes. It accepts what the strict decoder accepts, and repeated keys besides.
+    """The decoded body. msgspec decodes it: it accepts what the strict decoder accepts, and also repeated keys.
 
-    The strict decoder is many times slower and only says what is wrong with a body, as long as that is not large.
+    The strict decoder is many times slower. It only explains what is wrong with a body that is not large.
     """
     try:
         parsed = _reader.decode(body)
@@ -44,16 +46,16 @@ def parse(body: bytes) -> dict[str, Any]:
         raise _refusal(body, None)
     if not isinstance(parsed, dict):
         raise BadRequest("the body must be a JSON object")
-    if len(body) <= LARGE and body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+    if len(body) <= LARGE_BODY and body.count(b"{") + body.count(b"[") > MAX_DEPTH:
         _measure(parsed)
     return parsed
 
 
 def _is_whole(body: bytes, parsed: object) -> bool:
-    """Whether no key was dropped."""
-    if len(body) > LARGE:
+    """Whether the body has no repeated key."""
+    if len(body) > LARGE_BODY:
         return _measure(parsed) == count_keys(body)
-    # Encoded again there are as many colons, counting those that were escaped.
+    # The decoded value, encoded again, has as many colons as the body, including escaped ones.
     colons = body.count(b":")
     if b"\\u003" in body:
         escapes = body.replace(rb"\\", b"")
@@ -62,8 +64,8 @@ def _is_whole(body: bytes, parsed: object) -> bool:
 
 
 def _refusal(body: bytes, error: Exception | None) -> BadRequest:
-    """Why the body was refused. Without an error, because of a repeated key."""
-    if len(body) <= LARGE:
+    """The error for a body; `error` is None if a key is repeated."""
+    if len(body) <= LARGE_BODY:
         try:
             _parse_strictly(body)
         except BadRequest as explained:
@@ -96,7 +98,7 @@ def parse_text(text: str, path: str) -> dict[str, Any]:
     """The JSON in the text of a field, by the same rules."""
     encoded = text.encode()
     if has_more_elements(encoded, DEFAULT_LIMIT):
-        raise BadRequest(f"{path}: has more than {DEFAULT_LIMIT} JSON elements", param=path)
+        raise BadRequest(f"{path}: it has more than {DEFAULT_LIMIT} JSON elements", param=path)
     try:
         return parse(encoded)
     except BadRequest as error:
@@ -130,6 +132,7 @@ def _number(digits: str) -> int | float:
     value = float(digits)
     if math.isinf(value):
         raise ValueError("a number is too large")
+    # A larger one, such as 1e300, stays a float: as an integer it would have hundreds of digits.
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
@@ -138,7 +141,7 @@ _reader = msgspec.json.Decoder(float_hook=_number)
 
 
 def _measure(root: object) -> int:
-    """The number of keys in all objects. What is nested too deeply is refused."""
+    """The number of keys in all objects. Raises BadRequest if the value is nested too deeply."""
     keys, level = 0, [root]
     for _ in range(MAX_DEPTH):
         below: list[object] = []
@@ -185,8 +188,8 @@ def bad_field(error: msgspec.ValidationError, at: str) -> BadRequest:
     words = str(error)
     found = _ERROR.match(words)
     what, path = (found["what"], found["path"]) if found else (words, None)
-    # It quotes the value: 'Invalid enum value …'.
-    what = cut(what, MAX_VALUE + 20)
+    # msgspec quotes the value after a few words: 'Invalid enum value …'.
+    what = cut(what, MAX_VALUE + MAX_WORDS)
     missing = re.search(r"missing required field `(.*)`", what)
     param = (at + (path or "$").removeprefix("$")).removeprefix(".")
     if missing:

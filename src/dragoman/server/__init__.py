@@ -5,7 +5,7 @@ exchange    one request and its response: headers, body, stream, disconnect
 respond     from a generation's events to JSON or a stream of frames
 listing     models, health, tokens
 admin       the operator's: models loaded and unloaded, a new configuration
-admin_token what an operator needs where there are no keys
+admin_token the credential for /admin where no keys are configured
 upstreams   the operator's: the servers behind models
 embedding   vectors, and documents in order
 prompts     the prompt of what is not answered, and its tokens
@@ -23,5 +23,6 @@ beforehand  what is looked at before that
 acceptor    the connections of one listening socket
 connection  one HTTP connection: requests are read, answered and written one after the other
 http1       the framing of HTTP/1.1 requests, without I/O
-writing     one request on its connection, and how the bytes of its response leave
+bodies      the decoding of request bodies, large ones in a thread
+writing     one request on its connection, and the writing of its response
 """

@@ -1,8 +1,8 @@
 """The connections of one listening socket.
 
 Rules
-1. Where the process or the system has no file descriptor left, connections wait in the socket's backlog. The server
-   tries again every `RETRY_SECONDS`, and logs one line in `LOG_SECONDS`. (libuv would accept and drop them.)
+1. If the process or the system has no file descriptor left, connections wait in the socket's backlog. The server tries
+   again after `RETRY_SECONDS`, and logs one line per `LOG_SECONDS`. (uvloop's own server would drop them.)
 2. No more than `BATCH` connections are accepted in one turn of the event loop.
 """
 
@@ -47,7 +47,7 @@ class Acceptor:
             self._listener.close()
 
     async def wait_closed(self) -> None:
-        """A connection that was being opened is closed as soon as it is open; nobody waits for that."""
+        """Returns at once. A connection that is still being opened is closed when it is open."""
 
     def _resume(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
@@ -71,14 +71,14 @@ class Acceptor:
         self._retry = self._loop.call_later(RETRY_SECONDS, self._resume)
         if time.monotonic() - self._logged_at >= LOG_SECONDS:
             self._logged_at = time.monotonic()
-            words = "new connections wait, because none can be accepted: %s; allow more open files (ulimit -n)"
+            words = "new connections wait, because accepting one failed: %s; allow more open files (ulimit -n)"
             log.error(words, error.strerror or error)
 
     async def _open(self, accepted: socket.socket) -> None:
         try:
             transport, _ = await self._loop.connect_accepted_socket(self._connection, accepted, ssl=self._tls)
         except OSError as error:
-            # The client left, or what it said is not TLS.
+            # The client disconnected, or the TLS handshake failed.
             log.debug("a connection could not be opened: %s", error)
             accepted.close()
             return

@@ -1,7 +1,7 @@
 """The operator's routes: which models are loaded, loading and unloading them, and a new configuration.
 
 They need a key with the scope `admin`. Where no keys are configured they need the server's own token (see
-`admin_token`): that a request comes from this machine is not enough.
+`admin_token`): a connection from this machine is not enough.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ async def _load(model: Model) -> bool:
 
 
 async def _unload(app: "App", model: Model) -> bool:
-    """Whether it has gone. Requests that it works on are finished first, however long that takes; a load is ended."""
+    """Whether the model is unloaded. Its running requests finish first, however long they take; a load is aborted."""
     host, before = model.host, model.host.engine
     app.catalog.lifecycle.dismiss(host)
     patience = time.monotonic() + UNLOAD_SECONDS
@@ -110,7 +110,7 @@ async def _served(app: "App", model: Model) -> wire.ServedModel:
 
 
 def check_operator(app: "App", exchange: Exchange) -> None:
-    """The scope of a key has been checked already. Where no key is needed, the token is."""
+    """Require the admin token if no key is needed. The scope of a key has been checked already."""
     if exchange.caller is not ANYBODY or has_token(exchange.headers, app.admin_token):
         return
     raise Unauthorized(

@@ -3,15 +3,15 @@
     $DRAGOMAN_HOME/run/HOST_PORT.token          for a server at an address
     $DRAGOMAN_HOME/run/unix_DIGEST.token        for one at a Unix socket; the digest is that of its path
 
-Where a connection comes from proves nothing: a reverse proxy on the same machine connects from loopback, or to the same
-socket, on behalf of anyone. Who can read this file is the owner, and `dragoman models` and `dragoman drain` read it by
-themselves.
+The origin of a connection proves nothing: a reverse proxy on the same machine connects from loopback, or to the same
+socket, on behalf of anyone. Only the owner can read the file. `dragoman models` and `dragoman drain` read it
+automatically.
 
 Rules
-1. The token is new for each run of a server, and the file is removed at its end.
-2. The file appears in one step and only its owner may read it. Links are never followed, neither to write nor to read.
-3. A file or folder that others may write to or read is not used.
-4. A server that cannot write the file serves all the same. Without keys its `/admin` is then closed.
+1. Each run of a server has a new token. The server removes the file when it stops.
+2. The file appears in one step, and only its owner may read it. Links are not followed.
+3. A file or folder that other users may read or write is not used.
+4. A server that cannot write the file still serves, but without keys its `/admin` is closed.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ _HEADER_BYTES = HEADER.lower().encode()
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")  # noqa: S104 (names of files)
 LONGEST = 200
+"""Characters of a host in a file name, and bytes of a token."""
 
 
 def new_token() -> str:
@@ -67,13 +68,13 @@ class TokenFile:
             fresh.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Unless another server at the same address has written its own since."""
+        """Remove the file, unless another server at the same address has replaced it."""
         if _read(self._path) == self._token:
             self._path.unlink(missing_ok=True)
 
 
 def find_token(host: str, port: int) -> str | None:
-    """The token of the server of this user at an address of this machine, if there is one."""
+    """The token of this user's server at an address of this machine, if one runs there."""
     return next((token for path in _candidates(host, port) if (token := _read(path)) is not None), None)
 
 
@@ -82,7 +83,7 @@ def find_socket_token(socket: str) -> str | None:
 
 
 def _candidates(host: str, port: int) -> Iterator[Path]:
-    """The address itself, then other names for it, then those of a server that listens on all addresses."""
+    """The files for the address, for its other names, and for a server that listens on all addresses."""
     others = _LOCAL if host in _LOCAL else ()
     for name in dict.fromkeys((host, *others, *_ANY)):
         yield _address_path(name, port)
@@ -103,10 +104,10 @@ def _read(path: Path) -> str | None:
             _check_private(os.fstat(file.fileno()), "file")
             return file.read(LONGEST).decode("ascii")
     except (OSError, ValueError):
-        # There is none, or none that can be trusted.
+        # The file does not exist, or other users can access it.
         return None
 
 
 def _check_private(status: os.stat_result, kind: str) -> None:
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(0, f"the {kind} must belong to this user, and be closed to all others")
+        raise PermissionError(0, f"the {kind} must belong to this user, without access for others")

@@ -84,7 +84,7 @@ class App(Door):
         self.created = int(time.time())
         self.started = time.monotonic()
         self.admin_token = new_token()
-        """What `/admin` asks for, in the header X-Dragoman-Admin-Token, where no keys are configured."""
+        """`/admin` requires it in the header X-Dragoman-Admin-Token where no keys are configured."""
         self._stopped = False
         self._reread = reread
         self._reloading = asyncio.Lock()
@@ -150,7 +150,7 @@ class App(Door):
         return lease
 
     def valid_caller(self, exchange: Exchange) -> Caller | None:
-        """The caller of an open route; None where keys are needed and the request has no valid one."""
+        """The caller of an open route; None if keys are needed and the request has no valid key."""
         try:
             return self._access.caller(exchange.headers)
         except (Unauthorized, StorageUnavailable):

@@ -2,7 +2,7 @@
 
     static   `api_keys` of the configuration: may do everything, as `key:DIGEST`
     store    `dragoman keys`: may do what it was made for, as `user:NAME` or `agent:NAME/USER`, until it is revoked
-    jwt      a token that somebody else has signed (see `jwt`), as `jwt:SUBJECT`
+    jwt      a token with a valid signature (see `jwt`), as `jwt:SUBJECT`
 
 Rules
 1. Where there is no key of any kind, nobody needs one. Once there was one, everybody does, unless the configuration
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from dragoman.address import LEAST_SECRET, hidden
+from dragoman.address import MIN_SECRET_LENGTH, redact_secrets
 from dragoman.config import Settings
 from dragoman.errors import ConfigError, StorageUnavailable, Unauthorized
 from dragoman.operation import KeyLimits
@@ -51,7 +51,7 @@ class Access:
         self._signed = None if keys.jwt is None else Signed(keys.jwt, keys.limits)
         self._stored = _Stored(store_path(keys), keys.limits)
         self._anonymous = Caller(NO_KEY, USUAL, quota=quota_for(keys.limits)) if keys.anonymous else None
-        self._secrets = [key for key in settings.api_keys if len(key) >= LEAST_SECRET]
+        self._secrets = [key for key in settings.api_keys if len(key) >= MIN_SECRET_LENGTH]
 
     @property
     def needs_keys(self) -> bool:
@@ -81,9 +81,9 @@ class Access:
         return found
 
     def redact(self, text: str) -> str:
-        """A text of a caller's without the keys in it, for the log."""
+        """A caller's text for the log, with API keys and signed tokens hidden."""
         text = _TOKEN.sub("eyJ***", _STORED_KEY.sub(r"\1_***", text))
-        return hidden(text, self._secrets)
+        return redact_secrets(text, self._secrets)
 
     def follow(self, before: "Access") -> None:
         """Take over from an older configuration: whoever is still let in has used what it has used."""
@@ -103,7 +103,7 @@ class Access:
 
 @lru_cache(maxsize=1024)
 def principal_of(key: str) -> str:
-    """The name of a static key in logs and for what it owns.
+    """The principal of a static key: its name in logs, and the owner of its responses.
 
     The operator chose the key, so it may be weak, and logs are read by others. A plain digest would let them test
     guesses by the billion. Scrypt makes each guess cost about 8 MiB and 20 ms, and it runs once for each key.

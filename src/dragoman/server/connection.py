@@ -3,15 +3,15 @@
 Rules
 1. Headers that are too large get 431, headers that take too long 408, malformed HTTP 400; then the connection is
    closed. These replies look like all others and are in the event log like all others.
-2. Nothing behind a request is parsed before its response is complete. Up to `READ_AHEAD` bytes are kept as they came;
-   then reading pauses. While it is paused, a client that leaves is noticed by asking the socket.
+2. The bytes after a request are not parsed before its response is complete. Up to `READ_AHEAD` of them are kept; then
+   reading pauses. While it is paused, the socket is polled for a client that disconnects.
 3. The time for a head runs while nothing is being answered. Empty lines before a request do not stop it.
 4. A client that reads nothing for `write_seconds` while there is something to read is cut off.
 5. An `Upgrade` is ignored: the request is served as HTTP (see `http1`).
 6. Whole replies and pieces of a stream, the most frequent writes, need only a plain call (see `writing`).
-7. A response that leaves before the request's body is complete: a small rest of the body is read and dropped, and the
-   connection is kept. Otherwise it lingers: up to `LINGER_BYTES` are read and dropped within `LINGER_SECONDS`, so that
-   the client can read the response before the connection closes.
+7. If a response is written before the request's body is complete, a small rest of the body is read and dropped, and the
+   connection is kept. With a larger rest the connection lingers: up to `LINGER_BYTES` are read and dropped within
+   `LINGER_SECONDS`, so that the client can read the response before the connection closes.
 """
 
 import asyncio
@@ -38,25 +38,25 @@ log = logging.getLogger("dragoman.server")
 
 ASGI = {"version": "3.0", "spec_version": "2.3"}
 READ_AHEAD = 64 * 1024
-"""Bytes that are read and kept before reading pauses: of a body that is not being taken, or behind a request."""
+"""Bytes that are kept before reading pauses: of a body that the app has not read, or after a request."""
 LINGER_BYTES = 1024 * 1024
 LINGER_SECONDS = 2.0
-DEPARTURE_SECONDS = 0.5
-"""How often a paused socket is asked whether its client has left."""
-LEFT = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+DISCONNECT_CHECK_SECONDS = 0.5
+"""Interval at which a paused socket is polled for a disconnect."""
+DISCONNECTED = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 GOODBYE_SECONDS = 0.5
 LOOKS = 4
-"""How often, within `write_seconds`, it is checked whether the client reads."""
+"""Checks within `write_seconds` whether the client reads."""
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def guarded(limits: Limits, telemetry: Recorder) -> type["Connection"]:
+def guarded(limits: Limits, telemetry: Recorder) -> type["HttpConnection"]:
     """The connection class for these limits."""
-    return type("GuardedConnection", (Connection,), {"limits": limits, "telemetry": telemetry})
+    return type("GuardedConnection", (HttpConnection,), {"limits": limits, "telemetry": telemetry})
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     limits: Limits
     telemetry: Recorder
     transport: asyncio.Transport
@@ -67,14 +67,14 @@ class Connection(asyncio.Protocol):
     _response: Response | None = None
     """The response to the latest request."""
     _kept = b""
-    """What came behind the request that is being answered."""
+    """Bytes received after the request that is being answered."""
     _is_reading = True
     _is_lingering = False
     _dropped = 0
     """Bytes read and dropped while the connection lingers, or of the body of a request that has been answered."""
     _head_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
-    _departure_timer: asyncio.TimerHandle | None = None
+    _disconnect_timer: asyncio.TimerHandle | None = None
     _linger_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _heard_at = 0.0
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(self)
-        timers = self._head_timer, self._idle_timer, self._departure_timer, self._linger_timer, self._write_timer
+        timers = self._head_timer, self._idle_timer, self._disconnect_timer, self._linger_timer, self._write_timer
         for timer in timers:
             if timer is not None:
                 timer.cancel()
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
     def _is_answering(self) -> bool:
         return self._response is not None and not self._response.response_complete
 
-    # What arrives
+    # Receiving
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
@@ -228,20 +228,20 @@ class Connection(asyncio.Protocol):
         self._kept = data
         if len(data) > READ_AHEAD:
             self._pause_reading()
-            if self._departure_timer is None:
-                self._departure_timer = self._loop.call_later(DEPARTURE_SECONDS, self._check_departure)
+            if self._disconnect_timer is None:
+                self._disconnect_timer = self._loop.call_later(DISCONNECT_CHECK_SECONDS, self._check_disconnect)
 
-    def _check_departure(self) -> None:
-        """Nobody is told that the client has left while nothing is read."""
-        self._departure_timer = None
+    def _check_disconnect(self) -> None:
+        """Poll the socket: while reading is paused, asyncio does not report a disconnect."""
+        self._disconnect_timer = None
         if self._is_reading or self.transport.is_closing():
             return
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), LEFT)
+        poll.register(self.transport.get_extra_info("socket").fileno(), DISCONNECTED)
         if poll.poll(0):
             self.transport.abort()
         else:
-            self._departure_timer = self._loop.call_later(DEPARTURE_SECONDS, self._check_departure)
+            self._disconnect_timer = self._loop.call_later(DISCONNECT_CHECK_SECONDS, self._check_disconnect)
 
     def _pause_reading(self) -> None:
         if self._is_reading:
@@ -253,7 +253,7 @@ class Connection(asyncio.Protocol):
             self._is_reading = True
             self.transport.resume_reading()
 
-    # The answer
+    # Answering
 
     async def _answer(self, response: Response) -> None:
         """The app tells its errors itself; what it could not tell is told here."""
@@ -312,7 +312,7 @@ class Connection(asyncio.Protocol):
         else:
             self._idle_timer = self._loop.call_later(left, self._look_for_idleness)
 
-    # The end
+    # Dropping a body and closing
 
     @property
     def can_drain(self) -> bool:
@@ -364,7 +364,7 @@ class Connection(asyncio.Protocol):
         self._refuse(RequestTimeout(f"the headers took longer than {self.limits.body_seconds:g} s to arrive"))
 
     def _refuse(self, error: DragomanError) -> None:
-        """What has arrived of the request at hand is not valid."""
+        """Answer an invalid or late request with an error, and close the connection."""
         if self.transport.is_closing():
             return
         response = self._response
@@ -385,7 +385,7 @@ class Connection(asyncio.Protocol):
             return family(scope["path"], dict(scope["headers"]))
         return family("", {})
 
-    # A client that does not read
+    # Clients that do not read
 
     def pause_writing(self) -> None:
         self.writable.clear()

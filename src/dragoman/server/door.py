@@ -120,7 +120,7 @@ class Door(ABC):
     async def _dispatch(self, exchange: Exchange) -> None:
         methods = methods_at(exchange.path)
         if exchange.path not in ROUTES:
-            # Callers may send a key in a path by mistake.
+            # A caller may have put a key into the path by mistake.
             exchange.record.route = f"{exchange.method} {self._access.redact(exchange.path)[:100]}"
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")

@@ -66,13 +66,13 @@ PLAIN = (
     "client",
 )
 """Parts of an ASGI scope that are values and nothing else."""
-SINGLE = frozenset(
+SINGLE_VALUED = frozenset(
     {
         *(b"host", b"authorization", b"x-api-key", b"content-length", b"content-type", b"content-encoding"),
         *(b"origin", b"x-real-ip", b"x-dragoman-timeout", b"x-dragoman-strict", b"traceparent"),
     }
 )
-"""Headers that have one value."""
+"""Headers that may have one value only."""
 DIRECT = "dragoman.direct"
 """An extension of the ASGI scope: the connection itself, which hands out the `Direct` of a scope."""
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -127,7 +127,7 @@ class Exchange:
     """Bytes of the body, and of what it refers to."""
     _body_read = False
     _ambiguous: bytes | None = None
-    """A header that may come once and came more often."""
+    """A header that may be sent once and was sent more often."""
     _ignored: tuple[str, ...] = ()
     _warnings: tuple[str, ...] = ()
     _allowed = 0.0
@@ -163,7 +163,7 @@ class Exchange:
         """Refuse a request whose headers are ambiguous or name a host other than the allowed ones."""
         if self._ambiguous is not None:
             self.extra_headers.append((b"connection", b"close"))
-            raise BadRequest(f"the header {self._ambiguous.decode('latin-1')} is there more than once; send it once")
+            raise BadRequest(f"the header {self._ambiguous.decode('latin-1')} was sent more than once; send it once")
         name = _host_name(self.headers.get(b"host", b""))
         if name is None or (allowed is not None and name not in allowed):
             self.extra_headers.append((b"connection", b"close"))
@@ -408,14 +408,14 @@ class Exchange:
 
 
 def merge_headers(lines: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, bytes], bytes | None]:
-    """Headers by name: the values of repeated lines are joined in order. The second value is the name of a header that
-    may come only once and came more often: any second Host, and different values of the others in `SINGLE`."""
+    """Headers by name: the values of repeated lines are joined in order. The second value is the name of an
+    ambiguous header: Host if it is repeated, or another one of `SINGLE_VALUED` with different values."""
     headers: dict[bytes, bytes] = {}
     ambiguous = None
     for name, value in lines:
         if name not in headers:
             headers[name] = value
-        elif name not in SINGLE:
+        elif name not in SINGLE_VALUED:
             headers[name] += b", " + value
         elif name == b"host" or headers[name] != value:
             ambiguous = name

@@ -6,12 +6,12 @@
     chunk     := size [extensions] CRLF bytes CRLF
 
 Rules
-1. A head ends at its first empty line. llhttp gets exactly the bytes of one head, so it never sees a body, another
-   protocol or the next request, and what it thinks of upgrades does not matter.
+1. A head ends at its first empty line. llhttp gets exactly the bytes of one head. It does not see the body or the next
+   request, so its handling of upgrades has no effect.
 2. Every `feed` consumes its input or returns the part behind the end. The same byte is never parsed twice.
 3. The head is bounded. Chunk extensions and trailers of one body together have the same bound. They are dropped: a
    trailer never becomes a header.
-4. `chunked` is the only transfer coding. Another one before it is 501; anything else is 400.
+4. `chunked` is the only transfer coding. Another coding before it is a 501; anything else is a 400.
 """
 
 import re
@@ -26,7 +26,7 @@ HEAD_END = b"\r\n\r\n"
 FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 VERSIONS = ("1.1", "1.0")
 LONGEST_SIZE_LINE = 20
-"""Bytes of a chunk's size line that are not counted as extensions: 16 digits, CRLF, and some room."""
+"""Bytes of a chunk's size line that do not count as extensions: 16 digits, CRLF, and two spare."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _PLAIN_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
@@ -87,7 +87,7 @@ class RequestHead:
         return self.url.partition(b"?")[0].decode("latin-1")
 
     def feed(self, data: bytes) -> bytes:
-        """Returns what follows the head; the head is complete or needs more data."""
+        """Parse more data, and return what follows the head if it is complete now."""
         if not self._size:
             # Empty lines before a request are ignored.
             data = data.lstrip(b"\r\n")
@@ -98,7 +98,7 @@ class RequestHead:
         self._size += end
         self._parse(data[:end])
         if self._size > self._limit:
-            # It is parsed all the same: path and headers say in which format the error is expected.
+            # It was parsed first: path and headers determine the format of the error.
             raise headers_too_large(self._limit)
         if self.is_complete != (found >= 0):
             raise BadRequest("this is not a valid HTTP request")
@@ -110,7 +110,7 @@ class RequestHead:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # The head is complete. The request is served as HTTP, whatever else it asks for.
+            # The head is complete. `Upgrade` is ignored.
             pass
         except httptools.HttpParserError as error:
             raise BadRequest("this is not a valid HTTP request") from error

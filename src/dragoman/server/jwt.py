@@ -8,8 +8,8 @@ Rules
 3. What a token says of models and routes only narrows what the configuration allows: a model fits one pattern of
    each. An empty list allows nothing; whoever says nothing narrows nothing.
 4. The limits are those of the subject, whichever token it comes with.
-5. The principal is `jwt:` and the subject as it stands. So a subject never owns what belongs to a key of the store that
-   has the same name: who signs tokens and who makes keys need not mean the same person by it.
+5. The principal is `jwt:` and the subject. So a token never shares a principal with a stored key: the issuer of tokens
+   and the operator may use the same name for different people.
 """
 
 import logging

@@ -42,7 +42,7 @@ class Listener(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config = self.config
-        listeners = bound_sockets(config.host, config.port) if sockets is None else sockets
+        listeners = bind_sockets(config.host, config.port) if sockets is None else sockets
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
@@ -135,8 +135,8 @@ def _number(path: str | None) -> tuple[int, int] | None:
     return None if found is None else (found.st_dev, found.st_ino)
 
 
-def bound_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.socket]:
-    """One for each address of the host. On Linux other processes may bind a shared one too."""
+def bind_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.socket]:
+    """One socket for each address of the host. On Linux other processes may bind shared ones too."""
     bound: list[socket.socket] = []
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, address in dict.fromkeys(addresses):

@@ -43,7 +43,7 @@ async def ready(app: "App", exchange: Exchange) -> None:
     if host.state == "cold" and not host.is_known:
         host.load()
     host.load_again()
-    # Load balancers have no key, and only need the status. Names of models are for callers who may list them.
+    # Load balancers need only the status. Callers with a key also see the models of that key.
     caller = app.valid_caller(exchange)
     seen = () if caller is None else [model for model in app.catalog.models.values() if caller.may_ask(model.name)]
     states = {model.name: _state(model) for model in seen}

@@ -31,7 +31,7 @@ class Proxies:
         forwarded = headers.get(b"x-forwarded-for", b"")
         hops = forwarded[-LONGEST:].decode("latin-1").split(",")
         if len(forwarded) > LONGEST:
-            # The first one may be a part of an address.
+            # The first one may be cut.
             hops[0] = ""
         while hops and self._trusts(found):
             hop = _address(hops.pop())
@@ -41,7 +41,7 @@ class Proxies:
         return found
 
     def scheme(self, peer: str | None, headers: Mapping[bytes, bytes]) -> str | None:
-        """That of the connection to the nearest proxy; None where the peer is not trusted or does not say."""
+        """The scheme of the connection to the nearest proxy; None if the peer is not trusted or sends none."""
         forwarded = headers.get(b"x-forwarded-proto", b"").decode("latin-1").rpartition(",")[2].strip().lower()
         return forwarded if forwarded in ("http", "https") and self._trusts(peer) else None
 

@@ -25,7 +25,8 @@ from dragoman.errors import (
     quote,
 )
 from dragoman.protocols import openai, responses
-from dragoman.server.bodies import LARGE_BODY, run_beside_loop
+from dragoman.protocols.wire import LARGE_BODY
+from dragoman.server.bodies import run_in_body_thread
 from dragoman.server.exchange import Exchange, Receive, Scope, Send
 from dragoman.server.prompts import count_prompt
 from dragoman.server.respond import reply_to
@@ -84,7 +85,7 @@ async def _question(door: "Door", exchange: Exchange) -> responses.Question:
 
 async def _made(exchange: Exchange, items: int, make: Callable[[], T]) -> T:
     """What is made of a large conversation is made in a thread, so that meanwhile others stream."""
-    return await run_beside_loop(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
+    return await run_in_body_thread(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
 
 
 def _decoded(asking: responses.Asking, earlier: Sequence[KeptItem], found: Mapping[str, bytes]) -> responses.Question:

@@ -87,7 +87,7 @@ def _tell_place(app: App, port: int) -> None:
     log.info("serving %s on %s", names, _place(msgspec.structs.replace(app.settings, port=port)))
 
 
-def _token_file(app: App, port: int) -> TokenFile:
+def _write_token_file(app: App, port: int) -> TokenFile:
     settings = app.settings
     return TokenFile(app.admin_token, settings.host, port, settings.socket)
 
@@ -119,7 +119,7 @@ class Server(Listener):
         await super().startup(sockets)
         if self.started:
             port = _port([one for server in self.servers for one in server.sockets])
-            self._token_file = _token_file(self._app, port)
+            self._token_file = _write_token_file(self._app, port)
             _tell_place(self._app, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -205,7 +205,7 @@ async def _serve_by_fronts(app: App, count: int) -> None:
     opened = places(begun, count)
     file = SocketFile(begun.socket)
     app.start()
-    token_file = _token_file(app, _port(opened[0]))
+    token_file = _write_token_file(app, _port(opened[0]))
     ended, hurried = asyncio.Event(), asyncio.Event()
     crew = Crew(app, opened)
     preload = asyncio.create_task(_preload(app, ended.set))

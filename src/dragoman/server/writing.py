@@ -1,11 +1,11 @@
-"""One request on its connection, and how the bytes of its response leave.
+"""One request on its connection, and the writing of its response.
 
 Rules
 1. The head leaves in one write with the beginning of the body: one system call and one packet less for each response.
 2. Nothing is written to a connection that is closing: uvloop raises where asyncio would drop the bytes.
 3. What need not wait for the client needs no coroutine: `take_body` for a body that has arrived, `reply` for a whole
    response, `write` for a piece of a stream. Everything else goes by `receive` and `send`, which wait.
-4. A body without a length is chunked. For HTTP/1.0, which has no chunks, the end of the connection ends it.
+4. A body without a length is chunked. HTTP/1.0 has no chunks: there the end of the connection ends the body.
 5. 204, 304 and responses to HEAD have no body; 204 and 304 have no Content-Length either.
 """
 
@@ -79,7 +79,7 @@ class Response:
     _is_chunked = False
     _has_body = True
     _head = b""
-    """The response's head, until the beginning of the body is written with it."""
+    """The response's head, until it is written with the beginning of the body."""
 
     def __init__(
         self, scope: dict[str, Any], connection: ClientConnection, expects_continue: bool, keep_alive: bool
@@ -87,14 +87,14 @@ class Response:
         self.scope = scope
         self.keep_alive = keep_alive
         self.body = bytearray()
-        """What of the request's body has arrived and not been taken."""
+        """The part of the request's body that has arrived and was not read."""
         self.arrival = News()
-        """Set when more of the body, or the end of the connection or of the response, has come."""
+        """Set when more of the body has arrived, or the connection or the response has ended."""
         self._connection = connection
         self._expects_continue = expects_continue
 
     def disconnect(self) -> None:
-        """Nothing can be read or written any more."""
+        """The connection has ended."""
         if not self.response_complete:
             self.disconnected = True
             self.arrival.set()
@@ -164,7 +164,7 @@ class Response:
         self._has_body = not is_bodiless and scope["method"] != "HEAD"
         has_length = False
         if self.more_body and (self._expects_continue or not self._connection.can_drain):
-            # The rest of the body may be too much, or may never come.
+            # The rest of the body may be too large, or may never arrive.
             self.keep_alive = False
         self._expects_continue = False
         lines = [STATUS_LINES[status]]

@@ -23,6 +23,7 @@ Kind = Literal["text", "thought", "start", "arguments"]
 
 
 LEAST_FENCE = 3
+"""Backticks that begin a code fence."""
 TICKS = re.compile("`+")
 
 
@@ -37,7 +38,7 @@ class Writer:
         self.first = ""
         """The first character that there was to see."""
         self._fence = 0
-        """Backticks of the code fence that is open; 0: none is."""
+        """Backticks of the open code fence; 0 if none is open."""
         self._ticks = 0
         """Backticks at the end of the text so far."""
         self.thought_of = False
@@ -74,14 +75,14 @@ class Writer:
         self._ticks = 0
         for run in TICKS.finditer(joined):
             if run.end() == len(joined):
-                # More of them may follow.
+                # More backticks may follow.
                 self._ticks = len(run[0])
             else:
                 self._fence = _fence_after(self._fence, len(run[0]))
 
     @property
     def in_fence(self) -> bool:
-        """Whether what comes next, if it is no backtick, stands inside a code fence."""
+        """Whether text that follows now is inside a code fence."""
         return _fence_after(self._fence, self._ticks) > 0
 
     def thought(self, text: str) -> None:
@@ -169,7 +170,7 @@ class Writer:
 
 
 def _fence_after(fence: int, ticks: int) -> int:
-    """The fence that is open after a run of backticks. As in Markdown, only a run as long as the first closes it."""
+    """The open fence after a run of backticks. As in Markdown, a run at least as long as the first closes it."""
     if ticks < max(fence, LEAST_FENCE):
         return fence
     return 0 if fence else ticks

@@ -4,7 +4,7 @@
 
 Rules
 1. A message is one line. Control characters in it, and marks that change the direction of text, are escaped.
-2. The lines of a traceback are indented, so that none of them passes for a message.
+2. The lines of a traceback are indented, so that none of them looks like a message.
 
 A line about a request carries its id: `extra={"request_id": ...}`.
 """
@@ -45,7 +45,7 @@ def configure_as_parent() -> None:
 
 
 def escape(text: str) -> str:
-    """The text in one line that does nothing to a terminal."""
+    """The text on one line, with control characters escaped."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -70,6 +70,6 @@ class JsonLines(logging.Formatter):
         line |= {name: record.__dict__[name] for name in EXTRAS if name in record.__dict__}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # JSON escapes the first of them only; the others cannot stand outside of its strings either.
+        # JSON escapes only characters below 0x20. The others can only be inside its strings.
         encoded = msgspec.json.encode(line, enc_hook=str).decode()
         return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)

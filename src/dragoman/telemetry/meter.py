@@ -95,7 +95,7 @@ class Meter:
         """The request has ended; what did not finish is counted as far as it came."""
         if self._open:
             self._count_unfinished()
-        # It refers to the whole request, which must not stay in memory as long as this meter.
+        # The estimate refers to the whole request, which must not stay in memory as long as this meter.
         self._estimate = int
 
     def _count_unfinished(self) -> None:

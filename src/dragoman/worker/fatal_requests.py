@@ -1,9 +1,9 @@
-"""Requests that end the engine's process: after two deaths the same request is refused.
+"""Requests that crash the engine's process: after two deaths the same request is refused.
 
 Rules
-1. A death counts against a request only where it was the only one in the process.
-2. Requests are the same where all that an engine is told of them is: ids, labels and callers do not count.
-3. Deaths are forgotten after `MEMORY_SECONDS`, and so are those of the requests that were not seen for longest.
+1. A death counts against a request only if it was the only request in the process.
+2. Two requests are the same if the engine gets the same input: ids, labels and callers do not count.
+3. Deaths are forgotten after `MEMORY_SECONDS`. Beyond `MOST_REQUESTS`, the oldest are forgotten.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from collections.abc import Callable
 import msgspec
 
 from dragoman.conversation import GenerationRequest
-from dragoman.errors import RequestRefused
-from dragoman.worker.messages import ENCODE_ERRORS, Question
+from dragoman.errors import ENCODE_ERRORS, RequestRefused
+from dragoman.worker.messages import Question
 
-Asked = GenerationRequest | msgspec.Raw | Question
-"""What a process was asked; `Raw` is an encoded GenerationRequest."""
+WorkerRequest = GenerationRequest | msgspec.Raw | Question
+"""A request to a process; `Raw` is an encoded GenerationRequest."""
 
 MOST_DEATHS = 2
 MOST_REQUESTS = 1024
@@ -32,7 +32,7 @@ class FatalRequests:
         self._clock = clock
         self._deaths: OrderedDict[bytes, list[float]] = OrderedDict()
 
-    def note(self, asked: Asked) -> None:
+    def note(self, asked: WorkerRequest) -> None:
         """The process died with this request and no other in it."""
         digest = _digest(asked)
         if digest is None:
@@ -42,8 +42,8 @@ class FatalRequests:
         while len(self._deaths) > MOST_REQUESTS:
             self._deaths.popitem(last=False)
 
-    def check(self, asked: Asked) -> None:
-        """Raises RequestRefused."""
+    def check(self, asked: WorkerRequest) -> None:
+        """Raise RequestRefused if the request has ended the process too often."""
         digest = _digest(asked) if self._deaths else None
         if digest is not None and len(self._recent(digest)) >= MOST_DEATHS:
             raise RequestRefused(
@@ -56,11 +56,11 @@ class FatalRequests:
         return [death for death in self._deaths.get(digest, ()) if death > since]
 
 
-def _digest(asked: Asked) -> bytes | None:
-    """None for what cannot be sent to a process, so that none can die of it."""
+def _digest(asked: WorkerRequest) -> bytes | None:
+    """None for a request that cannot be encoded, and so never reaches a process."""
     try:
         if isinstance(asked, GenerationRequest | msgspec.Raw):
-            # As an engine reads it: what was written as 0 or as 0.0 is the same.
+            # Decoded as an engine does, so that 0 and 0.0 are the same.
             request = _decode(msgspec.msgpack.encode(asked))
             asked = msgspec.structs.replace(request, id="", principal="", labels={})
         else:

@@ -31,8 +31,6 @@ KEY_BITS = 32
 """Of the number of a request; above them is that of the process that counts them."""
 OWN_NUMBER = 1
 """Of the worker's parent."""
-ENCODE_ERRORS = (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError)
-"""Raised where a message cannot be encoded: integers of more than 64 bits, half characters."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -22,14 +22,14 @@ import msgspec
 
 from dragoman.conversation import GenerationRequest
 from dragoman.errors import (
+    ENCODE_ERRORS,
     BadRequest,
     DragomanError,
     EngineDied,
 )
 from dragoman.mailbox import Mailbox
-from dragoman.worker.fatal_requests import Asked
+from dragoman.worker.fatal_requests import WorkerRequest
 from dragoman.worker.messages import (
-    ENCODE_ERRORS,
     HEADER,
     KEY_BITS,
     OWN_NUMBER,
@@ -81,8 +81,8 @@ class ChildProcess:
         self.followed: dict[int, Follower] = {}
         """Streams that are passed on, each until its end or until its follower lets go of it."""
         self.answers: dict[int, asyncio.Future[Answer]] = {}
-        self.asked: dict[int, Asked] = {}
-        """What it has not said to have ended, also where its reader has gone."""
+        self.asked: dict[int, WorkerRequest] = {}
+        """Requests whose end the child has not reported, even if their reader has gone."""
         self.heard = time.monotonic()
         self.last_words = Failure.of(EngineDied("the engine's process died; the request can be sent again"))
 

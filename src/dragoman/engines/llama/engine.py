@@ -103,7 +103,7 @@ class LlamaEngine(Engine):
         # Nobody's generation waits for answers to questions about prompts and tokens.
         self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
         self.turns = Turns()
-        # Checking a reply against what was not enforced may take half a second.
+        # Checking a reply against keywords that were not enforced may take half a second.
         self.checkers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
 
     @classmethod
@@ -186,7 +186,7 @@ class LlamaEngine(Engine):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         loaded = self._writing()
         read = await self._aside(loaded.intake.read, request)
-        constrained = await loaded.intake.constrained(request, read)
+        constrained = await loaded.intake.constrain(request, read)
         generation = await self._aside(loaded.intake.generation, request, read, constrained)
         runner = loaded.adapted.get(request.model, loaded.runner)
         runner.submit(generation)

@@ -36,8 +36,8 @@ class Intake(Reading):
     def least(self, request: GenerationRequest) -> int:
         return 0 if request.max_tokens == 0 else 1
 
-    async def constrained(self, request: GenerationRequest, read: Read) -> Constrained | None:
-        """What the reply is kept to. Runs in the event loop: the work is done elsewhere."""
+    async def constrain(self, request: GenerationRequest, read: Read) -> Constrained | None:
+        """The compiled constraint on the reply. Runs in the event loop; other processes and threads do the work."""
         if not self.is_shaped(request):
             return None
         thinks, opened = self.may_think(request), read.opener is not None

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.conversation import Sampling
+from dragoman.conversation import RepetitionPenalty, Sampling
 from dragoman.engines.llama.binding import Context, Logits, Sampler
 from dragoman.errors import EngineFailed
 from dragoman.events import TokenLogprob
@@ -51,13 +51,13 @@ NOT_NUMBERS = "the model's output has values that are not numbers"
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """Sampling with nothing left open. The bounds hold for what a model file says; requests are checked before."""
+    """Sampling with nothing left open. The bounds apply to values of a model file; requests are checked earlier."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 64
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0

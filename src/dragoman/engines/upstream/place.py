@@ -8,7 +8,7 @@ import httpx
 import msgspec
 
 from dragoman import hops
-from dragoman.address import hidden, public, secrets_in
+from dragoman.address import find_secrets, public, redact_secrets
 from dragoman.client import listing, transport
 from dragoman.client.exchange import COMPLETIONS, PROTOCOLS, Exchange, Spoken
 from dragoman.client.line import Answer, Line
@@ -83,14 +83,14 @@ class Place:
         self._line = Line(self.talk, httpx.AsyncClient(**settings))
         self._refused: defaultdict[str, set[str]] = defaultdict(set)
         """By model, what it does not take."""
-        self._secrets = secrets_in(place.url, key)
+        self._secrets = find_secrets(place.url, key)
 
     def redact(self, error: DragomanError) -> None:
-        """Hide the credentials that this server was sent, where its error repeats them."""
-        error.message = hidden(error.message, self._secrets)
+        """Hide the credentials that were sent to this server, in case its error repeats them."""
+        error.message = redact_secrets(error.message, self._secrets)
         error.args = (error.message,)
         if error.param is not None:
-            error.param = hidden(error.param, self._secrets)
+            error.param = redact_secrets(error.param, self._secrets)
 
     async def aclose(self) -> None:
         await self._line.aclose()

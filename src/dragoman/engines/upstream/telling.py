@@ -32,7 +32,7 @@ log = logging.getLogger("dragoman.upstream")
 OF_THE_CALLER = (BadRequest, TooLarge, NotSupported)
 REST_SECONDS = 1.0
 LONGEST_REST_SECONDS = 3600.0
-"""The longest wait that is taken from a server and passed on."""
+"""The longest `Retry-After` of a server that is respected and passed on."""
 BROKEN = (Unreachable, ServerFailed, BadAnswer)
 LOOP = "the server behind this model leads back to the model itself; whoever runs this server can mend its address"
 
@@ -52,7 +52,7 @@ def told(error: DragomanError, model: str, url: str, is_listed: bool = False, re
     """`is_listed`: the caller chose one of the models that the server has, or so the caller thought. By the id of the
     `request` its caller finds the line of the log."""
     if is_callers(error):
-        # To wait does not help.
+        # Waiting does not help: the request itself is wrong.
         error.retry_after = None
         return error
     words = f"model {model}: {url}: {error.message} ({type(error).__name__})"

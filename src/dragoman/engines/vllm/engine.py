@@ -86,7 +86,7 @@ class VllmEngine(SteppingEngine):
         self.readers = ThreadPoolExecutor(_readers(), thread_name_prefix="dragoman-prompt")
         # Nobody's generation waits for answers to questions about prompts and tokens.
         self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
-        # Checking a reply against what was not enforced may take half a second.
+        # Checking a reply against keywords that were not enforced may take half a second.
         self.checkers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
 
     @classmethod
@@ -193,7 +193,7 @@ class VllmEngine(SteppingEngine):
         intake = self._writing()
         if intake.is_shaped(request):
             read = await self._aside(intake.read, request)
-            constrained = await intake.constrained(request, read)
+            constrained = await intake.constrain(request, read)
             work = await self._aside(intake.work, key, request, read, constrained)
         else:
             work = await self._aside(intake.read_work, key, request)

@@ -3,7 +3,7 @@
 Rules
 1. What a request leaves open comes from the folder's generation settings, then from vLLM's own defaults.
 2. vLLM checks what it is given, and what it refuses is a 400. A grammar is tried and compiled here before vLLM sees it:
-   vLLM compiles only what has kept to the limits of a trial. Then it is vLLM's llguidance that keeps the reply to it.
+   vLLM compiles only grammars that passed a trial. vLLM's llguidance then enforces them.
 3. A reply that is kept to a shape ends where the shape does: neither stop tokens nor `ignore_eos` change that.
 4. Tools that may be called and are not strict shape nothing, unless the operator wants that: the model writes its calls
    as it has learnt to.
@@ -80,15 +80,15 @@ class Intake(Reading):
         """Both steps in one."""
         return self.work(key, request, self.read(request))
 
-    async def constrained(self, request: GenerationRequest, read: Read) -> Constrained | None:
-        """What the reply is kept to. Runs in the event loop: the work is done elsewhere."""
+    async def constrain(self, request: GenerationRequest, read: Read) -> Constrained | None:
+        """The compiled constraint on the reply. Runs in the event loop; other processes and threads do the work."""
         if self.constraints is None or not self.is_shaped(request):
             return None
         opened = read.opener is not None and not self._head(request, read)
         return await self.constraints.constrain(request, thinks=self.may_think(request), opened=opened)
 
     def _head(self, request: GenerationRequest, read: Read) -> tuple[int, ...]:
-        """Tokens that close a thought before the model has its say."""
+        """Tokens that close a thought before the model generates."""
         budget = self.budget(request, read.opener)
         return () if budget is None else tuple(budget.closing[: self.limit(request, len(read.tokens))])
 
@@ -99,9 +99,8 @@ class Intake(Reading):
         if budget is not None and head:
             budget.closed()
         kept = None if constrained is None else constrained.shape
-        guide = (
-            constrained.guide if constrained is not None and kept is not None and (kept.checks or kept.calls) else None
-        )
+        has_captures = kept is not None and bool(kept.checks or kept.calls)
+        guide = constrained.guide if constrained is not None and has_captures else None
         shaped_thought = kept is not None and budget is not None and request.thinking.budget_tokens and not head
         logprobs = request.logprobs
         bearings = Bearings(

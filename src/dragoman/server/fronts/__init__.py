@@ -8,7 +8,7 @@
     front.py     a front end's door: what it answers itself, and what it has its parent answer
     remote.py    the parent's models, quotas and kept responses, as a front end sees them
     main.py      the process of a front end
-    orphan.py    a child process ends with its parent, even where its event loop is stuck
+    orphan.py    ends a child process with its parent, even if its event loop is stuck
     desk.py      the parent's side of one front end
     guests.py    a request of a front end, and what it holds
     passing.py   a request that the parent answers for a front end

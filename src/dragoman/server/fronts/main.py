@@ -2,8 +2,8 @@
 and the numbers of descriptors.
 
 Signals for the parent's process group are the parent's to handle. When the link to it ends, so does the process, at
-once and whatever it is doing (see `orphan`). So it does where it cannot take over a configuration: nobody is let in by
-keys that hold no more, and the parent starts another.
+once and whatever it is doing (see `orphan`). It also ends if it cannot apply a new configuration, so that removed keys
+stop working; the parent starts another.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""A child process ends with its parent, even where its event loop is stuck.
+"""Ends a child process with its parent, even if the event loop of the child is stuck.
 
-On Linux the kernel kills it. Elsewhere a thread looks whether the parent is still there.
+On Linux the kernel kills the child. On other systems a thread checks whether the parent still runs.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ CHECK_SECONDS = 1.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process when the one with this id ends. `parent` is the process that started this one."""
+    """Kill this process when its parent ends; `parent` is the parent's process id."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -24,7 +24,7 @@ def end_with_parent(parent: int) -> None:
     else:
         threading.Thread(target=_watch, args=(parent,), name="dragoman-parent", daemon=True).start()
     if os.getppid() != parent:
-        # It ended before it was watched.
+        # The parent ended before the watch began.
         os._exit(0)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dragoman.config import Settings
 from dragoman.server.acceptor import BACKLOG
-from dragoman.server.listening import bound_sockets, unix_socket
+from dragoman.server.listening import bind_sockets, unix_socket
 
 
 def places(settings: Settings, count: int) -> list[list[socket.socket]]:
@@ -19,13 +19,13 @@ def places(settings: Settings, count: int) -> list[list[socket.socket]]:
     if settings.socket is not None:
         shared = [unix_socket(Path(settings.socket))]
     elif sys.platform == "linux":
-        own = [bound_sockets(settings.host, settings.port, is_shared=True)]
+        own = [bind_sockets(settings.host, settings.port, is_shared=True)]
         # The first may have been given any port that was free.
         port = own[0][0].getsockname()[1]
-        own += [bound_sockets(settings.host, port, is_shared=True) for _ in range(count - 1)]
+        own += [bind_sockets(settings.host, port, is_shared=True) for _ in range(count - 1)]
         return [_listening(sockets) for sockets in own]
     else:
-        shared = bound_sockets(settings.host, settings.port, is_shared=True)
+        shared = bind_sockets(settings.host, settings.port, is_shared=True)
     return [_listening(shared)] * count
 
 

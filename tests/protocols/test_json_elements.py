@@ -1,4 +1,4 @@
-"""The elements of a JSON text are counted as a decoder would find them, whatever its strings contain."""
+"""The counted elements of a JSON text are those of the decoded value, whatever its strings contain."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dragoman.config import Limits
-from dragoman.protocols import elements
+from dragoman.protocols import json_elements as elements
 
 TEXT = st.text(alphabet=st.sampled_from('a,:[]{}"\\\n\u00e9'))
 VALUES = st.recursive(
@@ -19,9 +19,9 @@ VALUES = st.recursive(
 def counted(value: Any) -> int:
     """The elements of a decoded value."""
     if isinstance(value, dict):
-        return elements.CONTAINER + max(0, len(value) - 1) + len(value) + sum(map(counted, value.values()))
+        return elements.CONTAINER_WEIGHT + max(0, len(value) - 1) + len(value) + sum(map(counted, value.values()))
     if isinstance(value, list):
-        return elements.CONTAINER + max(0, len(value) - 1) + sum(map(counted, value))
+        return elements.CONTAINER_WEIGHT + max(0, len(value) - 1) + sum(map(counted, value))
     return 0
 
 
@@ -34,7 +34,7 @@ def keys(value: Any) -> int:
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1024 * 1024])
 @settings(max_examples=200)
 @given(VALUES, st.booleans())
-def test_elements_and_keys_of_any_value(chunk: int, value: Any, ascii_only: bool) -> None:
+def test_counts_match_the_decoded_value(chunk: int, value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     exact = counted(value)
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def test_elements_and_keys_of_any_value(chunk: int, value: Any, ascii_only: bool
             assert elements.has_more_elements(text, exact - 1)
 
 
-def test_text_in_strings_has_no_elements() -> None:
+def test_strings_contain_no_elements() -> None:
     text = json.dumps({"a": 'say "[1, {2: 3}]" \\' * 100_000}).encode()
     assert not elements.has_more_elements(text, 6)
 

@@ -1,9 +1,9 @@
-"""The engine's side of trials: starts the process that forks them, and ends a trial with the request that needs it.
+"""The engine's side of trials: starts the trial server, sends jobs to it, and kills the trials of cancelled requests.
 
 Rules
-1. The process is started for the first trial and kept. Where it has died, the next trial starts another.
+1. The first trial starts the server. If the server has died, the next trial starts another.
 2. A trial whose request is cancelled is killed.
-3. A trial that ends without an outcome has reached its limits, or crashed. Which of them is of no use to the caller.
+3. A trial that ends without an outcome has reached its limits, or crashed. Callers get the same error for both.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from dragoman.constrain.trial import LENGTH, STARTED, Outcome, Subject
+from dragoman.constrain.grammar_trial import LENGTH, STARTED, TrialModel, TrialOutcome
 from dragoman.constrain.trial_server import COMMAND, FORK, KILL, LOWER, READY
 from dragoman.errors import EngineFailed, Unavailable
 
@@ -25,20 +25,20 @@ log = logging.getLogger("dragoman.constrain")
 
 START_SECONDS = 60.0
 TRIAL_SECONDS = 60.0
-"""Of the clock: on a busy machine the limit of processor time takes longer to reach."""
+"""Wall time. On a busy machine a trial takes longer to reach its limit of CPU time."""
 LONG_SECONDS = 0.25
-"""After these a trial gets less of the processor than decoding."""
+"""A trial that takes longer gets a lower priority than decoding."""
 
 
-class _Server:
-    """The running process and our end of its socket."""
+class _ServerProcess:
+    """The running trial server, and the client's end of its socket."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self.process = process
         self.control = control
 
     def command(self, kind: bytes, number: int, sockets: tuple[int, ...] = ()) -> None:
-        """Few bytes, which always fit: it does not wait."""
+        """Does not block: a command is a few bytes, which fit into the socket's buffer."""
         socket.send_fds(self.control, [COMMAND.pack(kind, number)], sockets)
 
     async def close(self) -> None:
@@ -48,30 +48,30 @@ class _Server:
         await self.process.wait()
 
 
-class TrialPool:
-    def __init__(self, subject: Callable[[], Subject]) -> None:
-        self._subject = subject
+class TrialClient:
+    def __init__(self, make_model: Callable[[], TrialModel]) -> None:
+        self._make_model = make_model
         self._numbers = itertools.count()
-        self._server: _Server | None = None
+        self._server: _ServerProcess | None = None
         self._starting = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
-        """Of the process that forks trials, where there is one."""
+        """Process id of the trial server, if it runs."""
         return None if self._server is None else self._server.process.pid
 
-    async def run(self, job: bytes) -> Outcome | None:
-        """What became of the job; None where it has reached the limits of a trial."""
+    async def run(self, job: bytes) -> TrialOutcome | None:
+        """The outcome of the job; None if it reached a limit of its trial."""
         body = await self._run(job)
         if body is None:
-            # The process that forks may have died since the last trial.
+            # The server may have died since the last trial.
             body = await self._run(job)
         if body is None:
             raise Unavailable("the trial of a grammar could not be run; try again", retry_after=1)
         return _outcome(body) if body else None
 
     async def _run(self, job: bytes) -> bytes | None:
-        """The outcome as it came; nothing where the trial was ended, None where it never began."""
+        """The encoded outcome; empty if the trial ended without one, None if it did not start."""
         ours, theirs = socket.socketpair()
         number = next(self._numbers)
         try:
@@ -83,27 +83,27 @@ class TrialPool:
         lowering = asyncio.get_running_loop().call_later(LONG_SECONDS, self._tell, server, LOWER, number)
         try:
             async with asyncio.timeout(TRIAL_SECONDS):
-                body = await self._talk(ours, job)
+                body = await self._exchange(ours, job)
         except TimeoutError:
-            raise Unavailable("the machine is too busy to compile a grammar; try again", retry_after=5) from None
+            raise _too_busy() from None
         finally:
             lowering.cancel()
             self._tell(server, KILL, number)
-        # Trials end with a process that is replaced.
+        # If the server was replaced, its trials ended with it.
         return None if not body and server is not self._server else body
 
-    async def _fork(self, number: int, channel: socket.socket) -> _Server:
+    async def _fork(self, number: int, channel: socket.socket) -> _ServerProcess:
         server = await self._started()
         try:
             server.command(FORK, number, (channel.fileno(),))
         except OSError:
-            await self._lose(server)
+            await self._discard(server)
             server = await self._started()
             server.command(FORK, number, (channel.fileno(),))
         return server
 
-    async def _talk(self, ours: socket.socket, job: bytes) -> bytes | None:
-        """The same."""
+    async def _exchange(self, ours: socket.socket, job: bytes) -> bytes | None:
+        """Send the job and read the encoded outcome, as `_run` returns it."""
         try:
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
@@ -115,7 +115,7 @@ class TrialPool:
             writer.write(LENGTH.pack(len(job)) + job)
             body = await reader.read()
         except ConnectionError:
-            # It died while it was read to or written to.
+            # The trial died during the exchange.
             return b""
         finally:
             writer.close()
@@ -128,13 +128,13 @@ class TrialPool:
                 server, self._server = self._server, None
                 await server.close()
 
-    async def _started(self) -> _Server:
+    async def _started(self) -> _ServerProcess:
         async with self._starting:
             if self._server is None:
                 self._server = await self._start()
             return self._server
 
-    async def _start(self) -> _Server:
+    async def _start(self) -> _ServerProcess:
         control, theirs = socket.socketpair()
         control.setblocking(False)
         with theirs:
@@ -145,53 +145,57 @@ class TrialPool:
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Not of the engine's process group: what a trial takes is not the model's memory.
+                # Outside the engine's process group: the memory of a trial does not count as the model's.
                 start_new_session=True,
-                # Forking needs a process with one thread.
+                # Forking is only safe in a process with one thread.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        server = _Server(process, control)
+        server = _ServerProcess(process, control)
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._hand_over(control)
+                await self._send_model(control)
         except TimeoutError:
             await server.close()
-            raise Unavailable("the machine is too busy to compile a grammar; try again", retry_after=5) from None
+            raise _too_busy() from None
         except BaseException:
             await server.close()
             raise
         return server
 
-    async def _hand_over(self, control: socket.socket) -> None:
+    async def _send_model(self, control: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        subject = await asyncio.to_thread(lambda: pickle.dumps(self._subject()))
+        model = await asyncio.to_thread(lambda: pickle.dumps(self._make_model()))
         try:
-            await loop.sock_sendall(control, LENGTH.pack(len(subject)) + subject)
+            await loop.sock_sendall(control, LENGTH.pack(len(model)) + model)
             answer = await loop.sock_recv(control, 1)
         except ConnectionError:
             answer = b""
         if answer != READY:
-            raise EngineFailed("the process that compiles grammars could not be started; the server's log says why")
+            raise EngineFailed("the process that tries grammars could not be started; see the server's log")
 
-    async def _lose(self, server: _Server) -> None:
-        """Another takes its place."""
-        log.error("the process that compiles grammars does not work any more; the next request starts another")
+    async def _discard(self, server: _ServerProcess) -> None:
+        """Forget and end a server that does not respond. The next trial starts another."""
+        log.error("the process that tries grammars has failed; the next request starts another")
         if self._server is server:
             self._server = None
         await server.close()
 
-    def _tell(self, server: _Server, kind: bytes, number: int) -> None:
-        """Of a trial that may have ended: its number is not used again."""
+    def _tell(self, server: _ServerProcess, kind: bytes, number: int) -> None:
+        """Send a command about a trial. The trial may have ended: its number is not used again."""
         try:
             server.command(kind, number)
         except OSError:
-            # The process has ended, and all trials with it.
+            # The server has ended, and all its trials with it.
             pass
 
 
-def _outcome(body: bytes) -> Outcome:
-    outcome = msgspec.msgpack.decode(body, type=Outcome)
+def _outcome(body: bytes) -> TrialOutcome:
+    outcome = msgspec.msgpack.decode(body, type=TrialOutcome)
     if outcome.bug is not None:
         log.error("a trial failed: %s", outcome.bug)
-        raise EngineFailed("the shape of the reply could not be compiled; the server's log says why")
+        raise EngineFailed("the shape of the reply could not be compiled; see the server's log")
     return outcome
+
+
+def _too_busy() -> Unavailable:
+    return Unavailable("the machine is too busy to compile a grammar; try again", retry_after=5)
