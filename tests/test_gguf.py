@@ -203,5 +203,5 @@ def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
 def test_message_about_the_alignment_is_short(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(gguf(pair("general.alignment", 8, text("a" * 5000))))
-    with pytest.raises(ConfigError, match="its alignment is a{100}$"):
+    with pytest.raises(ConfigError, match=r"its alignment is a{100}$"):
         read_outline(file)
