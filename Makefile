@@ -54,6 +54,10 @@ soak: $(VENV)/.installed-dev ## 1,000 streams and mixed load, an hour each, with
 faults: $(VENV)/.installed-dev ## processes killed, a full disk, bad clients and upstreams, by the hundreds; ARGS="disk_full --times 3"
 	@$(BIN)/python -m tools.faults $(ARGS)
 
+fairness: $(VENV)/.installed-dev ## how long one key waits while another attacks; ARGS="smollm2 --attack long_streams"
+	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/python -m tools.fairness $(ARGS)
+
 fuzz: $(VENV)/.installed-dev ## a million random requests, each answer judged; goes on where it stopped; ARGS="--seed x http"
 	@$(BIN)/dragoman pull --layout as-is smollm2
 	@$(BIN)/python -m tools.fuzz --resume $(ARGS)

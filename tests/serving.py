@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from dragoman import sources
 from dragoman.server.admin_token import HEADER, find_token
 
 WORKERS = os.environ.get("DRAGOMAN_TEST_WORKERS", "1")
@@ -112,6 +113,8 @@ def serving_at(
         if process.poll() is None:
             process.kill()
             process.wait()
+            # A server that is killed leaves its token.
+            (sources.home() / "run" / f"127.0.0.1_{port}.token").unlink(missing_ok=True)
 
 
 def _wait_until_ready(running: Running, client: httpx.Client) -> None:

@@ -12,7 +12,7 @@ async def hold(admission: Admission, principal: str, log: list[str], release: as
         log.append(name or principal)
         await release.wait()
     finally:
-        admission.leave()
+        admission.leave(principal)
 
 
 async def turn() -> None:
@@ -130,7 +130,7 @@ def test_one_who_is_leaving_is_passed_over() -> None:
         last = asyncio.create_task(hold(admission, "c", log, release))
         await turn()
         leaver.cancel()
-        admission.leave()
+        admission.leave("a")
         release.set()
         await asyncio.gather(leaver, last, return_exceptions=True)
         assert log == ["c"]
@@ -146,15 +146,15 @@ def test_who_is_turned_away_is_told_how_long_it_takes() -> None:
         waiting = [asyncio.create_task(admission.enter("a")) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull) as caught:
-            await admission.enter("b")
+            await admission.enter("a")
         assert caught.value.retry_after == 1
         for _ in range(20):
             admission._left_at -= 5
-            admission.leave()
+            admission.leave("a")
             waiting.append(asyncio.create_task(admission.enter("a")))
             await asyncio.sleep(0)
         with pytest.raises(QueueFull) as later:
-            await admission.enter("b")
+            await admission.enter("a")
         assert later.value.retry_after == pytest.approx(15, rel=0.1)
         for task in waiting:
             task.cancel()
@@ -173,3 +173,86 @@ def test_nobody_gives_back_more_than_they_have() -> None:
     assert admission.running == 1
     other.close()
     assert admission.running == 0
+
+
+def test_free_slot_goes_to_the_principal_that_holds_the_fewest() -> None:
+    async def scenario() -> list[str]:
+        admission, log, release = Admission(3, 10, 60), list[str](), asyncio.Event()
+        for _ in range(3):
+            await admission.enter("a")
+        names = [("a", "a4"), ("b", "b1"), ("a", "a5"), ("b", "b2")]
+        tasks = []
+        for principal, name in names:
+            tasks.append(asyncio.create_task(hold(admission, principal, log, release, name)))
+            await turn()
+        for _ in range(2):
+            admission.leave("a")
+            await turn()
+        seen = list(log)
+        admission.leave("a")
+        release.set()
+        await asyncio.gather(*tasks)
+        assert admission.running == admission.waiting == 0
+        return seen
+
+    assert asyncio.run(scenario()) == ["b1", "a4"]
+
+
+def test_last_slot_is_kept_for_other_principals_that_were_seen_lately() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(3, 10, 60), list[str](), asyncio.Event()
+        assert admission.enter_now("b")
+        admission.leave("b")
+        assert admission.enter_now("a")
+        assert admission.enter_now("a")
+        waiting = asyncio.create_task(hold(admission, "a", log, release, "a3"))
+        await turn()
+        assert (log, admission.running) == ([], 2)
+        assert admission.enter_now("b"), "the slot that was kept"
+        assert not admission.enter_now("c")
+        admission.leave("b")
+        await turn()
+        assert (log, admission.running) == ([], 2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_last_slot_is_no_longer_kept_when_others_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dragoman.admission.COMPANY_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        admission = Admission(2, 10, 60)
+        assert admission.enter_now("b")
+        admission.leave("b")
+        assert admission.enter_now("a")
+        assert not admission.enter_now("a")
+        await admission.enter("a")
+        assert admission.running == 2
+
+    asyncio.run(scenario())
+
+
+def test_single_principal_has_all_slots() -> None:
+    admission = Admission(3, 10, 60)
+    assert [admission.enter_now("a") for _ in range(4)] == [True, True, True, False]
+
+
+def test_full_queue_of_one_principal_takes_a_request_of_another() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 1, 60), list[str](), asyncio.Event()
+        await admission.enter("a")
+        tasks = [asyncio.create_task(hold(admission, name, log, release)) for name in ("a", "b")]
+        await turn()
+        assert admission.waiting == 2
+        for principal in ("a", "b", "c"):
+            with pytest.raises(QueueFull):
+                await admission.enter(principal)
+        admission.leave("a")
+        release.set()
+        await asyncio.gather(*tasks)
+        assert sorted(log) == ["a", "b"]
+
+    asyncio.run(scenario())

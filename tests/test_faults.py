@@ -22,14 +22,8 @@ def chunked(*pieces: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
 
 
-CUT_LINE = pytest.mark.xfail(
-    reason="the event log keeps the part of a line for which there was room on the disk", strict=True
-)
-MARKS = {"disk_full": [CUT_LINE]}
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in SCENARIOS])
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(tmp_path: Path, name: str) -> None:
     scenario = SCENARIOS[name]
     scenario = scenario._replace(workers=min(2, scenario.workers))

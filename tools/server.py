@@ -162,19 +162,8 @@ def usage_of(pid: int) -> Usage | None:
 
 def cpu_seconds_of(pid: int) -> float:
     """User and system time; 0 for a process that has ended."""
-    fields = _stat_fields(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-
-def start_time_of(pid: int) -> int:
-    """In ticks since the machine started; 0 for a process that has ended."""
-    fields = _stat_fields(pid)
-    return int(fields[19]) if fields else 0
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third one on."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return []
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -7,6 +7,7 @@ from tests.server.talking import CHAT, ask, talking, text_of
 from tests.serving import Running, serving
 
 HEADER_BYTES = 4096
+BODY_SECONDS = 1
 BODY_BYTES = 4 * 1024 * 1024
 
 
@@ -48,7 +49,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The same server where a client has one second to send a request and one to read more of the response."""
-    limits = TIGHT_LIMITS | {"body_seconds": 1, "write_seconds": 1}
+    limits = TIGHT_LIMITS | {"body_seconds": BODY_SECONDS, "write_seconds": 1}
     with serving(tmp_path_factory.mktemp("impatient"), {"models": TIGHT, "limits": limits}) as running:
         yield running
 

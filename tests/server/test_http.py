@@ -1,7 +1,9 @@
 """HTTP as no library sends it: malformed, too large, too slow, out of turn."""
 
 import json
+import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.server.conftest import BODY_BYTES, HEADER_BYTES
+from tests.server.conftest import BODY_BYTES, BODY_SECONDS, HEADER_BYTES
 from tests.server.talking import (
     CHAT,
     COMPLETIONS,
@@ -356,3 +358,18 @@ def test_full_queue(tight: Running) -> None:
             assert text_of(ask(client, COMPLETIONS)) == "hello"
             running.close()
             assert read(waiting, 0).status == 200
+
+
+def test_request_that_arrived_during_a_stall_is_answered(impatient: Running) -> None:
+    processes = [impatient.process.pid, *impatient.fronts()]
+    with connect(impatient) as sock:
+        sock.sendall(b"\r\n")
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            sock.sendall(HEALTH)
+            time.sleep(BODY_SECONDS + 0.5)
+        finally:
+            for pid in processes:
+                os.kill(pid, signal.SIGCONT)
+        assert read(sock).status == 200

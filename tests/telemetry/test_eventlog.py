@@ -1,6 +1,8 @@
-"""The event log as a file that others move."""
+"""The event log as a file that others move, and on a full disk."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,23 @@ def test_without_a_file_nothing_happens() -> None:
     log.reopen()
     log.start({})
     log.close({})
+
+
+FILE_LIMIT = """
+import resource, sys
+from dragoman.telemetry import EventLog, RequestRecord
+
+log = EventLog(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for number in range(100):
+    log.request(RequestRecord(id=f"req-{number}", route="/v1/chat/completions", status=200))
+"""
+
+
+def test_line_that_does_not_fit_leaves_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    done = subprocess.run([sys.executable, "-c", FILE_LIMIT, str(path)], capture_output=True, text=True, check=True)
+    assert set(events(path)) == {"request"}
+    assert path.stat().st_size < 2000
+    assert path.read_bytes().endswith(b"\n")
+    assert done.stderr.count("the event log cannot be written any more") == 1

@@ -27,6 +27,8 @@ from tools.server import Server, run_server
 RATIO = 2.0
 ALL = "all together"
 REQUEST_SECONDS = 120.0
+IDLE_SECONDS = 1.0
+"""A first token that comes within this time says that nothing of an attack is left."""
 TOOL = {
     "type": "function",
     "function": {"name": "lookup", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}},
@@ -57,15 +59,14 @@ class Phase(NamedTuple):
 
 
 async def measure(name: str, server: Server, key: str, seconds: float, pause: float) -> Phase:
-    """Requests begin at a steady rate, however long each of them takes."""
+    """One request after the other, at a steady rate as long as each is answered before the next is due."""
     until = time.monotonic() + seconds
-    asking: list[asyncio.Task[Result]] = []
-    while time.monotonic() < until:
-        fields = {"tools": [TOOL]} if len(asking) % 3 == 2 else {}
-        body = chat_body(MODEL, f"Say hello, number {len(asking)}.", max_tokens=4, **fields)
-        asking.append(asyncio.create_task(ask(server.port, body, key=key, timeout=REQUEST_SECONDS)))
-        await asyncio.sleep(pause)
-    results = await asyncio.gather(*asking)
+    results: list[Result] = []
+    while (begun := time.monotonic()) < until:
+        fields = {"tools": [TOOL]} if len(results) % 3 == 2 else {}
+        body = chat_body(MODEL, f"Say hello, number {len(results)}.", max_tokens=4, **fields)
+        results.append(await ask(server.port, body, key=key, timeout=REQUEST_SECONDS))
+        await asyncio.sleep(max(0.0, begun + pause - time.monotonic()))
     failures = Counter(f"{result.label}: {result.text[:100]}" for result in results if result.first_token is None)
     return Phase(name, sorted(result.first_token or REQUEST_SECONDS for result in results), failures)
 
@@ -85,7 +86,7 @@ async def wait_until_idle(server: Server, key: str) -> None:
     deadline = time.monotonic() + REQUEST_SECONDS
     while time.monotonic() < deadline:
         phase = await measure("idle", server, key, 1, 0.5)
-        if not phase.failures and phase.quantile(1) < 1:
+        if not phase.failures and phase.quantile(1) < IDLE_SECONDS:
             return
 
 
@@ -104,7 +105,7 @@ def run(engine: Engine, attacks: Sequence[str], seconds: float, workers: int) ->
                 with attacking(server, attacker, names):
                     phase = asyncio.run(_attacked(name, server, victim, engine, seconds))
                 _show(phase, quiet)
-                problems += _unfair(phase, quiet)
+                problems += unfair(phase, quiet)
                 asyncio.run(wait_until_idle(server, victim))
                 if not server.is_alive:
                     return [*problems, f"{name}: the server exited with {server.process.returncode}"]
@@ -133,7 +134,7 @@ def _show(phase: Phase, quiet: Phase) -> None:
     )
 
 
-def _unfair(phase: Phase, quiet: Phase) -> list[str]:
+def unfair(phase: Phase, quiet: Phase) -> list[str]:
     problems = [f"{phase.name}: {failure} ({count} times)" for failure, count in phase.failures.items()]
     ratio = phase.quantile(0.99) / quiet.quantile(0.99)
     if ratio > RATIO:

@@ -83,7 +83,7 @@ def too_long_prompt() -> dict[str, Any]:
 def many_messages() -> dict[str, Any]:
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": next(roles), "content": f"{next(_numbers)}"} for _ in range(2001)]
-    return chat("go") | {"messages": messages, "chat_template_kwargs": {f"k{place}": "v" * 100 for place in range(200)}}
+    return chat("go") | {"messages": messages, "chat_template_kwargs": {f"k{place}": "v" * 100 for place in range(32)}}
 
 
 def long_stream() -> dict[str, Any]:

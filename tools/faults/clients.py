@@ -21,7 +21,7 @@ SINGLE = {
     "two-in-worker": {**IN_WORKER, **ENDLESS},
 }
 """Models with one slot: the next request is answered only when the slot is free."""
-LIMIT_SECONDS = 2.0
+LIMIT_SECONDS = 4.0
 LARGE = {"messages": [{"role": "user", "content": "x" * 2_000_000}], "model": "echo", "stream": True}
 """Its reply is far more than the buffers of two sockets hold."""
 

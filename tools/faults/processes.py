@@ -2,13 +2,14 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from tools.client import Ending
 from tools.faults.judge import Scenario
 from tools.faults.trial import ANSWERED, IN_WORKER, PROBE, PROBE_TEXT, TOLD, Trial
-from tools.server import kill, start_time_of
+from tools.server import kill
 
 TEXT = "".join(f"{number:03} " for number in range(40))
 VICTIMS = ("a", "b", "c", "d")
@@ -25,12 +26,22 @@ def worker_models() -> dict[str, object]:
 async def workers_killed(trial: Trial) -> None:
     """SIGKILL to random workers. Requests get 502, 503 or an error frame; another model never notices."""
     async with _worker_load(trial):
-        done = 0
-        while done < trial.times:
-            await asyncio.sleep(trial.random.uniform(0.0, 0.5))
-            workers = trial.server.workers()
-            done += bool(workers) and kill(trial.random.choice(workers), signal.SIGKILL)
+        # Some die while they start, most while they have requests.
+        await _kill_at_random_age(trial, trial.server.workers, 3.0)
     _expect_frames(trial)
+
+
+async def _kill_at_random_age(trial: Trial, processes: Callable[[], list[int]], oldest: float) -> None:
+    """Kill one process after the other, each at an age between 0 and `oldest` seconds, or more."""
+    first_seen: dict[int, float] = {}
+    done = 0
+    while done < trial.times:
+        await asyncio.sleep(0.1)
+        now, running = time.monotonic(), processes()
+        first_seen = {pid: first_seen.get(pid, now) for pid in running}
+        age = trial.random.uniform(0.0, oldest)
+        old = [pid for pid in running if now - first_seen[pid] > age]
+        done += bool(old) and kill(trial.random.choice(old), signal.SIGKILL)
 
 
 async def workers_stopped(trial: Trial) -> None:
@@ -56,14 +67,8 @@ async def workers_stopped(trial: Trial) -> None:
 async def front_ends_killed(trial: Trial) -> None:
     """SIGKILL to random front ends. Their own connections break; all others are answered."""
     async with _front_end_load(trial):
-        done = 0
-        while done < trial.times:
-            await asyncio.sleep(trial.random.uniform(0.0, 0.5))
-            # One that dies soon after its start is started again after a pause: the oldest one costs no time.
-            front_ends = sorted(trial.server.front_ends(), key=start_time_of)
-            if front_ends:
-                pid = front_ends[0] if trial.random.random() < 0.9 else trial.random.choice(front_ends)
-                done += kill(pid, signal.SIGKILL)
+        # One that dies within ten seconds of its start is started again after a pause, which grows.
+        await _kill_at_random_age(trial, trial.server.front_ends, 12.0)
     _expect_answers(trial)
 
 
@@ -125,8 +130,10 @@ async def _load_failed(trial: Trial) -> None:
 
 @asynccontextmanager
 async def _front_end_load(trial: Trial) -> AsyncIterator[None]:
+    trial.may_drop = True
     async with trial.load("a", 8, CUT, TEXT), trial.load(PROBE, 2, CUT, PROBE_TEXT):
         yield
+    trial.may_drop = False
 
 
 def _expect_frames(trial: Trial) -> None:

@@ -147,6 +147,7 @@ async def files_exhausted(trial: Trial) -> None:
     assert own is not None
     before = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (own.files + SPARE_FILES, before[1]))
+    trial.may_drop = True
     try:
         for _ in range(trial.times):
             await _crowd(trial)
@@ -155,6 +156,7 @@ async def files_exhausted(trial: Trial) -> None:
             trial.note(PROBE, await trial.ask(PROBE), ANSWERED, PROBE_TEXT)
             await trial.wait(lambda: bool(server.workers()), "the worker is started again")
     finally:
+        trial.may_drop = False
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 
 

@@ -69,6 +69,8 @@ class Trial:
     endings: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
     figures: dict[str, str] = field(default_factory=dict)
+    may_drop: bool = False
+    """Whether connections of requests that did nothing wrong may break."""
     peak: int = 0
     """The most memory that was seen, in bytes."""
 
@@ -88,12 +90,25 @@ class Trial:
             self.problems[problem] += 1
 
     async def get(self, path: str) -> Any:
-        async with self._client() as client:
-            return (await client.get(path)).json()
+        return (await self._operate("GET", path)).json()
 
     async def post(self, path: str) -> int:
-        async with self._client() as client:
-            return (await client.post(path, json={})).status_code
+        return (await self._operate("POST", path, json={})).status_code
+
+    async def _operate(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """A request of the operator. Where the server drops it, that is a problem, and it is sent again."""
+        deadline = time.monotonic() + REQUEST_SECONDS
+        while True:
+            try:
+                async with self._client() as client:
+                    return await client.request(method, path, **content)
+            except httpx.TransportError as error:
+                self.endings[f"operator: {type(error).__name__}"] += 1
+                if not self.may_drop:
+                    self.problems[f"{method} {path}: {error!r}"] += 1
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
 
     def _client(self) -> httpx.AsyncClient:
         headers = {"connection": "close", "authorization": f"Bearer {KEY}"}

@@ -6,17 +6,19 @@
     run_end    time, totals
 
 The id of a request is the id of its response and its `x-request-id` header. Every line is written at once: what is
-there when a process is killed stays there.
+there when a process is killed stays there. A line that does not fit on the disk leaves no part of it.
 """
 
+import errno
 import logging
 import os
 import platform
 import socket
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -67,12 +69,20 @@ class EventLog:
         if self._file is None:
             return
         try:
-            self._file.write(msgspec.json.encode({"event": event, "time": time.time(), **fields}) + b"\n")
+            _append(self._file, msgspec.json.encode({"event": event, "time": time.time(), **fields}) + b"\n")
         except OSError as error:
             # Requests are more important than their record.
             log.error("the event log cannot be written any more: %s", error.strerror)
             self._file.close()
             self._file = None
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Write the whole line or none of it. On a full disk the system writes what fits, without an error."""
+    written = file.write(line)
+    if written < len(line):
+        file.truncate(file.tell() - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _host() -> dict[str, Any]:
@@ -85,7 +95,7 @@ def _host() -> dict[str, Any]:
     }
 
 
-def _open(path: str) -> BinaryIO:
+def _open(path: str) -> FileIO:
     try:
         return Path(path).open("ab", buffering=0)
     except OSError as error:
