@@ -65,7 +65,7 @@ def chosen(book: Book, engine: str, target: str, count: float, only: str | None)
 
 
 def run_target(book: Book, engine: str, target: str, numbers: Sequence[int], workers: int) -> Summary:
-    if target in LOCAL_SHARES:
+    if engine == "scripted" and target in LOCAL_SHARES:
         summary = LocalRun(target, book.state.seed, book).run(numbers)
     else:
         summary = run_http(book, engine, target, numbers, workers)

@@ -21,7 +21,8 @@ from dragoman.errors import BadRequest, DragomanError, EngineFailed, InvalidSche
 from dragoman.formats import FORMATS
 from dragoman.protocols import PROTOCOLS
 from tools.fuzz import bodies, values
-from tools.fuzz.cases import random_for
+from tools.fuzz.cases import OK, HttpCase, Request, random_for
+from tools.fuzz.requests import BEARER, JSON
 from tools.fuzz.shapes import Wrong
 
 NAMES = ("plain", "plain", "hermes", "harmony", "json")
@@ -211,6 +212,18 @@ def _text(random: Random, known: tuple[str, ...]) -> str:
         at = random.randint(0, len(made))
         made = made[:at] + random.choice("()[]{}|*+?\\^$.,/\"'\n:~%@é") + made[at + random.randint(0, 2) :]
     return made
+
+
+def http_case(engine: str, seed: str, number: int) -> HttpCase:
+    """The same for a model behind the HTTP API."""
+    random = random_for("schemas over http", seed, number)
+    body: dict[str, Any] = {"model": engine, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    if random.random() < 0.5:
+        body["stream"] = True
+    data = values.encoded({**body, **constraint(random)})
+    # A constraint may turn out to be too complex in the middle of a reply.
+    request = Request("POST", "/v1/chat/completions", data, (JSON, BEARER), OK | {400}, fault=True)
+    return HttpCase((request,))
 
 
 def case(seed: str, number: int) -> Any:

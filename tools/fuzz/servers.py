@@ -87,7 +87,7 @@ PROFILES = {
         {"smollm2": 90, "gpt-4o": 4, "claude-x": 4, "": 2, "missing": 1},
         frozenset(),
         frozenset(),
-        8,
+        4,
         120.0,
     ),
 }
@@ -99,7 +99,7 @@ def scripted_config() -> dict[str, Any]:
 
 def smollm2_config(model: Path) -> dict[str, Any]:
     # One thread: several wait for each other at every step where the fuzzer has a core.
-    options = {"context": 512, "slots": 4, "layout": "as-is", "threads": 1, "sampling": {"max_tokens": 4}}
+    options = {"context": 256, "slots": 4, "layout": "as-is", "threads": 1, "sampling": {"max_tokens": 4}}
     entry = {"source": str(model), **options}
     aliases = {"gpt-*": "smollm2", "claude-*": "smollm2"}
     limits = {**COMMON["limits"], "queue": 64}

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.fuzz import http, requests, sse
+from tools.fuzz import http, requests, schemas, sse
 from tools.fuzz.cases import HttpCase, RawCase
 from tools.fuzz.servers import scripted_config, smollm2_config
 
@@ -23,15 +23,16 @@ HTTP_TARGETS: Mapping[str, HttpTarget] = {
     "requests": HttpTarget(requests.case, 8),
     "http": HttpTarget(http.case, 32, 2),
     "sse": HttpTarget(sse.case, 16),
+    "schemas": HttpTarget(schemas.http_case, 8),
 }
 LOCAL_SHARES: Mapping[str, float] = {"schemas": 0.04, "templates": 0.02, "gguf": 0.04, "ipc": 0.1}
 """Cases of the in-process targets, which need no server: so many for each request on the scripted engine."""
 SHARES: Mapping[str, Mapping[str, float]] = {
     "scripted": {"requests": 0.8, "http": 0.15, "sse": 0.05, **LOCAL_SHARES},
-    "smollm2": {"requests": 1.0},
+    "smollm2": {"requests": 0.7, "schemas": 0.3},
 }
 """How many cases each target has, for each request of a run on this engine."""
-TARGETS = (*HTTP_TARGETS, *LOCAL_SHARES)
+TARGETS = tuple(dict.fromkeys((*HTTP_TARGETS, *LOCAL_SHARES)))
 
 
 @contextmanager
