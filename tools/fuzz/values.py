@@ -224,14 +224,12 @@ def _replace(random: Random, node: Any, key: Any) -> None:
 
 def _retype(random: Random, node: Any, key: Any) -> None:
     value = node[key]
-    if isinstance(value, msgspec.Raw):
-        node[key] = bytes(value)[:200].decode("utf-8", "replace")
-        return
-    changes: list[Any] = [[value], {"value": value}, str(value)[:2000], None, {"type": value}, [value, value]]
+    text_of = encoded(value)[:2000].decode("utf-8", "replace")
+    changes: list[Any] = [[value], {"value": value}, text_of, None, {"type": value}, [value, value]]
     if isinstance(value, str):
         changes += [len(value), value.encode().hex()[:200], bool(value), list(value[:20])]
     if isinstance(value, int | float):
-        changes += [float(value), -value, str(value)]
+        changes += [float(value), -value]
     node[key] = random.choice(changes)
 
 
