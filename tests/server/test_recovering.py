@@ -35,8 +35,8 @@ async def said_until_ready(client: httpx.AsyncClient) -> set[tuple[int, str]]:
 def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.1)
-    engine = Recovering(0.1)
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 1.0)
+    engine = Recovering(1)
 
     async def script(client: httpx.AsyncClient) -> None:
         said: list[httpx.Response] = []
@@ -55,8 +55,8 @@ def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_f
 def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.1)
-    app = create_app(Late(0.2))
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 1.0)
+    app = create_app(Late(1))
 
     async def script(client: httpx.AsyncClient) -> None:
         host = app.catalog.resolve("").host
@@ -69,7 +69,7 @@ def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
 
 
 def test_where_another_answers_for_one_that_has_failed_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.1)
+    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 1.0)
     default = ModelSpec("late", "tests.server.engines:SlowToLoad", fallback="other")
     app = create_app(settings=Settings(models=(default, ModelSpec("other", "scripted")), models_dir=()))
 
