@@ -161,7 +161,7 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str)
     [
         (["--model", "nope"], "dragoman: --model nope: the server answered 404 "),
         (["--model", "failing"], "the script fails after 3 tokens"),
-        (["--prompt", "5"], "--prompt 5: the shortest prompt has "),
+        (["--prompt", "5", "--seed", "7"], "--prompt 5: the shortest prompt has "),
         (["--model", "small", "--prompt", "100"], "dragoman: the server answered 400 "),
     ],
 )
