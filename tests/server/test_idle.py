@@ -23,6 +23,7 @@ def test_the_time_of_an_idle_connection_begins_anew_with_every_request() -> None
         app = create_app(ScriptedEngine())
         config = Server(app).config
         config.timeout_keep_alive = IDLE_SECONDS  # type: ignore[assignment]
+        config.load()
         connection, loop = guarded(app.settings.limits, app.telemetry), asyncio.get_running_loop()
         listening = await loop.create_server(lambda: connection(config, ServerState(), {}), "127.0.0.1")
         async with listening:
