@@ -25,6 +25,7 @@ from tools.fairness.attacks import ATTACKS, MODEL
 from tools.server import Server, run_server
 
 RATIO = 2.0
+"""The most that the 99th percentile of the victim's first tokens may grow under attack."""
 ALL = "all together"
 REQUEST_SECONDS = 120.0
 IDLE_SECONDS = 1.0
@@ -77,17 +78,20 @@ def attacking(server: Server, key: str, names: Sequence[str]) -> Iterator[None]:
     with subprocess.Popen(command) as process:
         try:
             yield
+            if process.poll() is not None:
+                raise RuntimeError(f"the attacker exited with {process.returncode}")
         finally:
             process.kill()
 
 
 async def wait_until_idle(server: Server, key: str) -> None:
-    """The next phase begins when an answer comes as in a quiet server again."""
+    """Return when an answer comes as fast as from a quiet server again."""
     deadline = time.monotonic() + REQUEST_SECONDS
     while time.monotonic() < deadline:
         phase = await measure("idle", server, key, 1, 0.5)
         if not phase.failures and phase.quantile(1) < IDLE_SECONDS:
             return
+    raise RuntimeError(f"the server was not idle again within {REQUEST_SECONDS:g} s after an attack")
 
 
 def run(engine: Engine, attacks: Sequence[str], seconds: float, workers: int) -> list[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from tools.background import in_background
 from tools.client import Ending
 from tools.faults.judge import Scenario
 from tools.faults.trial import ANSWERED, IN_WORKER, PROBE, PROBE_TEXT, TOLD, Trial
@@ -111,11 +112,8 @@ async def _worker_load(trial: Trial) -> AsyncIterator[None]:
             await stack.enter_async_context(trial.load(model, 2, text=TEXT))
             await stack.enter_async_context(trial.load(model, 1, text=TEXT, stream=False))
         await stack.enter_async_context(trial.load(PROBE, 1, ANSWERED, PROBE_TEXT))
-        operator = asyncio.create_task(_load_failed(trial))
-        try:
-            yield
-        finally:
-            operator.cancel()
+        await stack.enter_async_context(in_background(_load_failed(trial)))
+        yield
 
 
 async def _load_failed(trial: Trial) -> None:

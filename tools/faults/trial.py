@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from tools.background import in_background
 from tools.client import Ending, Result, ask, chat_body
 from tools.server import Server, Usage
 
@@ -157,11 +158,8 @@ class Trial:
                 self.peak = max(self.peak, self.server.usage().memory)
                 await asyncio.sleep(SAMPLE_SECONDS)
 
-        task = asyncio.create_task(sample())
-        try:
+        async with in_background(sample()):
             yield
-        finally:
-            task.cancel()
 
     async def measure_speed(self) -> Speed:
         cpu, first = self.server.cpu_seconds(), []
