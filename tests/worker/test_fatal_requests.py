@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
@@ -114,6 +116,24 @@ def test_death_with_several_requests_counts_against_none_of_them() -> None:
                 await events(engine, "die 1")
             with pytest.raises(EngineDied):
                 await rest(other)
+            async with asyncio.timeout(60):
+                await engine.back()
+
+    run(engine, scenario())
+
+
+def test_kill_from_outside_does_not_count_against_a_request() -> None:
+    engine = worker()
+
+    async def scenario() -> None:
+        await engine.start()
+        for _ in range(3):
+            stream = engine.generate(ask("slowly 100000"))
+            await anext(stream)
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied):
+                await rest(stream)
             async with asyncio.timeout(60):
                 await engine.back()
 

@@ -1,7 +1,8 @@
 """Requests that crash the engine's process: after two deaths the same request is refused.
 
 Rules
-1. A death counts against a request only if it was the only request in the process.
+1. A death counts against a request only if it was the only request in the process. That an operator, the system or
+   the stall timer killed the process (SIGKILL, SIGTERM) does not count.
 2. Two requests are the same if the engine gets the same input: ids, labels and callers do not count.
 3. Deaths are forgotten after `MEMORY_SECONDS`. Beyond `MOST_REQUESTS`, the oldest are forgotten.
 """

@@ -7,11 +7,12 @@ Rules
 2. Requests that come while it starts wait for it, for `load_seconds` at most. A model that cannot be loaded is
    `ModelFailed`, and is tried again when it is next asked for.
 3. A child that says nothing for `stall_seconds` although it has work is killed.
-4. A request that was alone in the child at two deaths is refused, with `RequestRefused` (`fatal_requests`).
+4. A request that was alone in the child at two crashes is refused, with `RequestRefused` (`fatal_requests`).
 """
 
 import asyncio
 import logging
+import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -56,6 +57,8 @@ log = logging.getLogger("dragoman.worker")
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 MOST_DEATHS = 3
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a process that something else has ended."""
 """Of young ones, one after the other."""
 STOPPED = "the engine has been stopped"
 
@@ -279,7 +282,7 @@ class WorkerEngine(Engine):
             child.bury()
         if self._stopped:
             return
-        if alone is not None:
+        if alone is not None and child.process.returncode not in KILLED:
             self._fatal.note(alone)
         self._deaths.note(age=time.monotonic() - born)
         if self._deaths.count >= MOST_DEATHS and self._give_up(
