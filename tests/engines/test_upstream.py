@@ -16,6 +16,7 @@ from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.errors import ConfigError
 from dragoman.events import Started, TextDelta
 from dragoman.operation import KeyLimits, Keys
+from dragoman.server.admin_token import HEADER
 from dragoman.server.app import create_app
 from dragoman.server.stats import described
 from tests.badserver import (
@@ -62,7 +63,8 @@ def test_a_password_in_an_address_is_told_to_the_server_alone(
 
     async def talk() -> list[str]:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        headers = {HEADER: app.admin_token}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
             body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
             assert [(await client.post(CHAT, json=body)).status_code for _ in range(2)] == [200, 502]
             drained = await client.post("/admin/upstreams/drain", json={"model": "m", "url": url})
