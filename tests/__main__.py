@@ -1,35 +1,40 @@
-"""All tests, in two processes side by side: those that compute with a real model, and all others.
+"""All tests, in three processes side by side: those with a real model, those of servers, and all others.
 
     python -m tests [arguments of pytest]
 
-Most of the others wait more than they compute, so that together the two take little longer than the longer one alone.
-What the tests with a model print comes when the others have ended.
+Most tests wait more than they compute, so that together the three take little longer than the longest alone. The tests
+of servers print as they run; what the others print follows.
 """
 
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from typing import IO
 
+SHOWN = "server and not model"
+HIDDEN = ("model", "not server and not model")
 NONE_SELECTED = 5
-"""What pytest exits with where its arguments select tests of the other half only."""
+"""The exit code of pytest if its arguments select no test of a part."""
 
 
-def started(which: str, output: IO[str] | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pytest", "-m", which, *sys.argv[1:]]
+def start(part: str, output: IO[str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pytest", "-m", part, *sys.argv[1:]]
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
 
 
 def main() -> int:
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
-        halves = [started("model", printed), started("not model")]
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in HIDDEN]
+        parts = [start(SHOWN), *map(start, HIDDEN, outputs)]
         try:
-            codes = [half.wait() for half in reversed(halves)]
+            codes = [part.wait() for part in parts]
         except KeyboardInterrupt:
-            # They hear it too, and end what they have begun.
-            codes = [half.wait() for half in halves]
-        printed.seek(0)
-        sys.stdout.writelines(printed)
+            # They get it too, and end what they have begun.
+            codes = [part.wait() for part in parts]
+        for output in outputs:
+            output.seek(0)
+            sys.stdout.writelines(output)
     if any(code not in (0, NONE_SELECTED) for code in codes):
         return 1
     return min(codes)

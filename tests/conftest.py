@@ -25,6 +25,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any-speed")
 
+TESTS = Path(__file__).parent
 REAL_MODELS = ("smollm2_path", "minilm_path", "smol")
 """Fixtures of tests that compute with a real model; a parameter may name one, too."""
 
@@ -36,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             asked = [*asked, *spec.params.values()]
         if any(name in REAL_MODELS for name in asked):
             item.add_marker("model")
+        if item.path.is_relative_to(TESTS / "server") or item.path.is_relative_to(TESTS / "security"):
+            item.add_marker("server")
 
 
 @pytest.fixture(scope="session")
