@@ -11,7 +11,7 @@ ONLY_OF_THE_CLIENT = {"QuotaExhausted", "MalformedToolCall", "OutputMismatch", "
 ONLY_OF_OURS = {
     *("EngineFailed", "EngineDied", "EngineTimeout", "DeadlineExceeded", "ModelFailed", "StorageUnavailable"),
     *("InvalidConfig", "ThreadUnsupported", "PreviousResponseNotFound", "TokensLimited", "RequestTimeout"),
-    *("UnsupportedMedia", "UpgradeRequired", "HeadersTooLarge", "NoRoomForReply", "DragomanError"),
+    *("UnsupportedMedia", "UpgradeRequired", "HeadersTooLarge", "NoRoomForReply", "RequestRefused", "DragomanError"),
 }
 """Errors that servers of other kinds do not have."""
 

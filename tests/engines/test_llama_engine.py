@@ -264,7 +264,7 @@ def test_what_a_request_may_not_say(with_engine: Run) -> None:
             (completion(sampling=Sampling(logit_bias={50000: 1})), BadRequest, "logit_bias", "50000"),
             (completion("word " * 600), ContextTooLong, "prompt", "maximum context length is 512 tokens"),
             (chat("word " * 600), ContextTooLong, "messages", "maximum context length is 512 tokens"),
-            (completion(sampling=Sampling(repetition_penalty=0)), BadRequest, "repetition_penalty", "greater"),
+            (completion(sampling=Sampling(repetition_penalty=0)), BadRequest, "repetition_penalty", "between"),
             (completion(suffix="."), UnsupportedParameter, "suffix", "suffix"),
         ]
         for request, kind, param, words in wrong:
