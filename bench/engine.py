@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from tools.ports import free_port
 
-from bench.frontend import free_port
 from dragoman import sources
 
 SLOTS, CONTEXT = 32, 2048

@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import uvloop
+from tools.ports import free_port
 
 STREAMS = 100
 CHUNK = 4
@@ -42,13 +42,6 @@ PEERS = {
 }
 SENDS = {"plain sends": ("bench.sends", "-", "-")}
 OURS = "Dragoman"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 TICKS = os.sysconf("SC_CLK_TCK")

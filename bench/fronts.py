@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+from tools.ports import free_port
 
-from bench.frontend import Caller, Stream, cpu_seconds, free_port, run, served_until_ready
+from bench.frontend import Caller, Stream, cpu_seconds, run, served_until_ready
 from dragoman.conversation import GenerationRequest
 from dragoman.engines.interface import Engine, ModelInfo
 from dragoman.events import Event, Finished, Started, TextDelta, Usage

@@ -30,8 +30,10 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from tools.ports import free_port
+
 from bench import frontend
-from bench.frontend import CHUNK, Stream, cpu_times, free_port, pinned, process, run
+from bench.frontend import CHUNK, Stream, cpu_times, pinned, process, run
 
 NAME = "scripted"
 

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from tools.ports import free_port
 
-from bench.frontend import free_port, served_until_ready
+from bench.frontend import served_until_ready
 
 MODEL = "smollm2"
 SLOTS = 2

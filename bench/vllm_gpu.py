@@ -27,7 +27,6 @@ import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
+
+from tools.ports import free_port
 
 from dragoman.loadtest.connection import Connection, Connections
 
@@ -252,13 +253,6 @@ def shown(figures: Figures) -> str:
         f"{figures.engine_cpu_per_million:.1f} of them vLLM's engine process"
         + (f"  {figures.failed} FAILED" if figures.failed else "")
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(url: str, child: "subprocess.Popen[bytes]") -> None:

@@ -12,7 +12,7 @@ from dragoman.admission import Admission, Slots
 from dragoman.conversation import Asked, GenerationRequest, Message, Sampling, Text
 from dragoman.engines.interface import Engine, Output
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
-from dragoman.errors import BadRequest, EngineFailed, NotSupported, UnsupportedParameter
+from dragoman.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported, UnsupportedParameter
 from dragoman.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.generate import check, check_limits, generate
 from dragoman.reply import Collection, Reply
@@ -169,6 +169,22 @@ def test_one_choice_that_fails_ends_the_others() -> None:
     with pytest.raises(EngineFailed):
         reply(Half(), request)
     assert sorted(ended) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_prompt_that_is_too_long_is_refused_before_another_is_answered(slots: int) -> None:
+    engine = ScriptedEngine("short", ScriptedOptions(context=20, chunk=1))
+    request = GenerationRequest(id="1", model="short", prompts=((2, 3), "word " * 10))
+    taken: list[Sequence[Event]] = []
+
+    async def scenario() -> None:
+        held = Slots(Admission(slots, 0, 1), "somebody")
+        await held.first()
+        await generate(engine, request, held, lambda _, events: taken.append(events))
+
+    with pytest.raises(ContextTooLong, match="20 tokens, but the prompt has 50"):
+        asyncio.run(scenario())
+    assert not taken
 
 
 class Raising(Engine):

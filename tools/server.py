@@ -6,7 +6,6 @@ Fuzzing, fault injection and soak tests start their servers here. It needs the /
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+
+from tools.ports import free_port
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -118,13 +119,6 @@ def kill(pid: int, signal_number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def command_line(pid: int) -> bytes:

@@ -17,8 +17,8 @@ import msgspec
 
 from dragoman.conversation import Asked, GenerationRequest, Logprobs
 from dragoman.engines.interface import Engine
-from dragoman.engines.run import tell
-from dragoman.errors import BadRequest, NotSupported, UnsupportedParameter, quote
+from dragoman.engines.run import call, tell
+from dragoman.errors import BadRequest, ContextTooLong, NotSupported, UnsupportedParameter, quote
 from dragoman.events import Event, Finished, Started, Usage
 from dragoman.formats import FORMATS
 from dragoman.formats.json import JSON
@@ -223,6 +223,8 @@ async def _side_by_side(
             held -= 1
             running(held)
 
+    if len(requests) > per_prompt:
+        await _check_prompt_lengths(engine, requests[::per_prompt])
     tasks = [asyncio.create_task(follow(index, request)) for index, request in enumerate(requests)]
     try:
         await asyncio.gather(*tasks)
@@ -230,6 +232,22 @@ async def _side_by_side(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    """Refuse a prompt that does not fit before another one is answered: later there is no status to refuse it with."""
+    context = next((info.context for info in engine.models() if info.name == requests[0].model), None)
+    if context is None or "count_tokens" not in engine.supports():
+        return
+    for request in requests:
+        tokens = await call(engine.count_tokens, request)
+        if tokens + (request.max_tokens != 0) > context:
+            raise ContextTooLong(
+                f"this model's maximum context length is {context} tokens, but the prompt has {tokens}",
+                param="prompt",
+                tokens=tokens,
+                limit=context - 1,
+            )
 
 
 def _without_prompt(events: Sequence[Event]) -> Sequence[Event]:

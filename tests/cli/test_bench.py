@@ -9,9 +9,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tools.ports import free_port
 
 from tests.cli.test_cli import environment, refused, run
-from tests.serving import Running, free_port, serving
+from tests.serving import Running, serving
 
 
 @pytest.fixture(scope="module")

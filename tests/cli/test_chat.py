@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tools.ports import free_port
 
 from tests.cli.test_cli import environment
-from tests.serving import Running, free_port, serving
+from tests.serving import Running, serving
 
 CALL = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
 TOOLS = '''

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools import ports
 
 from dragoman import __version__, sources
 from dragoman.cli import main
@@ -80,10 +81,7 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return ports.free_port()
 
 
 def test_version(tmp_path: Path) -> None:

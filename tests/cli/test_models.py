@@ -7,13 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
+from tools.ports import free_port
 
 from dragoman.cli.models import Row, table
 from dragoman.store.keys import KeyStore
 from tests.badserver import BadServer, answer
 from tests.cli.test_cli import refused, run
 from tests.server.test_connecting import certified, listened_on
-from tests.serving import Running, free_port, serving, serving_at
+from tests.serving import Running, serving, serving_at
 from tests.test_gguf import gguf, pair, text
 
 TEMPLATE = "{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}"

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
+from tools.ports import free_port
 
 from dragoman import AsyncClient, Client
 from dragoman.client.retry import Retries
@@ -26,7 +27,6 @@ from tests.badserver import (
     cut,
     refused,
 )
-from tests.serving import free_port
 
 RETRIES = Retries(first_seconds=0.01)
 

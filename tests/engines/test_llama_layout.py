@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tools.ports import free_port
 
 from dragoman.engines.llama import layout, machine
 from dragoman.engines.llama.engine import LlamaEngine
@@ -17,7 +18,6 @@ from dragoman.engines.llama.findings import Quality, Speed, Tried
 from dragoman.engines.llama.layout import Layout, in_use, is_settled, prepared, why_not
 from dragoman.engines.llama.options import LlamaOptions
 from tests.engines.laying import Told, always, cut, kept, kill_trials, read_choice, small_files
-from tests.serving import free_port
 
 SAME = Speed(100, 100, 100)
 CLOSE = Quality(500, 0.005, 0.97)

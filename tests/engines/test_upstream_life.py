@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tools.ports import free_port
 
 from dragoman.conversation import Delivery, GenerationRequest, Message, Text
 from dragoman.engines.run import run
@@ -21,7 +22,7 @@ from dragoman.server.admin_token import HEADER
 from dragoman.server.app import App
 from tests.badserver import GREETING, HELLO, BadServer, whole
 from tests.engines.asking import upstream_app
-from tests.serving import Running, free_port, serving
+from tests.serving import Running, serving
 
 SCRIPT = {
     "engine": "scripted",

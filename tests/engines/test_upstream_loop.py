@@ -6,13 +6,13 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from tools.ports import free_port
 
 from dragoman import hops
 from dragoman.errors import LoopDetected
 from dragoman.server.app import App
 from tests.badserver import CHAT, HELLO, BadServer
 from tests.engines.asking import ask, upstream_app
-from tests.serving import free_port
 
 ASKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},

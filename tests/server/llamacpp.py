@@ -10,8 +10,7 @@ from pathlib import Path
 
 import httpx
 import xllamacpp
-
-from tests.serving import free_port
+from tools.ports import free_port
 
 
 @contextmanager

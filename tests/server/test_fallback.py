@@ -9,13 +9,14 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from tools.ports import free_port
 
 from dragoman.store.keys import KeyStore
 from tests.badserver import HEL, BadServer, cut, refused
 from tests.server.anthropic_sdk import anthropic_sdk
 from tests.server.sdk import sdk
 from tests.server.talking import CHAT, HELLO, ask, frames, recorded, talking, text_of
-from tests.serving import Running, free_port, serving
+from tests.serving import Running, serving
 
 KEY = "sk-static"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tools.ports import free_port
 
 from dragoman import create_app, serve
 from dragoman.catalog import host
@@ -15,7 +16,7 @@ from dragoman.config import Settings
 from dragoman.errors import ConfigError
 from tests.server.engines import Nameless, NeverStops, SlowToLoad
 from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
-from tests.serving import free_port, serving
+from tests.serving import serving
 from tests.test_gguf import gguf, pair, text
 
 EXPLODING = {"engine": "tests.server.engines:Exploding"}

@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.requests import Request
 from fastapi.responses import Response
+from tools.ports import free_port
 
 import dragoman
 from dragoman import Engine, ModelInfo, create_app
@@ -26,7 +27,6 @@ from dragoman.engines.interface import Output
 from dragoman.errors import BadRequest
 from dragoman.events import Finished, Started, TextDelta, Usage
 from tests.server.talking import CHAT, COMPLETIONS, HELLO, SMALLEST, eventually, frames, refused, text_of
-from tests.serving import free_port
 
 SOURCE = Path(dragoman.__file__).parents[1]
 WORDS = ["one", "two", "three", "four", "five"]

@@ -14,10 +14,11 @@ from typing import Any
 
 import openai
 import pytest
+from tools.ports import free_port
 
 from tests.server.sdk import Asking, content, sdk
 from tests.server.talking import COMPLETIONS, eventually, recorded, sent, under_way
-from tests.serving import free_port, serving
+from tests.serving import serving
 
 STORY = "Write a very long story about a cat who goes to sea."
 TOKENS = 1000

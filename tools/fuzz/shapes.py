@@ -137,9 +137,9 @@ def sdk_types() -> dict[str, pydantic.TypeAdapter[Any]]:
     return {name: pydantic.TypeAdapter(kind) for name, kind in types.items()}
 
 
-NOT_CHECKED = frozenset({"tools", "tool_choice", "text", "reasoning", "token_logprobs"})
-"""Fields that repeat the request, which may be a mutated one; and the log probabilities of a completion, whose first is
-null where the SDK's type wants a number."""
+NOT_CHECKED = frozenset({"tools", "tool_choice", "text", "reasoning", "token_logprobs", "top_logprobs"})
+"""Fields that repeat the request, which may be a mutated one; and the log probabilities of a completion: the first
+token of a prompt has none, and OpenAI too sends null where its SDK's type wants a value."""
 
 
 def first_error(error: pydantic.ValidationError) -> str | None:

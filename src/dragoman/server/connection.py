@@ -45,6 +45,8 @@ DISCONNECT_CHECK_SECONDS = 0.5
 """Interval at which a paused socket is polled for a disconnect."""
 DISCONNECTED = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 GOODBYE_SECONDS = 0.5
+READ_FIRST_SECONDS = 0.05
+"""Before a late head is given up, the event loop reads what arrived while the process was stopped."""
 LOOKS = 4
 """Checks within `write_seconds` whether the client reads."""
 
@@ -349,12 +351,15 @@ class HttpConnection(asyncio.Protocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self._loop.call_later(self.limits.body_seconds, self._give_up_on_head)
+            self._head_timer = self._loop.call_later(self.limits.body_seconds, self._read_once_more)
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _read_once_more(self) -> None:
+        self._head_timer = self._loop.call_later(READ_FIRST_SECONDS, self._give_up_on_head)
 
     def _give_up_on_head(self) -> None:
         self._head_timer = None
