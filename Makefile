@@ -32,7 +32,7 @@ test-ray: $(RAY)/.installed ## dragoman.ray on a Ray cluster of two nodes on thi
 
 test-vllm: $(VLLM)/.installed ## the vllm engine against vLLM itself, its CPU build (x86-64, Linux, 5 GB)
 	@$(VLLM)/bin/dragoman pull --layout as-is smollm2
-	@DRAGOMAN_VLLM=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm_real.py tests/engines/test_vllm_cuts.py \
+	@DRAGOMAN_VLLM=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm_real.py tests/engines/test_vllm_token_cache.py \
 		tests/engines/test_contract.py -k vllm --timeout 600 $(ARGS)
 
 lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports

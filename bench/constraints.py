@@ -13,11 +13,11 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from dragoman import sources
-from dragoman.conversation import GenerationRequest, JsonSchema, Message, Sampling, Text
+from dragoman.core.events import Finished
+from dragoman.core.request import GenerationRequest, JsonSchema, Message, Sampling, Text
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.events import Finished
+from dragoman.files import sources
 
 STREAMS = (1, 8)
 TARGET = 0.9

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import httpx
 from tools.ports import free_port
 
-from dragoman import sources
+from dragoman.files import sources
 
 SLOTS, CONTEXT = 32, 2048
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,10 +22,10 @@ import msgspec
 from tools.ports import free_port
 
 from bench.frontend import Caller, Stream, cpu_seconds, run, served_until_ready
-from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import Engine, ModelInfo
-from dragoman.events import Event, Finished, Started, TextDelta, Usage
-from dragoman.mailbox import Mailbox
+from dragoman.core.engine import Engine, ModelInfo
+from dragoman.core.event_queue import Mailbox
+from dragoman.core.events import Event, Finished, Started, TextDelta, Usage
+from dragoman.core.request import GenerationRequest
 
 
 class SteppingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,8 +6,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from dragoman import sources
-from tests.serving import Running, serving
+from dragoman.files import sources
+from tests.support.serving import Running, serving
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background makes them deaf to it, and with them every process they start.

@@ -21,8 +21,8 @@ from tools.ports import free_port
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
-FRONT_END_MODULE = b"dragoman.server.fronts.main"
-WORKER_MODULE = b"dragoman.worker.child"
+FRONT_END_MODULE = b"dragoman.server.frontends.process"
+WORKER_MODULE = b"dragoman.ipc.worker_main"
 
 
 class Usage(NamedTuple):

@@ -6,21 +6,21 @@ from dragoman import Client, Engine, serve
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from dragoman.core.version import __version__
 
 if TYPE_CHECKING:
-    from dragoman.client.asynchronous import AsyncClient as AsyncClient
-    from dragoman.client.sync import Client as Client
-    from dragoman.engines.interface import Engine as Engine
-    from dragoman.engines.interface import ModelInfo as ModelInfo
+    from dragoman.client.async_client import AsyncClient as AsyncClient
+    from dragoman.client.sync_client import Client as Client
+    from dragoman.core.engine import Engine as Engine
+    from dragoman.core.engine import ModelInfo as ModelInfo
     from dragoman.server.app import create_app as create_app
     from dragoman.server.serve import serve as serve
 
 PUBLIC = {
-    "AsyncClient": "dragoman.client.asynchronous",
-    "Client": "dragoman.client.sync",
-    "Engine": "dragoman.engines.interface",
-    "ModelInfo": "dragoman.engines.interface",
+    "AsyncClient": "dragoman.client.async_client",
+    "Client": "dragoman.client.sync_client",
+    "Engine": "dragoman.core.engine",
+    "ModelInfo": "dragoman.core.engine",
     "create_app": "dragoman.server.app",
     "serve": "dragoman.server.serve",
 }

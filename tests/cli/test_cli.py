@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools import ports
 
-from dragoman import __version__, sources
+from dragoman import __version__
 from dragoman.cli import main
-from tests.test_gguf import WHOLE
+from dragoman.files import sources
+from tests.files.test_gguf import WHOLE
+from tools import ports
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -200,7 +201,7 @@ def test_flags_reach_the_server(tmp_path: Path, model: str, free_port: int) -> N
 
 def test_an_engine_of_ones_own(tmp_path: Path, free_port: int) -> None:
     (tmp_path / "my_module.py").write_text(
-        "from dragoman.engines.interface import Engine\n\n\nclass Shout(Engine):\n"
+        "from dragoman.core.engine import Engine\n\n\nclass Shout(Engine):\n"
         "    def generate(self, request):\n        yield request.last_user_text.upper()\n"
     )
     arguments = ["--engine", "my_module:Shout", "--alias", "*=shout", "--port", str(free_port)]

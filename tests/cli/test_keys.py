@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dragoman.cli import main
-from dragoman.operation import KeyLimits
-from dragoman.store.keys import KeyStore
+from dragoman.config.sections import KeyLimits
+from dragoman.storage.keys import KeyStore
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import pytest
 from tools.ports import free_port
 
 from dragoman.cli.models import Row, table
-from dragoman.store.keys import KeyStore
-from tests.badserver import BadServer, answer
+from dragoman.storage.keys import KeyStore
 from tests.cli.test_cli import refused, run
-from tests.server.test_connecting import certified, listened_on
-from tests.serving import Running, serving, serving_at
-from tests.test_gguf import gguf, pair, text
+from tests.files.test_gguf import gguf, pair, text
+from tests.server.test_connections import certified, listened_on
+from tests.support.bad_server import BadServer, answer
+from tests.support.serving import Running, serving, serving_at
 
 TEMPLATE = "{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}"
 
@@ -88,7 +88,7 @@ def test_what_a_configuration_would_serve(folder: Path) -> None:
         "  own: {engine: 'my_module:Shout'}\n"
     )
     (folder / "my_module.py").write_text(
-        "from dragoman.engines.interface import Engine\n\n\nclass Shout(Engine):\n    pass\n"
+        "from dragoman.core.engine import Engine\n\n\nclass Shout(Engine):\n    pass\n"
     )
     rows = listed(folder, "--config", "team.yaml")
     assert [(row["engine"], row["context"], row["state"]) for row in rows.values()] == [

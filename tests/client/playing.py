@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dragoman.client.exchange import PROTOCOLS, Exchange
-from dragoman.conversation import GenerationRequest, Message, Part, Text
-from dragoman.errors import DragomanError
-from dragoman.events import Event, Finished, Started
-from dragoman.reply import Choice, Collection
-from tests.cuttings import cut_bytes
+from dragoman.client.call import PROTOCOLS, Exchange
+from dragoman.core.errors import DragomanError
+from dragoman.core.events import Event, Finished, Started
+from dragoman.core.reply import Choice, Collection
+from dragoman.core.request import GenerationRequest, Message, Part, Text
+from tests.support.cuttings import cut_bytes
 
 REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import Part, Reasoning, Text, ToolCall
-from dragoman.errors import BadAnswer, ContextTooLong, MalformedToolCall, ServerFailed, StreamCutOff
-from dragoman.events import Usage
-from dragoman.reply import Choice
+from dragoman.core.errors import BadAnswer, ContextTooLong, MalformedToolCall, ServerFailed, StreamCutOff
+from dragoman.core.events import Usage
+from dragoman.core.reply import Choice
+from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from tests.client.playing import calling, delta, ending, every_way, frames, parts, piece, play
 
 A = ToolCall("a", "f", '{"x": 1}')

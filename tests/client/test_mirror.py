@@ -8,8 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.client.exchange import PROTOCOLS, Exchange
-from dragoman.conversation import (
+from dragoman.client.call import PROTOCOLS, Exchange
+from dragoman.core.errors import DragomanError, EngineFailed, UnsupportedParameter
+from dragoman.core.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from dragoman.core.reply import Collection
+from dragoman.core.request import (
     GenerationRequest,
     Grammar,
     Image,
@@ -28,15 +40,12 @@ from dragoman.conversation import (
     ToolChoice,
     ToolResult,
 )
-from dragoman.errors import DragomanError, EngineFailed, UnsupportedParameter
-from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
-from dragoman.protocols import PROTOCOLS as SERVED
 from dragoman.protocols import responses
 from dragoman.protocols.messages.signature import sign
+from dragoman.protocols.registry import PROTOCOLS as SERVED
 from dragoman.protocols.responses.decode import Question, decode, read
-from dragoman.reply import Collection
 from tests.client.playing import REQUEST, collected, play
-from tests.cuttings import cut_bytes, cuttings
+from tests.support.cuttings import cut_bytes, cuttings
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 THOUGHT = Reasoning("I had better ask.", sign("I had better ask."))

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from dragoman import AsyncClient, Client
-from dragoman.client.loop import Outcome
-from dragoman.conversation import Message, Reasoning, Text, Tool, ToolCall, ToolResult
-from dragoman.errors import (
+from dragoman.client.tool_loop import Outcome
+from dragoman.core.errors import (
     ContextTooLong,
     DragomanError,
     ModelNotFound,
@@ -23,8 +22,9 @@ from dragoman.errors import (
     StreamCutOff,
     Unauthorized,
 )
-from dragoman.events import Event, Finished, ReasoningDelta, TextDelta, ToolCallStart
-from tests.serving import Running, serving
+from dragoman.core.events import Event, Finished, ReasoningDelta, TextDelta, ToolCallStart
+from dragoman.core.request import Message, Reasoning, Text, Tool, ToolCall, ToolResult
+from tests.support.serving import Running, serving
 
 PROTOCOLS = ["chat", "messages", "responses"]
 

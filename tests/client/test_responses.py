@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import Part, Reasoning, Text, ToolCall
-from dragoman.errors import BadAnswer, DragomanError, RateLimited, ServerFailed, StreamCutOff
-from dragoman.events import Usage
-from dragoman.reply import Choice
+from dragoman.core.errors import BadAnswer, DragomanError, RateLimited, ServerFailed, StreamCutOff
+from dragoman.core.events import Usage
+from dragoman.core.reply import Choice
+from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from tests.client.playing import every_way, parts
 
 USED = {"input_tokens": 9, "output_tokens": 8, "output_tokens_details": {"reasoning_tokens": 3}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dragoman.client.retry import Refused, Retries, Trouble, retry_after
+from dragoman.protocols.client.retry import Refused, Retries, Trouble, retry_after
 
 SOON = {"retry-after": "1"}
 

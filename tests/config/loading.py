@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.config import Flags, Settings, load_settings
+from dragoman.config.settings import Flags, Settings, load_settings
 
 
 def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None = None) -> Settings:

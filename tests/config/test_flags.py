@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config import Flags, ModelSpec, Settings, load_settings
-from dragoman.errors import ConfigError
+from dragoman.config.settings import Flags, ModelSpec, Settings, load_settings
+from dragoman.core.errors import ConfigError
 from tests.config.loading import load, placeless
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")

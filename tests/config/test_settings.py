@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config import Flags, Limits, ModelSpec, SamplingDefaults, Settings, load_settings
-from dragoman.errors import ConfigError
+from dragoman.config.settings import Flags, Limits, ModelSpec, SamplingDefaults, Settings, load_settings
+from dragoman.core.errors import ConfigError
 from tests.config.loading import load, placeless
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")

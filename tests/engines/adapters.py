@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.test_gguf import pair, text
+from tests.files.test_gguf import pair, text
 
 WIDTH = 576
 """Of SmolLM2-135M."""

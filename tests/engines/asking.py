@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 
-from dragoman.config import ModelSpec, Settings
+from dragoman.config.settings import ModelSpec, Settings
 from dragoman.server.app import App, create_app
-from tests.badserver import BadServer
+from tests.support.bad_server import BadServer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from dragoman.engines.llama import layout
-from dragoman.engines.llama.layout import Choice, prepared
-from dragoman.gguf import Outline, Tensor, read_outline
+from dragoman.engines.llama.tuning import layout
+from dragoman.engines.llama.tuning.layout import Choice, prepared
+from dragoman.files.gguf import Outline, Tensor, read_outline
 
 LAYERS = 4
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dragoman.conversation import GenerationRequest, Message, Sampling, Text
+from dragoman.core.events import Finished, Started, TextDelta, TokenLogprob
+from dragoman.core.request import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.events import Finished, Started, TextDelta, TokenLogprob
 from tests.engines.halves import write_halves
 
 GREEDY = Sampling(temperature=0)

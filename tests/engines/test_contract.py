@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from dragoman.client.talk import ProtocolName
-from dragoman.conversation import GenerationRequest, Message, Sampling, Text
-from dragoman.engines.interface import Engine, ModelInfo, Output
-from dragoman.engines.run import call, run
+from dragoman.client.planner import ProtocolName
+from dragoman.core.engine import Engine, ModelInfo, Output
+from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed, NotSupported
+from dragoman.core.events import Event, Finished, Started, TextDelta, Usage
+from dragoman.core.reply import Choice
+from dragoman.core.request import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed, NotSupported
-from dragoman.events import Event, Finished, Started, TextDelta, Usage
-from dragoman.reply import Choice
-from dragoman.worker.parent import WorkerEngine, options_of
+from dragoman.ipc.worker_engine import WorkerEngine, options_of
+from dragoman.pipeline.event_stream import call, run
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
-from tests.serving import serving
-from tests.test_generate import whole
+from tests.pipeline.test_generate import whole
+from tests.support.serving import serving
 
 FEATURES = {
     *("chat", "completion", "token_prompt", "tokenize", "render", "count_tokens", "embeddings", "infill"),

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.conversation import Logprobs
+from dragoman.core.errors import ConfigError
+from dragoman.core.request import Logprobs
 from dragoman.engines.llama.adapters import AdapterOptions
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
-from dragoman.errors import ConfigError
 from tests.engines.adapters import write_adapter
 from tests.engines.running import FRANCE, Run, chat, collect, completion
 from tests.engines.test_llama_reuse import SEA, asked, assert_same

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from dragoman.constrain.compiled import Guide
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest, ConfigError, EngineFailed, InvalidSchema
+from dragoman.core.events import Finished
+from dragoman.core.request import (
     Asked,
     GenerationRequest,
     Grammar,
@@ -30,8 +31,7 @@ from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.sampling import Allowed, Picker
-from dragoman.errors import BadRequest, ConfigError, EngineFailed, InvalidSchema
-from dragoman.events import Finished
+from dragoman.grammar.masks import Guide
 from dragoman.prompt import ChatTemplate
 from tests.engines.running import IM_END, IM_START, Collected, Run, chat, collect, completion
 

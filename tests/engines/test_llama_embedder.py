@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dragoman.embedding import Embedding
+from dragoman.core.embeddings import Embedding
+from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported
 from dragoman.engines.llama.binding import Context
+from dragoman.engines.llama.compute_thread import Turns
 from dragoman.engines.llama.embedder import READ_ANYWAY
 from dragoman.engines.llama.engine import EMBEDDED_AT_ONCE, LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.turns import Turns
-from dragoman.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported
 from tests.engines.running import Run, chat, collect, completion
 
 Vectors = NDArray[np.float64]

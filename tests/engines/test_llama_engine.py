@@ -8,11 +8,11 @@ from contextlib import aclosing
 
 import pytest
 
-from dragoman.conversation import GenerationRequest, Logprobs, Sampling
+from dragoman.core.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
+from dragoman.core.events import Finished, Usage
+from dragoman.core.request import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.reading import MOST_TOKENIZED
-from dragoman.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
-from dragoman.events import Finished, Usage
+from dragoman.engines.prompt_reader import MOST_TOKENIZED
 from tests.engines.running import (
     FRANCE,
     IM_END,

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dragoman.conversation import Sampling
-from dragoman.engines.llama import machine
+from dragoman.core.errors import ConfigError, EngineFailed
+from dragoman.core.request import Sampling
+from dragoman.engines.llama import hardware
 from dragoman.engines.llama.binding import ABORTED, Model
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.pace import Pace
-from dragoman.errors import ConfigError, EngineFailed
 from tests.engines.running import (
     GREEDY,
     Collected,
@@ -212,7 +212,7 @@ def test_a_containers_limit_is_the_memory_there_is(
 ) -> None:
     if limit is not None:
         (tmp_path / "memory.max").write_text(limit)
-    monkeypatch.setattr(machine, "GROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "GROUPS", tmp_path)
     engine = LlamaEngine("small", LlamaOptions(path=str(smollm2_path), context=64, slots=1, layout="as-is"))
 
     async def start() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import Asked, GenerationRequest, JsonSchema, Regex, Sampling, Tool, ToolChoice
+from dragoman.core.errors import InvalidSchema
+from dragoman.core.events import Event
+from dragoman.core.request import Asked, GenerationRequest, JsonSchema, Regex, Sampling, Tool, ToolChoice
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.errors import InvalidSchema
-from dragoman.events import Event
 from tests.engines.running import Run, chat, collect, completion
 
 ROLL = Tool("roll", "Roll dice", {"type": "object", "properties": {"sides": {"enum": [4, 6, 20]}}})

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from tools.ports import free_port
 
-from dragoman.engines.llama import layout, machine
+from dragoman.engines.llama import hardware
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.findings import Quality, Speed, Tried
-from dragoman.engines.llama.layout import Layout, in_use, is_settled, prepared, why_not
 from dragoman.engines.llama.options import LlamaOptions
+from dragoman.engines.llama.tuning import layout
+from dragoman.engines.llama.tuning.layout import Layout, in_use, is_settled, prepared, why_not
+from dragoman.engines.llama.tuning.messages import Quality, Speed, Tried
 from tests.engines.laying import Told, always, cut, kept, kill_trials, read_choice, small_files
 
 SAME = Speed(100, 100, 100)
@@ -59,7 +60,7 @@ def test_a_choice_is_remembered(small: Path, made: Path, home: Path) -> None:
 
 def test_the_record_tells_what_was_found(small: Path, made: Path) -> None:
     told = json.loads(made.with_name("choice.json").read_text())
-    assert told["circumstances"]["processor"]["name"] == machine.processor().name
+    assert told["circumstances"]["processor"]["name"] == hardware.processor().name
     assert told["circumstances"]["original"]["path"] == str(small)
     assert set(told["tried"]) == {"type", "sha256", "share", "before", "after", "quality"}
 
@@ -69,8 +70,8 @@ def test_another_machine_tries_again_and_does_not_use_what_is_not_faster(
 ) -> None:
     other = tmp_path / "cpuinfo"
     other.write_text("model name\t: Abacus 9\nflags\t\t: fpu avx2 fma\n")
-    monkeypatch.setattr(machine, "PROCESSORS", other)
-    assert machine.processor() == machine.Processor("Abacus 9", ("avx2", "fma"))
+    monkeypatch.setattr(hardware, "PROCESSORS", other)
+    assert hardware.processor() == hardware.Processor("Abacus 9", ("avx2", "fma"))
     assert not is_settled(small)
     monkeypatch.setattr(layout, "LEAST_CORES", 0)
     monkeypatch.setattr(layout, "LEAST_GAIN", 1000)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.engines.llama import layout
-from dragoman.engines.llama.layout import is_settled, prepared
+from dragoman.engines.llama.tuning import layout
+from dragoman.engines.llama.tuning.layout import is_settled, prepared
 from tests.engines.laying import Told, kept, kill_trials, read_choice, small_files
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 
+from dragoman.core.errors import ConfigError
 from dragoman.engines.llama import library
-from dragoman.errors import ConfigError
 
 
 class Shifted(ctypes.Structure):

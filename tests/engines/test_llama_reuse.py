@@ -13,7 +13,7 @@ import random
 import msgspec
 import pytest
 
-from dragoman.conversation import GenerationRequest, Logprobs
+from dragoman.core.request import GenerationRequest, Logprobs
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.sequences import WORTH
 from tests.engines.running import Collected, Run, collect, completion, idle

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.conversation import Sampling
+from dragoman.core.errors import EngineFailed
+from dragoman.core.request import Sampling
 from dragoman.engines.llama import sampling
 from dragoman.engines.llama.binding import Logits
 from dragoman.engines.llama.sampling import Penalties, Recipe
-from dragoman.errors import EngineFailed
 
 
 def logits_of(*values: float) -> Logits:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dragoman.conversation import GenerationRequest, Logprobs, Regex, Sampling, Thinking
+from dragoman.core.request import GenerationRequest, Logprobs, Regex, Sampling, Thinking
 from dragoman.engines.llama.binding import Context, Logits
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.runner import Runner

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engines.llama import machine, threads
+from dragoman.engines.llama import hardware
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.threads import CLEARLY, TIE, Threads, candidates, fastest, shortest
+from dragoman.engines.llama.tuning import threads
+from dragoman.engines.llama.tuning.threads import CLEARLY, TIE, Threads, candidates, fastest, shortest
 from tests.engines.running import collect, completion
 
 
@@ -83,7 +84,7 @@ def test_a_real_model_is_tried_once_and_remembered(
     smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "cpus", lambda: 4)
+    monkeypatch.setattr(hardware, "cpus", lambda: 4)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     caplog.set_level(logging.INFO, "dragoman.engine")
 
@@ -122,7 +123,7 @@ def test_a_real_model_is_tried_once_and_remembered(
 
 def test_on_two_cpus_nothing_is_tried(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "cpus", lambda: 2)
+    monkeypatch.setattr(hardware, "cpus", lambda: 2)
     monkeypatch.setattr(threads, "_tried", lambda *_: pytest.fail("it was tried"))
 
     async def start() -> None:

@@ -8,18 +8,19 @@ from typing import Any
 import httpx
 import pytest
 
-from dragoman.config import Flags, ModelSpec, Settings, load_settings
-from dragoman.conversation import GenerationRequest, Message, Text
-from dragoman.engines.run import run
+from dragoman.config.sections import KeyLimits, Keys
+from dragoman.config.settings import Flags, ModelSpec, Settings, load_settings
+from dragoman.core.errors import ConfigError
+from dragoman.core.events import Started, TextDelta
+from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.errors import ConfigError
-from dragoman.events import Started, TextDelta
-from dragoman.operation import KeyLimits, Keys
-from dragoman.server.admin_token import HEADER
+from dragoman.pipeline.event_stream import run
 from dragoman.server.app import create_app
-from dragoman.server.stats import described
-from tests.badserver import (
+from dragoman.server.auth.admin_token import HEADER
+from dragoman.server.handlers.stats import described
+from tests.engines.asking import ask, ask_all, sent, upstream_app
+from tests.support.bad_server import (
     CHAT,
     HEL,
     HELLO,
@@ -34,7 +35,6 @@ from tests.badserver import (
     refused,
     stream,
 )
-from tests.engines.asking import ask, ask_all, sent, upstream_app
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -8,11 +8,11 @@ import pytest
 import uvicorn
 from tools.ports import free_port
 
-from dragoman import hops
-from dragoman.errors import LoopDetected
+from dragoman.core import loop_guard
+from dragoman.core.errors import LoopDetected
 from dragoman.server.app import App
-from tests.badserver import CHAT, HELLO, BadServer
 from tests.engines.asking import ask, upstream_app
+from tests.support.bad_server import CHAT, HELLO, BadServer
 
 ASKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
@@ -73,8 +73,8 @@ def test_each_signs_what_it_sends_on() -> None:
 
 
 def test_nobody_goes_round_for_ever() -> None:
-    hops.arrive(b",".join([b"a" * 16] * (hops.MOST_HOPS + 1)))
+    loop_guard.arrive(b",".join([b"a" * 16] * (loop_guard.MOST_HOPS + 1)))
     with pytest.raises(LoopDetected):
-        hops.check("b" * 16, "m")
-    hops.arrive(None)
-    hops.check("b" * 16, "m")
+        loop_guard.check("b" * 16, "m")
+    loop_guard.arrive(None)
+    loop_guard.check("b" * 16, "m")

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dragoman.conversation import GenerationRequest, Message, Text, Tool
-from dragoman.engines.upstream.beginnings import BLOCK, Beginnings, chain
+from dragoman.core.request import GenerationRequest, Message, Text, Tool
 from dragoman.engines.upstream.pool import FAILURES, LONGEST_OUT, RECENT_SECONDS, SLACK, SLACK_SHARE, Pool, Spot
+from dragoman.engines.upstream.prefix_index import BLOCK, Beginnings, chain
 
 
 class Clock:

@@ -6,18 +6,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dragoman.config import Flags, ModelSpec, Settings, load_settings
+from dragoman.config.settings import Flags, ModelSpec, Settings, load_settings
 from dragoman.server.app import App, create_app
-from dragoman.server.listening import tls_context
-from tests.badserver import (
+from dragoman.server.http.server import tls_context
+from tests.engines.asking import ask, ask_all, sent, upstream_app
+from tests.server.test_connections import certified
+from tests.support.bad_server import (
     CHAT,
     HELLO,
     BadServer,
     answer,
     refused,
 )
-from tests.engines.asking import ask, ask_all, sent, upstream_app
-from tests.server.test_connecting import certified
 
 
 def test_redirects_are_not_followed(server: BadServer, other: BadServer) -> None:

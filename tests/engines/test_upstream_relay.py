@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from dragoman.conversation import GenerationRequest, Message, Text
+from dragoman.core.errors import BadRequest, DragomanError, StreamCutOff
+from dragoman.core.events import Event, Finished, Listener, TextDelta
+from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.errors import BadRequest, DragomanError, StreamCutOff
-from dragoman.events import Event, Finished, Listener, TextDelta
-from tests.badserver import DONE, END, GREETING, HELLO, SILENCE, BadServer, Script, cut, delta, stream, whole
+from tests.support.bad_server import DONE, END, GREETING, HELLO, SILENCE, BadServer, Script, cut, delta, stream, whole
 
 REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
 DIGITS = [delta(content=str(digit)) for digit in range(10)]

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import (
+from dragoman.core.errors import (
+    BadRequest,
+    ConfigError,
+    ContextTooLong,
+    EngineDied,
+    EngineFailed,
+    ModelFailed,
+    NotSupported,
+)
+from dragoman.core.events import Finished, Started, TextDelta, Usage
+from dragoman.core.request import (
     Asked,
     GenerationRequest,
     JsonSchema,
@@ -18,9 +28,7 @@ from dragoman.conversation import (
     Tool,
     ToolChoice,
 )
-from dragoman.errors import BadRequest, ConfigError, ContextTooLong, EngineDied, EngineFailed, ModelFailed, NotSupported
-from dragoman.events import Finished, Started, TextDelta, Usage
-from dragoman.worker.parent import WorkerEngine
+from dragoman.ipc.worker_engine import WorkerEngine
 from tests.engines.vllm_faults import BELL
 from tests.engines.vllm_stand_in import (
     IM_END,

@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 import pytest
 
-from dragoman.engines.run import run
-from dragoman.errors import EngineDied
-from dragoman.events import Finished
-from dragoman.worker.parent import WorkerEngine
+from dragoman.core.errors import EngineDied
+from dragoman.core.events import Finished
+from dragoman.ipc.worker_engine import WorkerEngine
+from dragoman.pipeline.event_stream import run
 from tests.engines.vllm_stand_in import (
     chat,
     engine,

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest, ConfigError, EngineDied
+from dragoman.core.events import Event, Finished, Started, TextDelta
+from dragoman.core.request import (
     GenerationRequest,
     Grammar,
     JsonSchema,
@@ -24,10 +26,8 @@ from dragoman.conversation import (
     Tool,
     ToolChoice,
 )
-from dragoman.engines.run import run
-from dragoman.errors import BadRequest, ConfigError, EngineDied
-from dragoman.events import Event, Finished, Started, TextDelta
-from dragoman.worker.parent import WorkerEngine
+from dragoman.ipc.worker_engine import WorkerEngine
+from dragoman.pipeline.event_stream import run
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
 from tests.engines.vllm_stand_in import helpers_of
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from dragoman.constrain.check import warnings
 from dragoman.engines.vllm.engine import VllmEngine
-from dragoman.engines.vllm.parts import Output
+from dragoman.engines.vllm.vllm_api import Output
+from dragoman.grammar.schema_check import warnings
 
 T = TypeVar("T")
 BELL = "\a"

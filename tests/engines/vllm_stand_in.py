@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from dragoman.conversation import (
+from dragoman.core.events import Event, TextDelta
+from dragoman.core.request import (
     GenerationRequest,
     JsonSchema,
     Message,
     Text,
 )
-from dragoman.engines.run import run
-from dragoman.events import Event, TextDelta
-from dragoman.worker.parent import WorkerEngine
+from dragoman.ipc.worker_engine import WorkerEngine
+from dragoman.pipeline.event_stream import run
 
 STAND_IN = Path(__file__).parent / "fakevllm"
 IM_START, IM_END = 256, 257

@@ -1,7 +1,7 @@
 """The scheduler of llama in a world without a model, where memory is only lists of tokens."""
 
-from dragoman.engines.llama.pins import Pin
-from dragoman.engines.llama.radix import Prefixes, _Node
+from dragoman.engines.llama.pinned_prefixes import Pin
+from dragoman.engines.llama.prefix_tree import Prefixes, _Node
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Chunk, Job, Plan, Scheduler
 from dragoman.engines.llama.sequences import WORTH, Clear, Copy, Trim
 

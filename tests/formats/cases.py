@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from dragoman.conversation import Part, Reasoning, Text, Tool, ToolCall
-from dragoman.events import FinishReason
+from dragoman.core.events import FinishReason
+from dragoman.core.request import Part, Reasoning, Text, Tool, ToolCall
 from tests.formats import outputs_json, outputs_named, outputs_tagged
 
 CITY = {"city": {"type": "string"}, "days": {"type": "integer"}}

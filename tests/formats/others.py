@@ -1,7 +1,7 @@
 """Outputs of one family with something of their own to them; arguments are compared to the letter."""
 
-from dragoman.conversation import Part, Reasoning, Text, ToolCall
-from dragoman.events import FinishReason
+from dragoman.core.events import FinishReason
+from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from tests.formats.cases import TOOLS, Case, Scenario, call
 
 

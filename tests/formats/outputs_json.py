@@ -1,6 +1,6 @@
 """Outputs of the formats whose calls are JSON objects."""
 
-from dragoman.conversation import Part, Reasoning, Text, ToolCall
+from dragoman.core.request import Part, Reasoning, Text, ToolCall
 
 ESCAPED = r'{"command": "mkdir {a,b && echo \"it' + "'" + r's\" \\d 😀\u00e9\n}] <b>\t</b>"}'
 NESTED = '{"steps": [{"do": "a", "with": [1, -2.5, true, null]}, {}, []], "extra": {"a": {"b": {"c": "d"}}}}'

@@ -1,6 +1,6 @@
 """Outputs of the formats that tell the name of a tool in a text of its own, and of those with channels."""
 
-from dragoman.conversation import Reasoning, Text, ToolCall
+from dragoman.core.request import Reasoning, Text, ToolCall
 from tests.formats.outputs_json import ESCAPED, HERMES, NESTED, Outputs
 
 MISTRAL: Outputs = {

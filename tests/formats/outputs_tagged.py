@@ -1,6 +1,6 @@
 """Outputs of the formats whose calls are no JSON: tags, Gemma's braces, Python; and of plain text."""
 
-from dragoman.conversation import Reasoning, Text, ToolCall
+from dragoman.core.request import Reasoning, Text, ToolCall
 from tests.formats.outputs_json import ESCAPED, Outputs
 
 RAW = 'mkdir {a,b && echo "it\'s" \\d 😀é\n}] <b>\t</b>'

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dragoman.conversation import Part, Reasoning, Text, Tool, ToolCall
-from dragoman.events import (
+from dragoman.core.events import (
     Event,
     Finished,
     FinishReason,
@@ -15,9 +14,10 @@ from dragoman.events import (
     ToolCallDelta,
     ToolCallStart,
 )
+from dragoman.core.reply import Choice, Collection
+from dragoman.core.request import Part, Reasoning, Text, Tool, ToolCall
 from dragoman.formats import FORMATS
-from dragoman.reply import Choice, Collection
-from dragoman.stages.split import Split
+from dragoman.pipeline.split import Split
 from tests.formats.cases import TOOLS
 
 

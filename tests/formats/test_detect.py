@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from dragoman.conversation import Tool
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
+from dragoman.core.request import Tool
 from dragoman.formats import FALLBACK, FORMATS, detect, named
-from dragoman.stages.source import Markers
-from dragoman.stages.split import Split
+from dragoman.pipeline.split import Split
+from dragoman.pipeline.text_buffer import Markers
 
 NAMES = [
     *("plain", "hermes", "qwen_xml", "llama3", "pythonic", "mistral", "deepseek", "harmony", "glm", "kimi", "gemma"),

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 
-from dragoman.conversation import Reasoning, Text, ToolCall
-from dragoman.events import Event
+from dragoman.core.events import Event
+from dragoman.core.request import Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
-from tests.cuttings import cut, cuttings
 from tests.formats.cases import OUTPUTS, RECORDED, SCENARIOS, Case
 from tests.formats.others import OTHERS
 from tests.formats.playing import Joined, collected, counted, joined, play, valued, without_ids
+from tests.support.cuttings import cut, cuttings
 
 CASES = [*RECORDED, *OTHERS]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
 from dragoman.loadtest.figures import Sample, Usage
 from dragoman.loadtest.target import Reading, Target, words_of
 

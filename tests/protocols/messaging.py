@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import (
     GenerationRequest,
     Message,
 )
-from dragoman.errors import BadRequest
-from dragoman.protocols import PROTOCOLS
+from dragoman.protocols.registry import PROTOCOLS
 
 HI = {"role": "user", "content": "hi"}
 

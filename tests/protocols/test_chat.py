@@ -6,7 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest, EngineDied
+from dragoman.core.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from dragoman.core.reply import Collection, Reply
+from dragoman.core.request import (
     Asked,
     Delivery,
     GenerationRequest,
@@ -22,20 +35,7 @@ from dragoman.conversation import (
     ToolChoice,
     ToolResult,
 )
-from dragoman.errors import BadRequest, EngineDied
-from dragoman.events import (
-    Event,
-    Finished,
-    ReasoningDelta,
-    Started,
-    TextDelta,
-    TokenLogprob,
-    ToolCallDelta,
-    ToolCallStart,
-    Usage,
-)
-from dragoman.protocols import PROTOCOLS
-from dragoman.reply import Collection, Reply
+from dragoman.protocols.registry import PROTOCOLS
 
 CHAT = PROTOCOLS["chat"]
 

@@ -6,9 +6,18 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.conversation import Asked, GenerationRequest
-from dragoman.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
-from dragoman.protocols import PROTOCOLS
+from dragoman.core.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from dragoman.core.request import Asked, GenerationRequest
+from dragoman.protocols.registry import PROTOCOLS
 from tests.protocols.test_chat import REQUEST, chunk, collected, frames
 
 LEGACY = GenerationRequest(id="chatcmpl-1", model="m", asked=(Asked("chat", "messages"), Asked("tools", "functions")))

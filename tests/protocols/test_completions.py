@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dragoman.conversation import Asked, Delivery, GenerationRequest, Logprobs, OneOf
-from dragoman.errors import BadRequest
-from dragoman.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
-from dragoman.protocols import PROTOCOLS
+from dragoman.core.errors import BadRequest
+from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
+from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, OneOf
+from dragoman.protocols.registry import PROTOCOLS
 from tests.protocols.test_chat import collected, parse
 
 COMPLETIONS = PROTOCOLS["completions"]

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.embedding import Embedding, EmbeddingRequest, RerankRequest
-from dragoman.errors import BadRequest
-from dragoman.protocols import embeddings, rerank
+from dragoman.core.embeddings import Embedding, EmbeddingRequest, RerankRequest
+from dragoman.core.errors import BadRequest
+from dragoman.protocols.embeddings import server as embeddings
+from dragoman.protocols.rerank import server as rerank
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.config import Limits
+from dragoman.config.settings import Limits
 from dragoman.protocols import json_elements as elements
 
 TEXT = st.text(alphabet=st.sampled_from('a,:[]{}"\\\n\u00e9'))

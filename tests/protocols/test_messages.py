@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest, ThreadUnsupported
+from dragoman.core.request import (
     Asked,
     Delivery,
     GenerationRequest,
@@ -20,9 +21,9 @@ from dragoman.conversation import (
     ToolCall,
     ToolResult,
 )
-from dragoman.errors import BadRequest, ThreadUnsupported
-from dragoman.protocols import PROTOCOLS, messages
+from dragoman.protocols import messages
 from dragoman.protocols.messages.signature import sign
+from dragoman.protocols.registry import PROTOCOLS
 from tests.protocols.messaging import HI, asked, decode, refused
 
 

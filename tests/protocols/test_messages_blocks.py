@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import (
+from dragoman.core.request import (
     Image,
     Message,
     Reasoning,

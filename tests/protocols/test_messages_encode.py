@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman import errors
-from dragoman.conversation import GenerationRequest
-from dragoman.events import (
+from dragoman.core import errors
+from dragoman.core.events import (
     Event,
     Finished,
     FinishReason,
@@ -22,8 +21,9 @@ from dragoman.events import (
     ToolCallStart,
     Usage,
 )
-from dragoman.protocols import ANTHROPIC, PROTOCOLS
+from dragoman.core.request import GenerationRequest
 from dragoman.protocols.messages.signature import sign
+from dragoman.protocols.registry import ANTHROPIC, PROTOCOLS
 from tests.protocols.streams import accumulated, read
 from tests.protocols.test_chat import collected
 

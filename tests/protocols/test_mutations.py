@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from dragoman.errors import DragomanError
-from dragoman.protocols import PROTOCOLS, chat, embeddings, messages, responses, shape, thinking, tools
+from dragoman.core.errors import DragomanError
+from dragoman.protocols import messages, responses, thinking
+from dragoman.protocols.chat import response_format, tools
+from dragoman.protocols.chat import server as chat
+from dragoman.protocols.embeddings import server as embeddings
+from dragoman.protocols.registry import PROTOCOLS
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 LONG = "x" * 20_000
@@ -52,7 +56,9 @@ def bodies(route: str) -> list[dict[str, Any]]:
     return [entry["body"] for entry in recorded if entry["path"].partition("?")[0] == route and entry.get("body")]
 
 
-FIELDS = sorted({*chat.ChatFields.__struct_fields__, *shape.FIELDS, *thinking.FIELDS, *tools.FIELDS, "system", "input"})
+FIELDS = sorted(
+    {*chat.ChatFields.__struct_fields__, *response_format.FIELDS, *thinking.FIELDS, *tools.FIELDS, "system", "input"}
+)
 
 
 def mutated(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:

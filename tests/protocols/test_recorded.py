@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import GenerationRequest, JsonObject, JsonSchema, Text, ToolCall, ToolChoice, ToolResult
-from dragoman.protocols import PROTOCOLS
+from dragoman.core.request import GenerationRequest, JsonObject, JsonSchema, Text, ToolCall, ToolChoice, ToolResult
+from dragoman.protocols.registry import PROTOCOLS
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 

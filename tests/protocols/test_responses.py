@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest, DragomanError, NotFound, NotSupported
+from dragoman.core.request import (
     Asked,
     GenerationRequest,
     Image,
@@ -22,10 +23,9 @@ from dragoman.conversation import (
     ToolCall,
     ToolResult,
 )
-from dragoman.errors import BadRequest, DragomanError, NotFound, NotSupported
-from dragoman.protocols import PROTOCOLS
+from dragoman.protocols.registry import PROTOCOLS
 from dragoman.protocols.responses import Question, decode, read
-from dragoman.protocols.responses.sealed import seal
+from dragoman.protocols.responses.encrypted_reasoning import seal
 
 HELLO = {"role": "user", "content": "hello"}
 

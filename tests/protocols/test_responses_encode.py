@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from dragoman.conversation import GenerationRequest
-from dragoman.errors import ContextTooLong, EngineFailed, QueueFull
-from dragoman.events import (
+from dragoman.core.errors import ContextTooLong, EngineFailed, QueueFull
+from dragoman.core.events import (
     Event,
     Finished,
     FinishReason,
@@ -23,10 +22,11 @@ from dragoman.events import (
     ToolCallStart,
     Usage,
 )
+from dragoman.core.reply import Collection, Reply
+from dragoman.core.request import GenerationRequest
 from dragoman.protocols.responses import Shown, Telling
 from dragoman.protocols.responses.calls import Called
-from dragoman.protocols.responses.sealed import seal
-from dragoman.reply import Collection, Reply
+from dragoman.protocols.responses.encrypted_reasoning import seal
 from tests.protocols.response_events import accumulated, read
 from tests.protocols.test_responses import question
 

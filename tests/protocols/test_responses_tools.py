@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import Tool, ToolCall, ToolChoice
-from dragoman.errors import BadRequest
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import Tool, ToolCall, ToolChoice
 from dragoman.protocols.responses import decode, read
 from dragoman.protocols.responses.calls import SCHEMAS, Called, encode_call
 from tests.protocols.test_responses import HELLO, asked, question, request

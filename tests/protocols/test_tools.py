@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from dragoman.conversation import Tool, ToolChoice
-from dragoman.errors import BadRequest
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import Tool, ToolChoice
 from tests.protocols.test_chat import asked, decode
 
 

@@ -8,8 +8,8 @@ from typing import Self
 
 import msgspec
 
-from dragoman.conversation import GenerationRequest, Text
-from dragoman.engines.interface import Engine, ModelInfo
+from dragoman.core.engine import Engine, ModelInfo
+from dragoman.core.request import GenerationRequest, Text
 
 
 class TellingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,8 +23,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 
-from dragoman.config import Flags, load_settings
-from dragoman.errors import ConfigError
+from dragoman.config.settings import Flags, load_settings
+from dragoman.core.errors import ConfigError
 from dragoman.ray import app, application
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -96,7 +96,7 @@ def pids(model: str) -> set[int]:
 
 def worker_of(pid: int) -> int:
     """The process in which a replica's engine is."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "dragoman.worker.child"], capture_output=True, check=True)
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "dragoman.ipc.worker_main"], capture_output=True, check=True)
     return int(found.stdout)
 
 

@@ -8,13 +8,13 @@ from typing import Self
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
-from dragoman.conversation import GenerationRequest
-from dragoman.errors import EngineDied
-from dragoman.events import Event, Finished, Started, TextDelta
-from dragoman.ray.asked import Asked
+from dragoman.core.errors import EngineDied
+from dragoman.core.events import Event, Finished, Started, TextDelta
+from dragoman.core.request import GenerationRequest
+from dragoman.ipc.worker_messages import Answer
 from dragoman.ray.engine import MOST_TRIES, ReplicaEngine
 from dragoman.ray.messages import Told, encode
-from dragoman.worker.messages import Answer
+from dragoman.ray.replica_call import Asked
 
 
 class Method:

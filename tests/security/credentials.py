@@ -17,8 +17,8 @@ import jwt
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from dragoman.operation import RouteScope
-from dragoman.store.keys import KeyStore
+from dragoman.config.sections import RouteScope
+from dragoman.storage.keys import KeyStore
 
 STATIC = "sk-static-5d1f0c7ab3"
 ISSUER, AUDIENCE = "https://id.example", "dragoman"

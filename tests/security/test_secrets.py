@@ -19,12 +19,12 @@ import jwt
 import pytest
 
 from dragoman.cli import main
-from dragoman.store.keys import KeyStore
+from dragoman.storage.keys import KeyStore
 from tests.security.conftest import PROCESSES
 from tests.security.credentials import other_last_byte
 from tests.security.echo_upstream import EchoUpstream, echo_upstream
-from tests.server.talking import CHAT, eventually
-from tests.serving import Running, command_of, serving
+from tests.support.serving import Running, command_of, serving
+from tests.support.talking import CHAT, eventually
 
 STATIC = "sk-canary-static-4f1d"
 ODD_STATIC = "canary static+key/4f1d"

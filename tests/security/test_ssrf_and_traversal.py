@@ -19,8 +19,8 @@ from tests.security.canaries import CanaryFolder, CanarySocket, canary_folder, c
 from tests.security.conftest import PROCESSES
 from tests.security.echo_upstream import echo_upstream
 from tests.security.http_client import PipelinedClient, Request
-from tests.server.talking import CHAT, talking
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, talking
 
 SECRET = "content-of-the-canary-file"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -171,7 +171,7 @@ def names(port: int, outside: Path) -> list[str]:
         "pypi:requests",
         "smollm2",
         "engine:os:system",
-        "tests.server.engines:NeverStops",
+        "tests.support.engines:NeverStops",
         "secret\x00.gguf",
         f"{file}\x00",
         "~/secret.gguf",

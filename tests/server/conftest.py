@@ -2,9 +2,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.sdk import Asking, sdk
-from tests.server.talking import CHAT, ask, talking, text_of
-from tests.serving import Running, serving
+from tests.support.openai_sdk import Asking, sdk
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, ask, talking, text_of
 
 HEADER_BYTES = 4096
 BODY_SECONDS = 1

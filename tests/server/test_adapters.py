@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.engines.adapters import write_adapter
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
 
 
 @pytest.fixture(scope="module")

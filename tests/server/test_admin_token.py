@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from dragoman import create_app
-from dragoman.config import Settings
-from dragoman.server.admin_token import HEADER, TokenFile, find_socket_token, find_token
-from tests.badserver import BadServer, whole
+from dragoman.config.settings import Settings
+from dragoman.server.auth.admin_token import HEADER, TokenFile, find_socket_token, find_token
 from tests.cli.test_cli import SOURCE
-from tests.server.engines import Sampled
-from tests.server.talking import eventually, refused
-from tests.serving import Running, serving
+from tests.support.bad_server import BadServer, whole
+from tests.support.engines import Sampled
+from tests.support.serving import Running, serving
+from tests.support.talking import eventually, refused
 
 ROUTES = [
     ("GET", "/admin/models"),

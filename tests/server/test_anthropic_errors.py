@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from tests.protocols.streams import read
-from tests.server.anthropic_sdk import anthropic_sdk
-from tests.server.talking import raw, talking
-from tests.serving import Running, serving
+from tests.support.anthropic_sdk import anthropic_sdk
+from tests.support.serving import Running, serving
+from tests.support.talking import raw, talking
 
 KEY = "sesame"
 HELLO: dict[str, Any] = {"model": "echo", "max_tokens": 10, "messages": [{"role": "user", "content": "hello"}]}
@@ -32,7 +32,7 @@ def strained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         "short": {"engine": "scripted", "context": 20},
         "short-from-afar": {"engine": "scripted", "context": 20, "crash_after": 1000},
         "slow-to-start": {"engine": "scripted", "prefill_seconds": 1},
-        "blind": {"engine": "tests.server.engines:Calling"},
+        "blind": {"engine": "tests.support.engines:Calling"},
     }
     limits = {"queue": 0, "stall_seconds": 2, "body_bytes": 10_000, "keepalive_seconds": 0.3, "header_bytes": 4096}
     config = {"models": models, "default": "echo", "api_keys": [KEY], "limits": limits}

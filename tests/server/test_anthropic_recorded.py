@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.protocols.streams import accumulated, read
-from tests.server.talking import talking
-from tests.serving import serving
+from tests.support.serving import serving
+from tests.support.talking import talking
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls"}}\n</tool_call>'

@@ -21,9 +21,9 @@ from pydantic import BaseModel
 
 from dragoman.protocols.messages.signature import sign
 from tests.protocols.streams import read
-from tests.server.anthropic_sdk import anthropic_sdk, validated
-from tests.server.talking import recorded
-from tests.serving import Running, serving
+from tests.support.anthropic_sdk import anthropic_sdk, validated
+from tests.support.serving import Running, serving
+from tests.support.talking import recorded
 
 THOUGHT = "The user asks for the weather."
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'

@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
 
-WORKER = {"engine": "tests.server.engines:Weighty"}
+WORKER = {"engine": "tests.support.engines:Weighty"}
 DIE = [{"role": "user", "content": "die"}]
 KILLS = 8
 

@@ -14,12 +14,12 @@ import pytest
 from openai import OpenAI
 
 from dragoman import Engine, create_app
-from dragoman.config import Limits, Settings
-from dragoman.embedding import Embedding, Input
-from dragoman.server.embedding import PART_INPUTS, PART_SIZE, parts
-from tests.server.sdk import sdk
-from tests.server.talking import recorded, refused, talking
-from tests.serving import Running
+from dragoman.config.settings import Limits, Settings
+from dragoman.core.embeddings import Embedding, Input
+from dragoman.server.handlers.embeddings import PART_INPUTS, PART_SIZE, parts
+from tests.support.openai_sdk import sdk
+from tests.support.serving import Running
+from tests.support.talking import recorded, refused, talking
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 RECORDED = Path(__file__).parents[1] / "data" / "clients"

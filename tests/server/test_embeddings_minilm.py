@@ -12,10 +12,10 @@ import openai
 import pytest
 from openai import OpenAI
 
-from dragoman.embedding import Embedding
-from tests.server.sdk import sdk
-from tests.server.talking import eventually, refused, talking, under_way
-from tests.serving import Running, serving
+from dragoman.core.embeddings import Embedding
+from tests.support.openai_sdk import sdk
+from tests.support.serving import Running, serving
+from tests.support.talking import eventually, refused, talking, under_way
 
 TEXTS = ["How do I reset my password?", "I forgot my login and need a new one.", "The cat sleeps on the sofa."]
 

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dragoman.server.auth import principal_of
-from tests.server.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
-from tests.serving import Running, serving
+from dragoman.server.auth.access import principal_of
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 KEY, OTHER_KEY = "sk-first-0123456789", "sk-second-0123456789"

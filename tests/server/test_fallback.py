@@ -11,12 +11,12 @@ import httpx
 import pytest
 from tools.ports import free_port
 
-from dragoman.store.keys import KeyStore
-from tests.badserver import HEL, BadServer, cut, refused
-from tests.server.anthropic_sdk import anthropic_sdk
-from tests.server.sdk import sdk
-from tests.server.talking import CHAT, HELLO, ask, frames, recorded, talking, text_of
-from tests.serving import Running, serving
+from dragoman.storage.keys import KeyStore
+from tests.support.anthropic_sdk import anthropic_sdk
+from tests.support.bad_server import HEL, BadServer, cut, refused
+from tests.support.openai_sdk import sdk
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, HELLO, ask, frames, recorded, talking, text_of
 
 KEY = "sk-static"
 

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessage
 
-from dragoman.conversation import Part, Reasoning, Text, ToolCall
+from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from tests.formats.cases import RECORDED, TOOLS, Case
-from tests.server.sdk import Asking, sdk
-from tests.serving import Running, serving
+from tests.support.openai_sdk import Asking, sdk
+from tests.support.serving import Running, serving
 
 OFFERED = [
     {

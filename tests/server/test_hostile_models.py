@@ -5,10 +5,10 @@ import shutil
 import struct
 from pathlib import Path
 
-from dragoman.gguf import read_outline
-from tests.server.talking import CHAT, ask, refused, talking, text_of
-from tests.serving import serving
-from tests.test_gguf import header, sparse
+from dragoman.files.gguf import read_outline
+from tests.files.test_gguf import header, sparse
+from tests.support.serving import serving
+from tests.support.talking import CHAT, ask, refused, talking, text_of
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

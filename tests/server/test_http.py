@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.server.conftest import BODY_BYTES, BODY_SECONDS, HEADER_BYTES
-from tests.server.talking import (
+from tests.support.serving import Running
+from tests.support.talking import (
     CHAT,
     COMPLETIONS,
     JSON_BODY,
@@ -31,7 +32,6 @@ from tests.server.talking import (
     text_of,
     under_way,
 )
-from tests.serving import Running
 
 pytestmark = pytest.mark.usefixtures("served_afterwards")
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

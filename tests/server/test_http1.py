@@ -2,8 +2,8 @@
 
 import pytest
 
-from dragoman.errors import BadRequest, DragomanError, HeadersTooLarge, NotSupported
-from dragoman.server.http1 import ChunkedBody, FixedBody, RequestHead
+from dragoman.core.errors import BadRequest, DragomanError, HeadersTooLarge, NotSupported
+from dragoman.server.http.http1 import ChunkedBody, FixedBody, RequestHead
 
 LIMIT = 200
 REST = b"GET /next HTTP/1.1\r\n\r\n"

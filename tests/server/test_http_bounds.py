@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.server.conftest import HEADER_BYTES
-from tests.server.talking import (
+from tests.support.serving import Running, serving
+from tests.support.talking import (
     CHAT,
     PATIENCE,
     SMALLEST,
@@ -28,7 +29,6 @@ from tests.server.talking import (
     talking,
     text_of,
 )
-from tests.serving import Running, serving
 
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"

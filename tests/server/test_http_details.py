@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.badserver import BadServer
-from tests.badserver import refused as refusing
 from tests.server.conftest import HEADER_BYTES
-from tests.server.talking import (
+from tests.support.bad_server import BadServer
+from tests.support.bad_server import refused as refusing
+from tests.support.serving import Running, serving
+from tests.support.talking import (
     CHAT,
     HELLO,
     PATIENCE,
@@ -25,7 +26,6 @@ from tests.server.talking import (
     request_bytes,
     talking,
 )
-from tests.serving import Running, serving
 
 PAGE = "https://app.example"
 BODY = b'{"messages": [{"role": "user", "content": "hello"}]}'

@@ -6,7 +6,7 @@ from uvicorn.server import ServerState
 
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.server.app import create_app
-from dragoman.server.connection import guarded
+from dragoman.server.http.connection import guarded
 from dragoman.server.serve import Server
 
 IDLE_SECONDS = 1.0

@@ -14,13 +14,13 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from dragoman.config import Settings
-from dragoman.errors import ConfigError, PermissionDenied, Unauthorized
-from dragoman.operation import Jwt, KeyLimits, Keys
-from dragoman.server.auth import Access
-from dragoman.server.scopes import Caller
-from tests.server.talking import CHAT, ask, refused, talking, text_of
-from tests.serving import Running, serving
+from dragoman.config.sections import Jwt, KeyLimits, Keys
+from dragoman.config.settings import Settings
+from dragoman.core.errors import ConfigError, PermissionDenied, Unauthorized
+from dragoman.server.auth.access import Access
+from dragoman.server.auth.scopes import Caller
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, ask, refused, talking, text_of
 
 SECRET = "a secret of more than thirty-two bytes, and of more than sixty-four as well"
 
@@ -194,7 +194,7 @@ def test_limits_are_those_of_the_subject(tmp_path: Path) -> None:
 def test_a_subject_has_one_limit_though_it_was_forgotten_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dragoman.server.jwt.REMEMBERED", 3)
+    monkeypatch.setattr("dragoman.server.auth.jwt.REMEMBERED", 3)
     take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(requests_per_minute=5))
     anna = token()
     for name in ("berta", "carla"):

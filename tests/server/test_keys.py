@@ -13,16 +13,16 @@ import msgspec
 import openai
 import pytest
 
-from dragoman.config import Settings
-from dragoman.errors import ConfigError, PermissionDenied, StorageUnavailable, Unauthorized
-from dragoman.operation import KeyLimits, Keys, RouteScope
-from dragoman.server.auth import Access
-from dragoman.server.beforehand import check_exposure
-from dragoman.store.keys import KeyStore
-from tests.server.anthropic_sdk import anthropic_sdk
-from tests.server.sdk import sdk
-from tests.server.talking import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
-from tests.serving import Running, serving
+from dragoman.config.sections import KeyLimits, Keys, RouteScope
+from dragoman.config.settings import Settings
+from dragoman.core.errors import ConfigError, PermissionDenied, StorageUnavailable, Unauthorized
+from dragoman.server.auth.access import Access
+from dragoman.server.preflight_checks import check_exposure
+from dragoman.storage.keys import KeyStore
+from tests.support.anthropic_sdk import anthropic_sdk
+from tests.support.openai_sdk import sdk
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
 
 MESSAGES = "/v1/messages"
 STATIC = "sk-static-0123456789"

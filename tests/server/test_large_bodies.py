@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.talking import CHAT, JSON_BODY, ask, refused, talking, text_of
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, JSON_BODY, ask, refused, talking, text_of
 
 MIB = 1024
 """In KiB, the unit of /proc."""

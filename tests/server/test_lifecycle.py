@@ -14,14 +14,14 @@ import httpx
 import pytest
 
 from dragoman import create_app
-from dragoman.server.admin_token import HEADER
-from dragoman.store.keys import KeyStore
-from tests.server.engines import Sampled
-from tests.server.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
-from tests.serving import Running, serving
+from dragoman.server.auth.admin_token import HEADER
+from dragoman.storage.keys import KeyStore
+from tests.support.engines import Sampled
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
 
-HEAVY = {"engine": "tests.server.engines:Weighty", "mebibytes": 200}
-LIGHT = {"engine": "tests.server.engines:Weighty"}
+HEAVY = {"engine": "tests.support.engines:Weighty", "mebibytes": 200}
+LIGHT = {"engine": "tests.support.engines:Weighty"}
 FIRST = {"engine": "scripted"}
 """The default model is loaded when the server starts: this one costs nothing."""
 
@@ -152,7 +152,7 @@ def test_an_operator_may_prefer_not_to_let_requests_wait(tmp_path: Path) -> None
 
 def test_what_the_operator_wishes(tmp_path: Path) -> None:
     slow = LIGHT | {"words": 60, "pace": 0.05}
-    broken = {"engine": "tests.server.engines:Exploding"}
+    broken = {"engine": "tests.support.engines:Exploding"}
     config = {"models": {"first": FIRST, "org/a": slow, "broken": broken}}
     with serving(tmp_path, config) as running, talking(running) as client:
         loaded = client.post("/admin/models/org/a/load").json()
@@ -234,7 +234,7 @@ def test_the_operator_s_routes_need_a_key_where_there_are_keys(tmp_path: Path) -
 
 
 def test_defaults_of_the_configuration_hold_where_a_request_is_silent(tmp_path: Path) -> None:
-    sampled = {"engine": "tests.server.engines:Sampled", "sampling": {"temperature": 0.5, "max_tokens": 9}}
+    sampled = {"engine": "tests.support.engines:Sampled", "sampling": {"temperature": 0.5, "max_tokens": 9}}
     config = {"models": {"sampled": sampled, "short": FIRST | {"sampling": {"max_tokens": 1}, "chunk": 2}}}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert text_of(ask(client, CHAT)) == "0.5 None 9"

@@ -11,23 +11,23 @@ import pytest
 from tools.ports import free_port
 
 from dragoman import create_app, serve
-from dragoman.catalog import host
-from dragoman.config import Settings
-from dragoman.errors import ConfigError
-from tests.server.engines import Nameless, NeverStops, SlowToLoad
-from tests.server.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
-from tests.serving import serving
-from tests.test_gguf import gguf, pair, text
+from dragoman.config.settings import Settings
+from dragoman.core.errors import ConfigError
+from dragoman.models import model_host
+from tests.files.test_gguf import gguf, pair, text
+from tests.support.engines import Nameless, NeverStops, SlowToLoad
+from tests.support.serving import serving
+from tests.support.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
 
-EXPLODING = {"engine": "tests.server.engines:Exploding"}
-SLOW = {"engine": "tests.server.engines:SlowToLoad"}
+EXPLODING = {"engine": "tests.support.engines:Exploding"}
+SLOW = {"engine": "tests.support.engines:SlowToLoad"}
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_the_only_model_that_fails_ends_the_server(tmp_path: Path, workers: str) -> None:
     config = tmp_path / "dragoman.yaml"
     # Nobody is to wait so long to be told.
-    config.write_text("{models: {bad: {engine: 'tests.server.engines:Exploding'}}, drain_seconds: 60}")
+    config.write_text("{models: {bad: {engine: 'tests.support.engines:Exploding'}}, drain_seconds: 60}")
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(free_port())]
     done = subprocess.run([*command, "--workers", workers], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -85,7 +85,7 @@ def test_what_must_be_decided_waits_for_the_model(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_does_not_stop_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(model_host, "STOP_SECONDS", 0.1)
 
     async def scenario() -> None:
         app = create_app(NeverStops())

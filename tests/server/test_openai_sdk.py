@@ -8,9 +8,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
-from tests.server.sdk import Asking, async_sdk, content, joined, sdk
-from tests.server.talking import recorded
-from tests.serving import Running
+from tests.support.openai_sdk import Asking, async_sdk, content, joined, sdk
+from tests.support.serving import Running
+from tests.support.talking import recorded
 
 QUESTION = "What is the capital of France? Answer in one word."
 VERSE = "Roses are red, violets are blue."

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.server.sdk import sdk
-from tests.serving import serving
+from tests.support.openai_sdk import sdk
+from tests.support.serving import serving
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
@@ -20,7 +20,7 @@ CITIES = [{"city": "Köln"}, {"city": "Paris"}]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    config = {"models": {"calling": {"engine": "tests.server.engines:Calling"}}}
+    config = {"models": {"calling": {"engine": "tests.support.engines:Calling"}}}
     with serving(tmp_path_factory.mktemp("calling"), config) as running, sdk(running) as made:
         yield made
 

@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.sdk import Asking
+from tests.support.openai_sdk import Asking
 
 FRANCE = "The capital of France is"
 SEA = "Fish live in the"

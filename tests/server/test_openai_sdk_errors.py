@@ -6,9 +6,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.sdk import Asking, content, sdk
-from tests.server.talking import recorded
-from tests.serving import Running, serving
+from tests.support.openai_sdk import Asking, content, sdk
+from tests.support.serving import Running, serving
+from tests.support.talking import recorded
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,12 @@ from tools.ports import free_port
 
 import dragoman
 from dragoman import Engine, ModelInfo, create_app
-from dragoman.config import Limits, Settings
-from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import Output
-from dragoman.errors import BadRequest
-from dragoman.events import Finished, Started, TextDelta, Usage
-from tests.server.talking import CHAT, COMPLETIONS, HELLO, SMALLEST, eventually, frames, refused, text_of
+from dragoman.config.settings import Limits, Settings
+from dragoman.core.engine import Output
+from dragoman.core.errors import BadRequest
+from dragoman.core.events import Finished, Started, TextDelta, Usage
+from dragoman.core.request import GenerationRequest
+from tests.support.talking import CHAT, COMPLETIONS, HELLO, SMALLEST, eventually, frames, refused, text_of
 
 SOURCE = Path(dragoman.__file__).parents[1]
 WORDS = ["one", "two", "three", "four", "five"]
@@ -313,7 +313,7 @@ class Broken(Engine):
 
 
 def test_model_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dragoman.catalog.host.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 0.0)
     app = create_app(Broken())
     response = ask(app, CHAT)
     assert response.status_code in (500, 503)

@@ -11,12 +11,12 @@ import jwt
 import pytest
 
 from dragoman.cli import main
-from dragoman.config import Settings
-from dragoman.operation import Jwt, KeyLimits, Keys
-from dragoman.server.auth import Access, principal_of
-from dragoman.store.keys import KeyStore
-from tests.server.talking import eventually, refused, talking
-from tests.serving import Running, serving
+from dragoman.config.sections import Jwt, KeyLimits, Keys
+from dragoman.config.settings import Settings
+from dragoman.server.auth.access import Access, principal_of
+from dragoman.storage.keys import KeyStore
+from tests.support.serving import Running, serving
+from tests.support.talking import eventually, refused, talking
 
 RESPONSES = "/v1/responses"
 FIRST, SECOND = "sk-first-0123456789", "sk-second-0123456789"

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from dragoman.config import Limits, ModelSpec, Settings
+from dragoman.config.settings import Limits, ModelSpec, Settings
 from dragoman.server.app import App
-from tests.server.talking import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
 
 SCRIPTED = {"engine": "scripted"}
-WORKER = {"engine": "tests.server.engines:Weighty"}
+WORKER = {"engine": "tests.support.engines:Weighty"}
 
 
 def write(tmp_path: Path, running: Running, config: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.talking import HELLO, refused, talking
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import HELLO, refused, talking
 
 RENDER = "/v1/chat/completions/render"
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -17,9 +17,9 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     config = {
         "models": {
-            "showing": {"engine": "tests.server.engines:Showing"},
-            "showing-from-afar": {"engine": "tests.server.engines:ShowingFromAfar"},
-            "mute": {"engine": "tests.server.engines:NeverStops"},
+            "showing": {"engine": "tests.support.engines:Showing"},
+            "showing-from-afar": {"engine": "tests.support.engines:ShowingFromAfar"},
+            "mute": {"engine": "tests.support.engines:NeverStops"},
         }
     }
     with serving(tmp_path_factory.mktemp("render"), config) as server:
@@ -85,7 +85,7 @@ def test_the_list_of_models_has_the_format(client: httpx.Client, model: str) -> 
 def test_the_format_that_only_an_engine_can_tell_is_not_known_until_it_is_loaded(
     client: httpx.Client, running: Running
 ) -> None:
-    engines = {"showing": "tests.server.engines:Showing", "other": "tests.server.engines:ShowingFromAfar"}
+    engines = {"showing": "tests.support.engines:Showing", "other": "tests.support.engines:ShowingFromAfar"}
     config = {"models": {name: {"engine": engine} for name, engine in engines.items()}}
     with serving(running.log.parent, config) as server, talking(server) as other:
         listed = {model["id"]: model for model in other.get("/v1/models").json()["data"]}

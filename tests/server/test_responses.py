@@ -13,8 +13,8 @@ from dragoman import create_app
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.protocols import responses
 from tests.protocols.response_events import accumulated, read
-from tests.server.talking import raw, refused, talking
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import raw, refused, talking
 
 RESPONSES = "/v1/responses"
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "echo": {"engine": "scripted"},
             "failing": {"engine": "scripted", "fail_after": 1, "replies": [{"output": "one two three"}]},
             "slow-to-start": {"engine": "scripted", "prefill_seconds": 0.5, "fail_after": 0},
-            "own": {"engine": "tests.server.engines:NeverStops"},
+            "own": {"engine": "tests.support.engines:NeverStops"},
         },
         "default": "echo",
         "api_keys": ["ann", "bob"],

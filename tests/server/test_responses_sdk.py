@@ -10,8 +10,8 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.server.sdk import sdk
-from tests.serving import Running, serving
+from tests.support.openai_sdk import sdk
+from tests.support.serving import Running, serving
 
 PATCH = '*** Begin Patch\n+Gr\u00fc\u00dfe "q"\n*** End Patch'
 REPLIES = [

@@ -16,9 +16,9 @@ import openai
 import pytest
 from tools.ports import free_port
 
-from tests.server.sdk import Asking, content, sdk
-from tests.server.talking import COMPLETIONS, eventually, recorded, sent, under_way
-from tests.serving import serving
+from tests.support.openai_sdk import Asking, content, sdk
+from tests.support.serving import serving
+from tests.support.talking import COMPLETIONS, eventually, recorded, sent, under_way
 
 STORY = "Write a very long story about a cat who goes to sea."
 TOKENS = 1000

@@ -13,11 +13,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dragoman.config import ModelSpec, Settings
-from dragoman.operation import Jwt, Keys, Telemetry, Traces
-from dragoman.server.stats import without_secrets
-from tests.server.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
-from tests.serving import Running, serving
+from dragoman.config.sections import Jwt, Keys, Telemetry, Traces
+from dragoman.config.settings import ModelSpec, Settings
+from dragoman.server.handlers.stats import without_secrets
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
 
 CONFIG: dict[str, Any] = {
     "models": {

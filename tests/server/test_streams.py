@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.talking import CHAT, COMPLETIONS, SMALLEST, ask, frames, talking, text_of
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, COMPLETIONS, SMALLEST, ask, frames, talking, text_of
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 ROSES = "Roses are red, violets are blue."

@@ -9,9 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
-from tests.server.sdk import Asking, content, joined, sdk
-from tests.server.talking import recorded
-from tests.serving import Running, serving
+from tests.support.openai_sdk import Asking, content, joined, sdk
+from tests.support.serving import Running, serving
+from tests.support.talking import recorded
 
 PARIS = '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
 ROME = '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'

@@ -10,10 +10,10 @@ import pytest
 from anthropic import Anthropic
 from openai import APIError, APIStatusError, OpenAI
 
-from tests.server.anthropic_sdk import anthropic_sdk
-from tests.server.llamacpp import llamacpp
-from tests.server.sdk import sdk
-from tests.serving import Running, serving
+from tests.support.anthropic_sdk import anthropic_sdk
+from tests.support.llamacpp import llamacpp
+from tests.support.openai_sdk import sdk
+from tests.support.serving import Running, serving
 
 BEHIND = ["chat", "messages", "responses", "auto"]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

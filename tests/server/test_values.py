@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.talking import CHAT, HELLO, JSON_BODY, ask, raw, refused, talking
-from tests.serving import Running
+from tests.support.serving import Running
+from tests.support.talking import CHAT, HELLO, JSON_BODY, ask, raw, refused, talking
 
 MESSAGES = "/v1/messages"
 

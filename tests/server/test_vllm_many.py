@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.server.talking import CHAT, ask, eventually, talking, text_of
 from tests.server.test_vllm import STAND_IN
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, ask, eventually, talking, text_of
 
 STREAMS = 512
 ENDLESS = "count 3000"

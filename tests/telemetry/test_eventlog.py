@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.telemetry import EventLog
+from dragoman.server.telemetry import EventLog
 
 
 def events(path: Path) -> list[str]:
@@ -50,7 +50,7 @@ def test_without_a_file_nothing_happens() -> None:
 
 FILE_LIMIT = """
 import resource, sys
-from dragoman.telemetry import EventLog, RequestRecord
+from dragoman.server.telemetry import EventLog, RequestRecord
 
 log = EventLog(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))

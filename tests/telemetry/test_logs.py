@@ -4,8 +4,8 @@ import json
 import logging
 import sys
 
-from dragoman.telemetry.logs import TEXT, JsonLines, TextLines
-from dragoman.telemetry.record import RequestRecord
+from dragoman.core.logs import TEXT, JsonLines, TextLines
+from dragoman.server.telemetry.record import RequestRecord
 
 
 def line(message: str, *values: object, **fields: object) -> dict[str, object]:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dragoman.events import Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
-from dragoman.telemetry.meter import Meter
-from dragoman.telemetry.metrics import ModelMetrics
-from dragoman.telemetry.record import RequestRecord
+from dragoman.core.events import Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
+from dragoman.server.telemetry.meter import Meter
+from dragoman.server.telemetry.metrics import ModelMetrics
+from dragoman.server.telemetry.record import RequestRecord
 
 
 def made() -> tuple[Meter, RequestRecord, ModelMetrics]:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dragoman.telemetry.exposition import Standing, exposition
-from dragoman.telemetry.metrics import GAPS, Histogram, Metrics, Recent
-from dragoman.telemetry.record import RequestRecord
+from dragoman.server.telemetry.exposition import Standing, exposition
+from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, Recent
+from dragoman.server.telemetry.record import RequestRecord
 
 
 @given(st.lists(st.floats(0, 10)))

@@ -3,9 +3,9 @@
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dragoman.operation import Traces as Settings
-from dragoman.telemetry.record import RequestRecord
-from dragoman.telemetry.traces import Traces
+from dragoman.config.sections import Traces as Settings
+from dragoman.server.telemetry.record import RequestRecord
+from dragoman.server.telemetry.traces import Traces
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dragoman.store.keys import KeyStore
+from dragoman.storage.keys import KeyStore
 from tools.client import Result, ask, chat_body
 from tools.fairness.attacks import ATTACKS, MODEL
 from tools.server import Server, run_server

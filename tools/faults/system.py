@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.badserver import BadServer, head
+from tests.support.bad_server import BadServer, head
 
-from dragoman.errors import ConfigError
-from dragoman.operation import KeyLimits
-from dragoman.store.keys import KeyStore
+from dragoman.config.sections import KeyLimits
+from dragoman.core.errors import ConfigError
+from dragoman.storage.keys import KeyStore
 from tools.client import Ending
 from tools.faults.clients import Connection
 from tools.faults.judge import Scenario, Setup

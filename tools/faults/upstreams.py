@@ -9,7 +9,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from random import Random
 
-from tests.badserver import GZIP_HEAD, HEL, ROWS, STREAM_HEAD, ZIPPED_HEAD, BadServer, Step, chunk, head
+from tests.support.bad_server import GZIP_HEAD, HEL, ROWS, STREAM_HEAD, ZIPPED_HEAD, BadServer, Step, chunk, head
 
 from tools.client import CHAT
 from tools.faults.judge import Scenario, Setup

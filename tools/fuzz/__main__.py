@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dragoman import sources
+from dragoman.files import sources
 from tools.fuzz.isolation import LocalRun
 from tools.fuzz.runner import HttpRun, Summary
 from tools.fuzz.servers import PROFILES

@@ -13,10 +13,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dragoman.discovery import Discovery
-from dragoman.errors import ConfigError
-from dragoman.gguf import MAGIC, read_metadata, read_outline
-from dragoman.worker.messages import Start, encode
+from dragoman.core.errors import ConfigError
+from dragoman.files.discovery import Discovery
+from dragoman.files.gguf import MAGIC, read_metadata, read_outline
+from dragoman.ipc.worker_messages import Start, encode
 from tools.fuzz import values
 from tools.fuzz.cases import random_for
 from tools.fuzz.shapes import Wrong
@@ -119,7 +119,7 @@ def check(value: Any) -> str:
 
 def _load(file: Path) -> str:
     options = {"path": str(file), "context": 64, "slots": 1, "layout": "as-is"}
-    command = [sys.executable, "-m", "dragoman.worker.child"]
+    command = [sys.executable, "-m", "dragoman.ipc.worker_main"]
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )

@@ -16,16 +16,16 @@ from typing import Any
 
 import msgspec
 
-from dragoman.config import Settings
-from dragoman.conversation import GenerationRequest, Message, Sampling, Text, Tool
-from dragoman.embedding import Embedding
-from dragoman.engines.interface import ModelInfo
-from dragoman.events import Finished, Started, TextDelta, Usage
-from dragoman.server.engaging import Wish
-from dragoman.server.fronts import messages as front
-from dragoman.server.fronts.link import Link
-from dragoman.telemetry import RequestRecord
-from dragoman.worker import messages as worker
+from dragoman.config.settings import Settings
+from dragoman.core.embeddings import Embedding
+from dragoman.core.engine import ModelInfo
+from dragoman.core.events import Finished, Started, TextDelta, Usage
+from dragoman.core.request import GenerationRequest, Message, Sampling, Text, Tool
+from dragoman.ipc import worker_messages as worker
+from dragoman.ipc.link import Link
+from dragoman.server.frontends import messages as front
+from dragoman.server.model_lease import Wish
+from dragoman.server.telemetry import RequestRecord
 from tools.fuzz import values
 from tools.fuzz.cases import random_for
 from tools.fuzz.shapes import Wrong
@@ -215,7 +215,7 @@ async def _linked(data: bytes, cuts: list[int]) -> list[bytes]:
 def _read_by_child(data: bytes) -> str:
     start = worker.encode(worker.Start("scripted", "m", {}))
     child = subprocess.Popen(
-        [sys.executable, "-m", "dragoman.worker.child"],
+        [sys.executable, "-m", "dragoman.ipc.worker_main"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

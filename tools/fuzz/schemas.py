@@ -13,13 +13,13 @@ from typing import Any
 
 import jsonschema
 
-from dragoman.constrain.compiled import Guide
-from dragoman.constrain.constraints import Constraints
-from dragoman.constrain.grammar import Speaker
-from dragoman.conversation import JsonSchema
-from dragoman.errors import BadRequest, DragomanError, EngineFailed, InvalidSchema
+from dragoman.core.errors import BadRequest, DragomanError, EngineFailed, InvalidSchema
+from dragoman.core.request import JsonSchema
 from dragoman.formats import FORMATS
-from dragoman.protocols import PROTOCOLS
+from dragoman.grammar.constraints import Constraints
+from dragoman.grammar.masks import Guide
+from dragoman.grammar.reply_grammar import Speaker
+from dragoman.protocols.registry import PROTOCOLS
 from tools.fuzz import bodies, values
 from tools.fuzz.cases import OK, HttpCase, Request, random_for
 from tools.fuzz.requests import BEARER, JSON

@@ -5,8 +5,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from dragoman.operation import KeyLimits
-from dragoman.store.keys import KeyStore
+from dragoman.config.sections import KeyLimits
+from dragoman.storage.keys import KeyStore
 
 KEYS = ("fuzz-key-of-the-first-tenant", "fuzz-key-of-the-second-tenant")
 BODY_BYTES = 256 * 1024

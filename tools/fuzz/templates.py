@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from dragoman.conversation import GenerationRequest
-from dragoman.errors import BadRequest, ConfigError, DragomanError
+from dragoman.core.errors import BadRequest, ConfigError, DragomanError
+from dragoman.core.request import GenerationRequest
 from dragoman.formats import FORMATS
 from dragoman.prompt import ChatTemplate, Prompt
-from dragoman.protocols import PROTOCOLS
+from dragoman.protocols.registry import PROTOCOLS
 from tools.fuzz import bodies, values
 from tools.fuzz.cases import random_for
 from tools.fuzz.shapes import Wrong

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dragoman import __version__
 from dragoman.cli import bench, chat, check, drain, keys, models, pull, serve
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
+from dragoman.core.version import __version__
 
 EXAMPLES = """\
 examples:

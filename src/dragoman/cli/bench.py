@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.address import site
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
+from dragoman.core.urls import site
 from dragoman.loadtest import report
 from dragoman.loadtest.figures import Plan, Result
 from dragoman.loadtest.plot import svg

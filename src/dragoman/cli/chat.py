@@ -11,12 +11,12 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dragoman.errors import ConfigError, DragomanError
+from dragoman.core.errors import ConfigError, DragomanError
 
 if TYPE_CHECKING:
-    from dragoman.cli.conversing import Session
-    from dragoman.cli.screen import Screen
-    from dragoman.client.sync import Client
+    from dragoman.cli.chat_screen import Screen
+    from dragoman.cli.chat_session import Session
+    from dragoman.client.sync_client import Client
 
 EXAMPLES = """\
 examples:
@@ -58,7 +58,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported only here: the other commands need no client.
-    from dragoman.cli.screen import Screen
+    from dragoman.cli.chat_screen import Screen
 
     is_typed = sys.stdin.isatty()
     screen = Screen(_standard_output(), talkative=is_typed)
@@ -79,8 +79,8 @@ def _standard_output() -> TextIO:
 
 
 def _chat(arguments: argparse.Namespace, screen: "Screen", is_typed: bool) -> int:
-    from dragoman.cli.conversing import Session
-    from dragoman.client.sync import Client
+    from dragoman.cli.chat_session import Session
+    from dragoman.client.sync_client import Client
 
     tools = [] if arguments.tools is None else _functions(Path(arguments.tools))
     key = arguments.api_key or os.environ.get("DRAGOMAN_API_KEY")
@@ -149,7 +149,7 @@ def _history() -> Iterator[None]:
     except ImportError:
         yield
         return
-    from dragoman.sources import home
+    from dragoman.files.sources import home
 
     file = home() / "chat_history"
     try:
@@ -171,7 +171,7 @@ def _history() -> Iterator[None]:
 
 def _functions(file: Path) -> list[Callable[..., Any]]:
     """The public functions that a file defines."""
-    from dragoman.client.schema import tool_of
+    from dragoman.client.python_types import tool_of
 
     if not file.is_file():
         raise ConfigError(f"--tools {file}: there is no such file")

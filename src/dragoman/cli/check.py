@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from dragoman.cli.obstacles import in_the_way, unservable
+from dragoman.cli.diagnostics import in_the_way, unservable
 from dragoman.cli.settings import loaded_of
-from dragoman.config.doubts import doubts
-from dragoman.errors import ConfigError
+from dragoman.config.warnings import doubts
+from dragoman.core.errors import ConfigError
 
 EXAMPLES = """\
 examples:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = loaded_of(arguments.config)
     settings = loaded.settings
     # Imported late: a mistake in the file is told without it.
-    from dragoman.server.beforehand import remarks
+    from dragoman.server.preflight_checks import remarks
 
     wrong = [*in_the_way(settings), *unservable(settings)]
     if wrong:

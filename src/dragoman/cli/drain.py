@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from dragoman.cli import asking
-from dragoman.errors import ConfigError
+from dragoman.cli import admin_client
+from dragoman.core.errors import ConfigError
 
 EXAMPLES = """\
 examples:
@@ -32,12 +32,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("place", metavar="URL", nargs="?", help="the address of the server behind it")
     parser.add_argument("--undo", action="store_true", help="send something there again")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    asking.add_flags(parser)
+    admin_client.add_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    server = asking.named(arguments)
+    server = admin_client.named(arguments)
     try:
         listed = _asked(server, arguments)["data"]
         places = [place for place in listed if place["model"].lower() == arguments.name.lower()]
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(server: asking.Server, arguments: argparse.Namespace) -> Any:
+def _asked(server: admin_client.Server, arguments: argparse.Namespace) -> Any:
     if arguments.place is None:
         if arguments.undo:
             raise ConfigError("--undo where? give the URL of a server")

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import msgspec
 
 from dragoman.cli.settings import settings_of
-from dragoman.errors import ConfigError
-from dragoman.operation import KeyLimits, RouteScope
-from dragoman.store.keys import Key, KeyStore, store_path
+from dragoman.config.sections import KeyLimits, RouteScope
+from dragoman.core.errors import ConfigError
+from dragoman.storage.keys import Key, KeyStore, store_path
 
 EXAMPLES = """\
 examples:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dragoman.engines.llama.layout import is_settled, prepared
+from dragoman.engines.llama.tuning.layout import is_settled, prepared
 
 CELLS = 30
 

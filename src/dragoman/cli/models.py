@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
-from dragoman import sources
-from dragoman.catalog import Catalog, Model, foreseen
-from dragoman.cli import asking
-from dragoman.cli.asking import Server
+from dragoman.cli import admin_client
+from dragoman.cli.admin_client import Server
 from dragoman.cli.settings import settings_of
-from dragoman.config import ModelSpec, Settings
 from dragoman.config.quantities import shown_size
-from dragoman.download import display_source
+from dragoman.config.settings import ModelSpec, Settings
+from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
-from dragoman.engines.llama.layout import in_use
-from dragoman.errors import ConfigError
+from dragoman.engines.llama.tuning.layout import in_use
+from dragoman.files import sources
+from dragoman.files.download import display_source
+from dragoman.models import Catalog, Model, foreseen
 
 EXAMPLES = """\
 examples:
@@ -60,7 +60,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("action", nargs="?", choices=("load", "unload"), help="what the server is to do")
     parser.add_argument("name", nargs="?", metavar="NAME", help="with which model")
-    asking.add_flags(parser)
+    admin_client.add_flags(parser)
     parser.add_argument("--configured", action="store_true", help="what is configured, whether it is served or not")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(run=run)
@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _rows(arguments: argparse.Namespace) -> list[Row]:
     if arguments.url is not None:
-        return _served(asking.named(arguments))
+        return _served(admin_client.named(arguments))
     settings = settings_of(arguments.config)
-    server = asking.configured(settings, arguments.api_key)
+    server = admin_client.configured(settings, arguments.api_key)
     if not arguments.configured and server.is_there():
         return _served(server)
     if arguments.api_key is not None:
@@ -98,7 +98,7 @@ async def _known(settings: Settings) -> list[Model]:
 def _change(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         raise ConfigError(f"{arguments.action} what? give the NAME of a model")
-    server = asking.named(arguments)
+    server = admin_client.named(arguments)
     name = urllib.parse.quote(arguments.name, safe="")
     row = _standing(server.post(f"/admin/models/{name}/{arguments.action}"))
     told = f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else "")

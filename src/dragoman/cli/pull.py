@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from dragoman import sources
 from dragoman.cli import layout
+from dragoman.files import sources
 
 EXAMPLES = """\
 examples:

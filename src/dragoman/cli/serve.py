@@ -7,16 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dragoman import sources
-from dragoman.address import public
 from dragoman.cli import layout
-from dragoman.cli.obstacles import in_the_way, unservable
+from dragoman.cli.diagnostics import in_the_way, unservable
 from dragoman.cli.settings import look_here
-from dragoman.config import Flags, Loaded, Mistake, Settings, load
-from dragoman.config.doubts import doubts
+from dragoman.config.settings import Flags, Loaded, Mistake, Settings, load
+from dragoman.config.warnings import doubts
+from dragoman.core.engine import Engine
+from dragoman.core.errors import ConfigError
+from dragoman.core.urls import public
 from dragoman.engines import ENGINES, engine_class
-from dragoman.engines.interface import Engine
-from dragoman.errors import ConfigError
+from dragoman.files import sources
 
 log = logging.getLogger("dragoman")
 
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loaded.settings
     # Imported only here: the other commands and mistakes in flags need no server.
     from dragoman.server import serve
-    from dragoman.server.beforehand import check_exposure, check_place
+    from dragoman.server.preflight_checks import check_exposure, check_place
 
     _refuse(loaded, in_the_way(settings))
     check_exposure(settings)

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from dragoman.config import Flags, Loaded, Settings, load
+from dragoman.config.settings import Flags, Loaded, Settings, load
 
 
 def look_here() -> None:

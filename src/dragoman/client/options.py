@@ -14,9 +14,10 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from dragoman.client import dicts
-from dragoman.client.schema import PythonTool, Shape, shape_of, tool_of
-from dragoman.conversation import (
+from dragoman.client import message_dicts
+from dragoman.client.python_types import PythonTool, Shape, shape_of, tool_of
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import (
     GenerationRequest,
     JsonSchema,
     Message,
@@ -26,7 +27,6 @@ from dragoman.conversation import (
     Tool,
     ToolChoice,
 )
-from dragoman.errors import BadRequest
 
 Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
 
@@ -104,7 +104,7 @@ def _message(given: Message | Mapping[str, Any], path: str) -> Message:
         return given
     if not isinstance(given, Mapping):
         raise BadRequest(f"{path}: expected a Message or a dict, not {type(given).__name__}", param=path)
-    return dicts.message(given, path)
+    return message_dicts.message(given, path)
 
 
 def _python_tool(given: Tool | Mapping[str, Any] | Callable[..., Any]) -> PythonTool | None:
@@ -114,7 +114,7 @@ def _python_tool(given: Tool | Mapping[str, Any] | Callable[..., Any]) -> Python
 def _tool(given: Tool | Mapping[str, Any] | Callable[..., Any], functions: Mapping[str, PythonTool], path: str) -> Tool:
     if isinstance(given, Tool):
         return given
-    return dicts.tool(given, path) if isinstance(given, Mapping) else functions[given.__name__].tool
+    return message_dicts.tool(given, path) if isinstance(given, Mapping) else functions[given.__name__].tool
 
 
 def _choice(given: str | ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.operation import Keys, Tls
+from dragoman.config.sections import Keys, Tls
 
 
 def located(path: str, folder: Path) -> str:

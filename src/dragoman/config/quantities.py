@@ -8,7 +8,7 @@ time := seconds | number unit       unit := s | m | h | d                       
 import math
 import re
 
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _THOUSANDS = {unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))}

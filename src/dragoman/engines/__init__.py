@@ -2,8 +2,8 @@
 
 import importlib
 
-from dragoman.engines.interface import Engine
-from dragoman.errors import ConfigError
+from dragoman.core.engine import Engine
+from dragoman.core.errors import ConfigError
 
 ENGINES = {
     "scripted": "dragoman.engines.scripted:ScriptedEngine",

@@ -26,14 +26,14 @@ from typing import Annotated, Self
 
 import msgspec
 
-from dragoman.bounds import Count
-from dragoman.conversation import GenerationRequest, Thinking
-from dragoman.embedding import Embedding, Input, each
-from dragoman.engines.interface import Engine, ModelInfo
-from dragoman.errors import ContextTooLong, EngineFailed
-from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, Usage
+from dragoman.core.embeddings import Embedding, Input, each
+from dragoman.core.engine import Engine, ModelInfo
+from dragoman.core.errors import ContextTooLong, EngineFailed
+from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, Usage
+from dragoman.core.request import GenerationRequest, Thinking
+from dragoman.core.types import Count
 from dragoman.formats import named
-from dragoman.stages.split import begins_in_thought
+from dragoman.pipeline.split import begins_in_thought
 
 FEATURES = frozenset(
     {

@@ -3,7 +3,7 @@
 A format only declares markers and how a call's text becomes name and arguments; reading is done in `stages`.
 """
 
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
 from dragoman.formats.channel import CHANNEL
 from dragoman.formats.cohere import COHERE
 from dragoman.formats.deepseek import DEEPSEEK, DEEPSEEK_DSML, DEEPSEEK_V3
@@ -24,7 +24,7 @@ from dragoman.formats.phi import PHI
 from dragoman.formats.plain import PLAIN
 from dragoman.formats.pythonic import PYTHONIC
 from dragoman.formats.qwen_xml import QWEN_XML
-from dragoman.stages.syntax import ModelFormat
+from dragoman.formats.syntax import ModelFormat
 
 FORMATS: dict[str, ModelFormat] = {
     known.name: known

@@ -6,7 +6,7 @@
 name is text.
 """
 
-from dragoman.stages.syntax import Calls, Channels, JsonCall, ModelFormat
+from dragoman.formats.syntax import Calls, Channels, JsonCall, ModelFormat
 
 CHANNEL = ModelFormat(
     name="channel",

@@ -6,7 +6,7 @@ section := "<|START_ACTION|>" [{"tool_call_id": string, "tool_name": string, "pa
            "<|END_ACTION|>"
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
 
 COHERE = ModelFormat(
     name="cohere",

@@ -10,7 +10,7 @@ DSML    section := "<｜DSML｜function_calls>" invoke* "</｜DSML｜function_ca
         parameter := '<｜DSML｜parameter name="KEY" string="true|false">' value "</｜DSML｜parameter>"
 """
 
-from dragoman.stages.syntax import Calls, ModelFormat, NamedJson, Tagged, Tags
+from dragoman.formats.syntax import Calls, ModelFormat, NamedJson, Tagged, Tags
 
 _THOUGHTS = (Tags("<think>", "</think>"),)
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

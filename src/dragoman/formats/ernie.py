@@ -5,7 +5,7 @@ thought := "<think>" text "</think>"
 call    := "<tool_call>" {"name": string, "arguments": object} "</tool_call>"
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
 
 ERNIE = ModelFormat(
     name="ernie",

@@ -7,7 +7,7 @@ value   := <|"|>text<|"|> | number | true | false | null | "[" value,* "]" | "{"
 FunctionGemma: "<start_function_call>" … "<end_function_call>", strings between two "<escape>"
 """
 
-from dragoman.stages.syntax import Braced, Calls, Channels, ModelFormat
+from dragoman.formats.syntax import Braced, Calls, Channels, ModelFormat
 
 GEMMA = ModelFormat(
     name="gemma",

@@ -5,7 +5,7 @@ thought := "<think>" text "</think>"
 call    := "<tool_call>" NAME ("<arg_key>" KEY "</arg_key>" "<arg_value>" value "</arg_value>")* "</tool_call>"
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tagged, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tagged, Tags
 
 GLM = ModelFormat(
     name="glm",

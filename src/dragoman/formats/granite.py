@@ -4,7 +4,7 @@ reply   := ("Here is my thought process:" text "Here is my response:")? text sec
 section := ("<|tool_call|>" | "<tool_call>") [{"name": string, "arguments": object}, …]
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
 
 GRANITE = ModelFormat(
     name="granite",

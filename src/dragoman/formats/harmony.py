@@ -8,7 +8,7 @@
 `analysis` is thought; a message with a recipient is a call, its text the arguments; everything else is the answer.
 """
 
-from dragoman.stages.syntax import Channels, ModelFormat
+from dragoman.formats.syntax import Channels, ModelFormat
 
 HARMONY = ModelFormat(
     name="harmony",

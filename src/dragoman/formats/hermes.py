@@ -5,7 +5,7 @@ thought := "<think>" text "</think>"
 call    := "<tool_call>" object "</tool_call>"        object := {"name": string, "arguments": object}
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
 
 HERMES = ModelFormat(
     name="hermes",

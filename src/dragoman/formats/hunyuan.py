@@ -5,7 +5,7 @@ thought := "<think>" text "</think>"
 section := "<tool_calls>" [{"name": string, "arguments": object}, …] "</tool_calls>"
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
 
 HUNYUAN = ModelFormat(
     name="hunyuan",

@@ -5,7 +5,7 @@ thought := "<think>" text "</think>"
 section := "<|action_start|><|plugin|>" {"name": string, "parameters": object} "<|action_end|>"
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
 
 INTERNLM = ModelFormat(
     name="internlm",

@@ -8,7 +8,7 @@
 It counts as a call only if it names a tool that was offered; anything else stays the text it is.
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
 
 _CALL = JsonCall()
 

@@ -6,7 +6,7 @@ section := "<|tool_calls_section_begin|>" call* "<|tool_calls_section_end|>"
 call    := "<|tool_call_begin|>functions." NAME ":" INDEX "<|tool_call_argument_begin|>" object "<|tool_call_end|>"
 """
 
-from dragoman.stages.syntax import Calls, ModelFormat, NamedJson, Tags
+from dragoman.formats.syntax import Calls, ModelFormat, NamedJson, Tags
 
 KIMI = ModelFormat(
     name="kimi",

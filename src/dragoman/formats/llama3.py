@@ -6,7 +6,7 @@
 Without the tag it counts as a call only if it names a tool that was offered.
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat
 
 _CALL = JsonCall(arguments=("parameters", "arguments"))
 

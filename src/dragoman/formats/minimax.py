@@ -7,7 +7,7 @@ invoke    := '<invoke name="NAME">' parameter* "</invoke>"
 parameter := '<parameter name="KEY">' value "</parameter>"
 """
 
-from dragoman.stages.syntax import Calls, ModelFormat, Tagged, Tags
+from dragoman.formats.syntax import Calls, ModelFormat, Tagged, Tags
 
 MINIMAX = ModelFormat(
     name="minimax",

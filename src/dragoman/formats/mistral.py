@@ -6,7 +6,7 @@ section := "[TOOL_CALLS]" NAME "[ARGS]" object              tokenizer v11 and la
          | "[TOOL_CALLS]" [{"name": string, "arguments": object}, …]
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, NamedJson, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, NamedJson, Tags
 
 MISTRAL = ModelFormat(
     name="mistral",

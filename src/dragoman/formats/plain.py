@@ -3,6 +3,6 @@
 reply := text
 """
 
-from dragoman.stages.syntax import ModelFormat
+from dragoman.formats.syntax import ModelFormat
 
 PLAIN = ModelFormat(name="plain")

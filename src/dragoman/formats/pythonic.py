@@ -8,7 +8,7 @@
 Without a tag the list counts as calls only at the beginning of the reply and if its names are tools that were offered.
 """
 
-from dragoman.stages.syntax import Calls, ModelFormat, Pythonic, Tags
+from dragoman.formats.syntax import Calls, ModelFormat, Pythonic, Tags
 
 PYTHONIC = ModelFormat(
     name="pythonic",

@@ -10,7 +10,7 @@ A string is written as it is, everything else as JSON. These models now and then
 the object of Hermes inside it; both are read.
 """
 
-from dragoman.stages.syntax import Calls, JsonCall, ModelFormat, Tagged, Tags
+from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tagged, Tags
 
 _FUNCTION = Tagged(
     function="<function={name}>",

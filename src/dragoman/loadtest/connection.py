@@ -14,7 +14,7 @@ from typing import cast
 
 import httptools
 
-from dragoman.address import site
+from dragoman.core.urls import site
 
 CONNECT_SECONDS = 10
 

@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
 from dragoman.loadtest.figures import Measured, Plan, Result, Sample, summary
 from dragoman.loadtest.prompts import Measure, Prompts, measure
 from dragoman.loadtest.target import LENGTH_FIELDS, Target

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
 from dragoman.loadtest.connection import Broken, Connections, Feed
 from dragoman.loadtest.figures import Sample, Usage
 

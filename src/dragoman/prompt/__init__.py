@@ -9,7 +9,7 @@ What a template can do is found out once, when it is loaded (`habits`). Content 
 for that are in `marks`.
 """
 
-from dragoman.prompt.marks import Segment
+from dragoman.prompt.content_isolation import Segment
 from dragoman.prompt.template import ChatTemplate, Prompt
 
 __all__ = ["ChatTemplate", "Prompt", "Segment"]

@@ -33,9 +33,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from dragoman.errors import ConfigError
-from dragoman.prompt import bounds
-from dragoman.prompt.marks import FIRST_MARK, LAST_MARK
+from dragoman.core.errors import ConfigError
+from dragoman.prompt import template_limits
+from dragoman.prompt.content_isolation import FIRST_MARK, LAST_MARK
 
 
 class RefusedError(TemplateError):
@@ -73,8 +73,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def compiled(self, source: str, own: Callable[[str], str]) -> Compiled:
         """`own` marks the template's literals."""
-        if len(source) > bounds.MOST_SOURCE:
-            raise ConfigError(f"the chat template has {len(source)} characters, more than {bounds.MOST_SOURCE}")
+        if len(source) > template_limits.MOST_SOURCE:
+            raise ConfigError(
+                f"the chat template has {len(source)} characters, more than {template_limits.MOST_SOURCE}"
+            )
         try:
             # The search folds constants together in the tree it is given, so it gets one of its own.
             variables = frozenset(meta.find_undeclared_variables(self.parse(source)))
@@ -94,7 +96,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise ConfigError("the chat template is nested too deeply") from error
         except (SyntaxError, ValueError, OverflowError, MemoryError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {str(error)[:200]}") from error
-        except bounds.TooMuchError as error:
+        except template_limits.TooMuchError as error:
             raise ConfigError(f"the chat template cannot be compiled: it takes {error}") from error
 
     @contextmanager
@@ -110,25 +112,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def tick(self) -> bool:
         end = getattr(self._clock, "end", None)
         if end is not None and time.monotonic() > end:
-            raise bounds.TooMuchError(f"more than {self._clock.seconds:g} s")
+            raise template_limits.TooMuchError(f"more than {self._clock.seconds:g} s")
         return True
 
     def measured(self, value: Any) -> Any:
         """Return the value, or raise TooMuchError if it is too large to be printed, compared or hashed."""
-        bounds.check_tree(value)
+        template_limits.check_tree(value)
         return value
 
     def together(self, *values: Any) -> str:
         """The operator `~`."""
         for value in values:
-            bounds.check_tree(value)
+            template_limits.check_tree(value)
         return self._joined(map(str, values))
 
     def _joined(self, pieces: Iterable[str]) -> str:
-        return bounds.joined(piece for piece in pieces if self.tick())
+        return template_limits.joined(piece for piece in pieces if self.tick())
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        bounds.check_operation(operator, left, right)
+        template_limits.check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -138,7 +140,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # The arguments are the template's: names of ours must not be in their way.
     def call(self, context: Context, method: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.tick()
-        return super().call(context, method, *bounds.measured(method, args, kwargs), **kwargs)
+        return super().call(context, method, *template_limits.measured(method, args, kwargs), **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -147,7 +149,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         made = wrapped
 
         def formatted(*args: Any, **kwargs: Any) -> str:
-            bounds.check_format(value.__self__, (*args, *kwargs.values()))
+            template_limits.check_format(value.__self__, (*args, *kwargs.values()))
             return made(*args, **kwargs)
 
         return formatted
@@ -189,16 +191,16 @@ def _checked(filtering: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(filtering)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            bounds.check_tree(value)
+            template_limits.check_tree(value)
             if name in SLOW:
-                bounds.check_slow_input(value)
+                template_limits.check_slow_input(value)
         return filtering(*args, **kwargs)
 
     return checked
 
 
 def strftime_now(form: str) -> str:
-    bounds.check_width(len(form))
+    template_limits.check_width(len(form))
     return datetime.now().strftime(form)
 
 
@@ -275,7 +277,7 @@ class _Generation(Extension):
 
 
 def _raise_exception(message: str) -> NoReturn:
-    bounds.check_tree(message)
+    template_limits.check_tree(message)
     raise RefusedError(message)
 
 
@@ -287,7 +289,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as the templates of Hugging Face expect it: nothing is escaped for HTML."""
-    bounds.check_width(100 * (indent or 0))
+    template_limits.check_width(100 * (indent or 0))
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _ASCII_ESCAPED.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
@@ -298,43 +300,43 @@ _ASCII_ESCAPED = re.compile(f"[^\x00-\x7f{chr(FIRST_MARK)}-{chr(LAST_MARK)}]+")
 
 def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
     text = str(value)
-    bounds.check_replace(text, old, new)
+    template_limits.check_replace(text, old, new)
     return text.replace(str(old), str(new), count)
 
 
 @pass_eval_context
 def _join(context: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
     found = value if attribute is None else map(filters.make_attrgetter(context.environment, attribute), value)
-    items = bounds.listed(found)
-    bounds.check_join(str(d), items)
+    items = template_limits.listed(found)
+    template_limits.check_join(str(d), items)
     return filters.sync_do_join(context, items, d)
 
 
 def _indent(value: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    space = width if isinstance(width, str) else " " * min(width, bounds.WIDEST + 1)
-    bounds.check_width(len(space))
-    bounds.check_replace(value, "\n", space + "\n")
+    space = width if isinstance(width, str) else " " * min(width, template_limits.WIDEST + 1)
+    template_limits.check_width(len(space))
+    template_limits.check_replace(value, "\n", space + "\n")
     return filters.do_indent(value, width, first, blank)
 
 
 def _format(value: str, *args: Any, **kwargs: Any) -> str:
-    bounds.check_format(value, (*args, *kwargs.values()))
+    template_limits.check_format(value, (*args, *kwargs.values()))
     return filters.do_format(value, *args, **kwargs)
 
 
 def _center(value: str, width: int = 80) -> str:
-    bounds.check_width(width)
+    template_limits.check_width(width)
     return filters.do_center(value, width)
 
 
 def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:
     # Ten is raised to that power.
-    bounds.check_width(100 * precision)
+    template_limits.check_width(100 * precision)
     return filters.do_round(value, precision, method)
 
 
 @pass_environment
 def _sum(environment: Sandbox, value: Iterable[Any], attribute: str | int | None = None, start: float = 0) -> Any:
     if not isinstance(start, int | float):
-        raise bounds.TooMuchError("a sum of what is no number")
+        raise template_limits.TooMuchError("a sum of what is no number")
     return filters.sync_do_sum(environment, value, attribute, start)

@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError
 
-from dragoman.conversation import GenerationRequest, Message, Tool
-from dragoman.errors import BadRequest, ConfigError, DragomanError, EngineFailed
-from dragoman.prompt.bounds import TooMuchError, limit_output
-from dragoman.prompt.entries import Change, changed, entries, function
-from dragoman.prompt.habits import Entry, Habits, learn
-from dragoman.prompt.marks import Content, Marking, Segment
+from dragoman.core.errors import BadRequest, ConfigError, DragomanError, EngineFailed
+from dragoman.core.request import GenerationRequest, Message, Tool
+from dragoman.formats.syntax import ModelFormat
+from dragoman.prompt.content_isolation import Content, Marking, Segment
+from dragoman.prompt.message_folding import call_id, fitted, singly
+from dragoman.prompt.plain_text_tools import told
 from dragoman.prompt.sandbox import RefusedError, Sandbox
-from dragoman.prompt.telling import told
-from dragoman.prompt.turns import call_id, fitted, singly
+from dragoman.prompt.template_capabilities import Entry, Habits, learn
+from dragoman.prompt.template_limits import TooMuchError, limit_output
+from dragoman.prompt.template_messages import Change, changed, entries, function
 from dragoman.prompt.variables import ABOUT_THINKING, Variables, variables
-from dragoman.stages.syntax import ModelFormat
 
 FALLBACK = """\
 {%- for message in messages %}

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from dragoman.conversation import GenerationRequest, Thinking
-from dragoman.errors import BadRequest
-from dragoman.prompt.habits import Habits
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import GenerationRequest, Thinking
 from dragoman.prompt.sandbox import Compiled, strftime_now
+from dragoman.prompt.template_capabilities import Habits
 
 SWITCHES = ("enable_thinking", "thinking")
 ABOUT_THINKING = frozenset({*SWITCHES, "reasoning_effort"})

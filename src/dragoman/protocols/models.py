@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.errors import BadRequest, quote
+from dragoman.core.errors import BadRequest, quote
 from dragoman.protocols.pages import decode_limit
 
 PAGE = 20

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.conversation import Asked, GenerationRequest, RepetitionPenalty, Sampling
-from dragoman.errors import BadRequest, DragomanError, quote
-from dragoman.events import Event, TextDelta, TokenLogprob, Usage, total_usage
-from dragoman.protocols.wire import bad_field, between_texts, unknown_fields
+from dragoman.core.errors import BadRequest, DragomanError, quote
+from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
+from dragoman.core.request import Asked, GenerationRequest, RepetitionPenalty, Sampling
+from dragoman.protocols.json_body import bad_field, between_texts, unknown_fields
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from dragoman.errors import BadRequest
+from dragoman.core.errors import BadRequest
 
 
 def decode_limit(query: Mapping[str, str], usual: int, most: int) -> int:

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.conversation import Asked, Thinking
-from dragoman.protocols import wire
+from dragoman.core.request import Asked, Thinking
+from dragoman.protocols import json_body
 
 EffortField = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
@@ -83,11 +83,11 @@ MEANINGS: dict[object, Any] = {"enabled": True, "disabled": False, "adaptive": N
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
     if parsed.keys().isdisjoint(FIELDS):
         return UNSAID
-    wire.convert(parsed, ThinkingFields)
+    json_body.convert(parsed, ThinkingFields)
     switch = _first(parsed, SWITCHES, asked)
     effort = _first(parsed, EFFORTS, asked)
     budget = _first(parsed, BUDGETS, asked)
-    if wire.at(parsed, "reasoning.exclude"):
+    if json_body.at(parsed, "reasoning.exclude"):
         asked.append(Asked("unknown", "reasoning.exclude"))
     if switch is None and (effort == "none" or budget == 0):
         switch = False
@@ -102,7 +102,7 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
 
 def _first(parsed: dict[str, Any], paths: Sequence[str], asked: list[Asked]) -> Any:
     """The first value that says something. All that do are asked for."""
-    values = {path: wire.at(parsed, path) for path in paths}
+    values = {path: json_body.at(parsed, path) for path in paths}
     said = {path: MEANINGS.get(value, value) for path, value in values.items()}
     telling = [path for path in paths if said[path] is not None]
     asked += [Asked("thinking", path) for path in telling]

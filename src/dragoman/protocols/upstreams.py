@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.protocols import wire
+from dragoman.protocols import json_body
 
 
 class DrainFields(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class ListedPlace(msgspec.Struct, frozen=True):
 
 
 def decode(body: bytes) -> DrainFields:
-    return wire.convert(wire.parse(body), DrainFields)
+    return json_body.convert(json_body.parse(body), DrainFields)
 
 
 def encode(places: Iterable[ListedPlace]) -> dict[str, Any]:

@@ -10,16 +10,16 @@ import msgspec
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from dragoman.catalog import made_here
-from dragoman.catalog.host import GivenUp, Make
-from dragoman.config import Flags, Limits, ModelSpec, Settings, load_settings
-from dragoman.config.replicas import Replicas
+from dragoman.config.ray_options import Replicas
+from dragoman.config.settings import Flags, Limits, ModelSpec, Settings, load_settings
+from dragoman.core.engine import Engine
+from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
-from dragoman.engines.interface import Engine
-from dragoman.errors import ConfigError
+from dragoman.models import made_here
+from dragoman.models.model_host import GivenUp, Make
 from dragoman.ray.engine import ReplicaEngine
-from dragoman.ray.naming import Renamed
 from dragoman.ray.replica import Replica
+from dragoman.ray.request_id_header import Renamed
 from dragoman.server.app import App
 
 ARGUMENTS = ("config", "entrance_cpus")

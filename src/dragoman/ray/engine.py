@@ -16,17 +16,17 @@ import msgspec
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from dragoman.conversation import GenerationRequest
-from dragoman.embedding import Embedding, Input
-from dragoman.engines.interface import Engine, ModelInfo, Rendered
-from dragoman.engines.run import failed
-from dragoman.engines.upstream.beginnings import chain
-from dragoman.errors import BadRequest, DragomanError, EngineDied, EngineFailed, Unavailable
-from dragoman.events import Event, Started
-from dragoman.ray.asked import Asked
+from dragoman.core.embeddings import Embedding, Input
+from dragoman.core.engine import Engine, ModelInfo, Rendered
+from dragoman.core.errors import BadRequest, DragomanError, EngineDied, EngineFailed, Unavailable
+from dragoman.core.events import Event, Started
+from dragoman.core.request import GenerationRequest
+from dragoman.engines.upstream.prefix_index import chain
+from dragoman.ipc.worker_messages import Answer, CountTokens, Detokenize, Embed, Question, Render, Tokenize
+from dragoman.ipc.worker_process import UNSENDABLE
+from dragoman.pipeline.event_stream import failed
 from dragoman.ray.messages import Facts, decode_answer, decode_facts, decode_told, encode
-from dragoman.worker.messages import Answer, CountTokens, Detokenize, Embed, Question, Render, Tokenize
-from dragoman.worker.process import UNSENDABLE
+from dragoman.ray.replica_call import Asked
 
 log = logging.getLogger("dragoman.ray")
 

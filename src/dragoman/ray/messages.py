@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dragoman.conversation import GenerationRequest
-from dragoman.engines.interface import Engine, ModelInfo
-from dragoman.events import Event
-from dragoman.worker.messages import Answer, Failure, Question
+from dragoman.core.engine import Engine, ModelInfo
+from dragoman.core.events import Event
+from dragoman.core.request import GenerationRequest
+from dragoman.ipc.worker_messages import Answer, Failure, Question
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):

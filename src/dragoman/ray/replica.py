@@ -8,14 +8,14 @@ the worker is given up, the replica says that it is not well, and Serve takes an
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dragoman.catalog import made_here
-from dragoman.config import Limits, ModelSpec
-from dragoman.engines.run import run
+from dragoman.config.settings import Limits, ModelSpec
 from dragoman.formats import named
-from dragoman.ray.asked import Asked
+from dragoman.ipc.worker_main import answered, failure_of
+from dragoman.ipc.worker_messages import Answer
+from dragoman.models import made_here
+from dragoman.pipeline.event_stream import run
 from dragoman.ray.messages import Facts, Told, decode_question, decode_request, encode
-from dragoman.worker.child import answered, failure_of
-from dragoman.worker.messages import Answer
+from dragoman.ray.replica_call import Asked
 
 
 class Replica:

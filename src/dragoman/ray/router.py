@@ -7,8 +7,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from dragoman.ray.asked import Asked
-from dragoman.ray.choosing import Choosing
+from dragoman.ray.replica_call import Asked
+from dragoman.ray.replica_order import Choosing
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]

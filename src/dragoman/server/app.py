@@ -7,22 +7,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from dragoman.catalog import Catalog, MakeOf, Model
-from dragoman.config import Limits, Settings
-from dragoman.engines.interface import Engine
-from dragoman.errors import NotSupported, StorageUnavailable, Unauthorized
+from dragoman.config.settings import Limits, Settings
+from dragoman.core.engine import Engine
+from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
+from dragoman.models import Catalog, MakeOf, Model
 from dragoman.protocols.admin import Reloaded
-from dragoman.quota import Lease
-from dragoman.server import stats
-from dragoman.server.admin_token import new_token
-from dragoman.server.door import Door
-from dragoman.server.engaging import Engagement, named
-from dragoman.server.exchange import Exchange
+from dragoman.server.auth.admin_token import new_token
+from dragoman.server.auth.quotas import Lease
+from dragoman.server.auth.scopes import Caller
+from dragoman.server.base_app import Door
+from dragoman.server.handlers import stats
+from dragoman.server.http_exchange import Exchange
+from dragoman.server.model_lease import Engagement, named
 from dragoman.server.routes import Route
-from dragoman.server.scopes import Caller
-from dragoman.store import ResponseStore
-from dragoman.store.memory import MemoryResponses
-from dragoman.telemetry import Telemetry
+from dragoman.server.telemetry import Telemetry
+from dragoman.storage.base import ResponseStore
+from dragoman.storage.memory import MemoryResponses
 
 log = logging.getLogger("dragoman")
 

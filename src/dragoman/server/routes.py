@@ -4,12 +4,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from dragoman.errors import DragomanError, MethodNotAllowed, NotFound
-from dragoman.protocols import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol
+from dragoman.core.errors import DragomanError, MethodNotAllowed, NotFound
+from dragoman.protocols.registry import ANTHROPIC, OPENAI, PROTOCOLS, Family, Protocol
 from dragoman.protocols.responses import PREFIX
-from dragoman.server import admin, embedding, listing, prompts, responses, stats, upstreams
-from dragoman.server.exchange import Exchange
-from dragoman.server.respond import answer
+from dragoman.server.handlers import admin, embeddings, models, prompts, responses, stats, upstreams
+from dragoman.server.handlers.generation import answer
+from dragoman.server.http_exchange import Exchange
 
 Handler = Callable[..., Awaitable[None]]
 """Is given the door that the request came in by, and the exchange."""
@@ -33,10 +33,10 @@ def _generates(protocol: Protocol) -> Route:
 
 
 ROUTES = {
-    "/": {"GET": Route(listing.root, is_open=True)},
-    "/health": {"GET": Route(listing.health, is_open=True)},
-    "/ready": {"GET": Route(listing.ready, is_open=True)},
-    "/v1/models": {"GET": Route(listing.models)},
+    "/": {"GET": Route(models.root, is_open=True)},
+    "/health": {"GET": Route(models.health, is_open=True)},
+    "/ready": {"GET": Route(models.ready, is_open=True)},
+    "/v1/models": {"GET": Route(models.models)},
     "/v1/chat/completions": {"POST": _generates(PROTOCOLS["chat"])},
     "/v1/chat/completions/render": {"POST": Route(prompts.render)},
     "/v1/completions": {"POST": _generates(PROTOCOLS["completions"])},
@@ -47,10 +47,10 @@ ROUTES = {
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{responses.ROOT}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
-    "/v1/embeddings": {"POST": Route(embedding.embeddings, "emb-", OPENAI)},
-    "/v1/rerank": {"POST": Route(embedding.rerank, "rerank-", OPENAI)},
-    "/tokenize": {"POST": Route(listing.tokenize)},
-    "/detokenize": {"POST": Route(listing.detokenize)},
+    "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI)},
+    "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI)},
+    "/tokenize": {"POST": Route(models.tokenize)},
+    "/detokenize": {"POST": Route(models.detokenize)},
     stats.METRICS: {"GET": Route(stats.metrics)},
     "/stats": {"GET": Route(stats.stats)},
     admin.ROOT: {"GET": Route(admin.models)},
@@ -61,7 +61,7 @@ ROUTES = {
 """Path, method, route."""
 
 ROUTES_BELOW = {
-    "/v1/models/": {"GET": Route(listing.one_model)},
+    "/v1/models/": {"GET": Route(models.one_model)},
     f"{responses.ROOT}/": {
         "GET": Route(responses.show, family=OPENAI),
         "DELETE": Route(responses.delete, family=OPENAI),

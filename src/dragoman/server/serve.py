@@ -15,18 +15,18 @@ from types import FrameType
 import msgspec
 import uvloop
 
-from dragoman.catalog import Host
-from dragoman.config import Settings
-from dragoman.engines.interface import Engine
-from dragoman.engines.llama.machine import cpus
-from dragoman.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
-from dragoman.server.admin_token import TokenFile
+from dragoman.config.settings import Settings
+from dragoman.core.engine import Engine
+from dragoman.core.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
+from dragoman.core.logs import configure
+from dragoman.engines.llama.hardware import cpus
+from dragoman.models import Host
 from dragoman.server.app import ONLY_ENGINES, App, Reread
-from dragoman.server.beforehand import check_exposure, check_place, remarks, with_hosts
-from dragoman.server.fronts.crew import Crew
-from dragoman.server.fronts.places import places
-from dragoman.server.listening import Listener, SocketFile, settle, unix_socket
-from dragoman.telemetry.logs import configure
+from dragoman.server.auth.admin_token import TokenFile
+from dragoman.server.frontends.sockets import places
+from dragoman.server.frontends.supervisor import Crew
+from dragoman.server.http.server import Listener, SocketFile, settle, unix_socket
+from dragoman.server.preflight_checks import check_exposure, check_place, remarks, with_hosts
 
 log = logging.getLogger("dragoman")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from dragoman.core.errors import ConfigError
 from dragoman.engines.llama.binding import Adapter, Model
-from dragoman.errors import ConfigError
-from dragoman.gguf import read_metadata, read_outline
+from dragoman.files.gguf import read_metadata, read_outline
 
 
 class AdapterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

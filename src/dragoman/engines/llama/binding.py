@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dragoman.core.errors import ConfigError
+from dragoman.engines.llama.kv_size import KV_TYPES, Kv, Shape
 from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, Batch, ProgressCallback, library, log
-from dragoman.engines.llama.state import KV_TYPES, Kv, Shape
-from dragoman.errors import ConfigError
 
 MAX_SEQUENCES = 256
 """llama.cpp's own limit on the sequences of a context."""

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.embedding import Embedding, Input, each
+from dragoman.core.embeddings import Embedding, Input, each
+from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed
 from dragoman.engines.llama.binding import Context, Model, Vectors
+from dragoman.engines.llama.compute_thread import STOPPED, Turns
 from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.scheduler import share
-from dragoman.engines.llama.turns import STOPPED, Turns
-from dragoman.engines.reading import check_tokens
-from dragoman.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed
+from dragoman.engines.prompt_reader import check_tokens
 
 log = logging.getLogger("dragoman.engine")
 

@@ -22,27 +22,28 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from dragoman.constrain.check import warnings
-from dragoman.conversation import GenerationRequest
-from dragoman.embedding import Embedding, Input
-from dragoman.engines.interface import Engine, ModelInfo, Rendered
-from dragoman.engines.llama import adapters, machine, threads
+from dragoman.core.embeddings import Embedding, Input
+from dragoman.core.engine import Engine, ModelInfo, Rendered
+from dragoman.core.errors import ConfigError, EngineFailed, NotSupported
+from dragoman.core.events import Event, Finished
+from dragoman.core.request import GenerationRequest
+from dragoman.engines.llama import adapters, hardware
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.doubts import doubts
+from dragoman.engines.llama.compute_thread import Turns
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
-from dragoman.engines.llama.intake import Intake
-from dragoman.engines.llama.layout import prepared
+from dragoman.engines.llama.memory_fit import Room, expected_bytes, room
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.room import Room, expected_bytes, room
+from dragoman.engines.llama.request_builder import Intake
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
-from dragoman.engines.llama.turns import Turns
-from dragoman.engines.reading import detokenize, tokenize
-from dragoman.errors import ConfigError, EngineFailed, NotSupported
-from dragoman.events import Event, Finished
+from dragoman.engines.llama.tuning import threads
+from dragoman.engines.llama.tuning.layout import prepared
+from dragoman.engines.llama.warnings import doubts
+from dragoman.engines.prompt_reader import detokenize, tokenize
+from dragoman.files.gguf import read_metadata
 from dragoman.formats import detect, named
-from dragoman.gguf import read_metadata
+from dragoman.grammar.schema_check import warnings
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -348,7 +349,7 @@ def _context(model: Model, options: LlamaOptions, space: Room) -> Context:
         length=space.length,
         rows=options.batch + options.slots,
         outputs=MAX_PROMPT_OUTPUTS + options.slots,
-        threads=options.threads or machine.cpus(),
+        threads=options.threads or hardware.cpus(),
         flash_attention=options.flash_attention,
         kv=options.kv,
     )
@@ -379,7 +380,7 @@ def _whole_embedder(model: Model, options: LlamaOptions, turns: Turns) -> Embedd
     rows = max(length, min(options.batch, MOST_DEFAULT_WHOLE))
     embedder = Embedder(
         model,
-        lambda: _vector_context(model, rows, rows, options.threads or machine.threads()),
+        lambda: _vector_context(model, rows, rows, options.threads or hardware.threads()),
         length=length,
         sequences=EMBEDDED_AT_ONCE,
         rows=rows,

@@ -23,19 +23,19 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from dragoman.constrain.check import Check
-from dragoman.constrain.compiled import Guide
-from dragoman.conversation import GenerationRequest
-from dragoman.detokenize import Detokenizer
-from dragoman.engines.budget import Budget
+from dragoman.core.detokenizer import Detokenizer
+from dragoman.core.errors import EngineFailed
+from dragoman.core.event_queue import Mailbox
+from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
+from dragoman.core.request import GenerationRequest
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.drafts import Lookup
 from dragoman.engines.llama.sampling import Allowed, Picker, Recipe, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
-from dragoman.engines.sections import Sections
-from dragoman.errors import EngineFailed
-from dragoman.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
-from dragoman.mailbox import Mailbox
+from dragoman.engines.llama.speculation import Lookup
+from dragoman.engines.repeated_calls import Sections
+from dragoman.engines.thinking_budget import Budget
+from dragoman.grammar.masks import Guide
+from dragoman.grammar.schema_check import Check
 
 _ids = itertools.count()
 

@@ -16,7 +16,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar
 
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
 
 SUPPORTED = "2026.10.11549"
 LOG_ERROR = 4

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import msgspec
 
-from dragoman.bounds import Count
+from dragoman.core.types import Count
 from dragoman.engines.llama.adapters import Entry
 from dragoman.engines.llama.binding import MAX_SEQUENCES
-from dragoman.engines.llama.layout import Layout
-from dragoman.engines.llama.state import Kv
+from dragoman.engines.llama.kv_size import Kv
+from dragoman.engines.llama.tuning.layout import Layout
 
 MOST_THREADS = 512
 """That llama.cpp computes with; more end the process."""

@@ -28,16 +28,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dragoman.constrain.compiled import Guide
+from dragoman.core.errors import DragomanError, EngineFailed
+from dragoman.core.events import Event, Finished
 from dragoman.engines.llama.binding import ABORTED, Context
-from dragoman.engines.llama.drafts import MOST_DRAFTED, Cost, worthwhile
+from dragoman.engines.llama.compute_thread import STOPPED, Turns
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.pace import Pace
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy
-from dragoman.engines.llama.turns import STOPPED, Turns
-from dragoman.errors import DragomanError, EngineFailed
-from dragoman.events import Event, Finished
+from dragoman.engines.llama.speculation import MOST_DRAFTED, Cost, worthwhile
+from dragoman.grammar.masks import Guide
 
 log = logging.getLogger("dragoman.engine")
 

@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.conversation import RepetitionPenalty, Sampling
+from dragoman.core.errors import EngineFailed
+from dragoman.core.events import TokenLogprob
+from dragoman.core.request import RepetitionPenalty, Sampling
 from dragoman.engines.llama.binding import Context, Logits, Sampler
-from dragoman.errors import EngineFailed
-from dragoman.events import TokenLogprob
 
 Allowed = NDArray[np.bool_]
 """For each token whether it may come next."""

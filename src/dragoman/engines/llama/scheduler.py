@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from dragoman.engines.llama.radix import Prefixes
+from dragoman.engines.llama.prefix_tree import Prefixes
 from dragoman.engines.llama.sequences import LEFT, WORTH, Effect, Sequences
 
 MAX_PROMPT_OUTPUTS = 64

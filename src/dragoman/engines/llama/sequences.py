@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
-from dragoman.engines.llama.pins import Pins
-from dragoman.engines.llama.radix import Prefixes
+from dragoman.engines.llama.pinned_prefixes import Pins
+from dragoman.engines.llama.prefix_tree import Prefixes
 
 WORTH = 32
 LEFT = 2

@@ -18,19 +18,11 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from dragoman import hops
-from dragoman.address import public, site
-from dragoman.client.exchange import PROTOCOLS
-from dragoman.conversation import GenerationRequest, Image, Sampling
-from dragoman.embedding import Embedding, Input
-from dragoman.engines.interface import Engine, MakeVectors, ModelInfo
-from dragoman.engines.run import read
-from dragoman.engines.upstream import telling
-from dragoman.engines.upstream.beginnings import chain
-from dragoman.engines.upstream.options import UpstreamOptions, key_of
-from dragoman.engines.upstream.place import LOOK_SECONDS, Hearing, Place
-from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
-from dragoman.errors import (
+from dragoman.client.call import PROTOCOLS
+from dragoman.core import loop_guard
+from dragoman.core.embeddings import Embedding, Input
+from dragoman.core.engine import Engine, MakeVectors, ModelInfo
+from dragoman.core.errors import (
     AnswerTimeout,
     BadRequest,
     ConfigError,
@@ -41,7 +33,15 @@ from dragoman.errors import (
     Unavailable,
     Unreachable,
 )
-from dragoman.events import Event, Finished, Listener, Started, Usage
+from dragoman.core.events import Event, Finished, Listener, Started, Usage
+from dragoman.core.request import GenerationRequest, Image, Sampling
+from dragoman.core.urls import public, site
+from dragoman.engines.upstream import error_mapping
+from dragoman.engines.upstream.options import UpstreamOptions, key_of
+from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
+from dragoman.engines.upstream.prefix_index import chain
+from dragoman.engines.upstream.upstream_server import LOOK_SECONDS, Hearing, Place
+from dragoman.pipeline.event_stream import read
 
 FIRST_SECONDS = 1.0
 """How long a start waits until all servers have been looked at."""
@@ -74,7 +74,7 @@ class UpstreamEngine(Engine):
         self.slots = options.slots
         self.tells_calls = options.format is None
         given = options.places
-        self._id = hops.new_id()
+        self._id = loop_guard.new_id()
         self.places = [Place(place, options, key_of(name, place), self._id) for place in given]
         self.pool = Pool([Spot(place.weight, place.rank) for place in given], clock)
         self._looking: asyncio.Task[None] | None = None
@@ -183,7 +183,7 @@ class UpstreamEngine(Engine):
         return read(lambda listener: self.tell(request, listener))
 
     async def tell(self, request: GenerationRequest, listener: Listener) -> None:
-        hops.check(self._id, request.model)
+        loop_guard.check(self._id, request.model)
         self._check_name(request.model)
         self._check_images(request)
         if request.max_tokens == 0:
@@ -206,7 +206,7 @@ class UpstreamEngine(Engine):
                 if hearing.has_raised(error):
                     raise
                 failure = self._noted(at, error, request.model, request.id)
-                if (hearing.begun and request.delivery.stream) or telling.is_callers(error):
+                if (hearing.begun and request.delivery.stream) or error_mapping.is_callers(error):
                     raise failure from error
             finally:
                 self.pool.ended(at, hearing.begun)
@@ -225,12 +225,12 @@ class UpstreamEngine(Engine):
     def _noted(self, at: int, error: DragomanError, model: str, request: str = "") -> DragomanError:
         """What a failure means for the place, and the error that a caller hears of."""
         self.places[at].redact(error)
-        seconds = telling.rest(error)
+        seconds = error_mapping.rest(error)
         if seconds is not None:
             self.pool.rests(at, seconds)
-        elif not telling.is_callers(error):
+        elif not error_mapping.is_callers(error):
             self.pool.failed(at, unreached=isinstance(error, Unreachable))
-        return telling.told(error, model, self.places[at].url, self.options.models is not None, request)
+        return error_mapping.told(error, model, self.places[at].url, self.options.models is not None, request)
 
     def _over_there(self, request: GenerationRequest, at: int) -> GenerationRequest:
         """The request by the name that the model has there."""
@@ -276,7 +276,7 @@ class UpstreamEngine(Engine):
 
     async def _anywhere(self, lacks: str, model: str, ask: Callable[[Place, str], Awaitable[T]]) -> T:
         """The answer of the first place that has one."""
-        hops.check(self._id, model)
+        loop_guard.check(self._id, model)
         self._check_name(model)
         tried: set[int] = set()
         failure: DragomanError | None = None
@@ -291,7 +291,7 @@ class UpstreamEngine(Engine):
                 if type(error) is NotFound:
                     raise NotSupported(f"the server behind model '{model}' {lacks}") from error
                 failure = self._noted(at, error, model)
-                if telling.is_callers(error):
+                if error_mapping.is_callers(error):
                     raise failure from error
             finally:
                 self.pool.ended(at)

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dragoman.address import DEFAULT, public, site
-from dragoman.bounds import Seconds, Word
-from dragoman.client.talk import ProtocolName
-from dragoman.errors import ConfigError
+from dragoman.client.planner import ProtocolName
+from dragoman.core.errors import ConfigError
+from dragoman.core.types import Seconds, Word
+from dragoman.core.urls import DEFAULT, public, site
 
 
 class PlaceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from dragoman.engines.upstream.beginnings import Beginnings
+from dragoman.engines.upstream.prefix_index import Beginnings
 
 FAILURES = 3
 OUT_SECONDS = 1.0

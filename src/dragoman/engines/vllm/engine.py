@@ -20,25 +20,25 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from dragoman.constrain.check import warnings
-from dragoman.conversation import GenerationRequest
-from dragoman.embedding import Embedding, Input
-from dragoman.engines import reading
-from dragoman.engines.interface import ModelInfo, Rendered
-from dragoman.engines.run import failed
-from dragoman.engines.steps import Portion, SteppingEngine
-from dragoman.engines.vllm import parts as vllm
-from dragoman.engines.vllm.intake import Intake
-from dragoman.engines.vllm.mistakes import mistakes
+from dragoman.core.embeddings import Embedding, Input
+from dragoman.core.engine import ModelInfo, Rendered
+from dragoman.core.errors import ConfigError, DragomanError, EngineFailed, NotSupported
+from dragoman.core.events import Event, Finished
+from dragoman.core.request import GenerationRequest
+from dragoman.engines import prompt_reader
+from dragoman.engines.step_delivery import Portion, SteppingEngine
+from dragoman.engines.vllm import vllm_api as vllm
+from dragoman.engines.vllm.captured_stderr import Overheard, overhearing, refers
+from dragoman.engines.vllm.embedder import Pooled, Texts
+from dragoman.engines.vllm.error_text import last_line, refusal
+from dragoman.engines.vllm.generation import Work
 from dragoman.engines.vllm.options import VllmOptions, adapter_folders, arguments, check_names
-from dragoman.engines.vllm.overheard import Overheard, overhearing, refers
-from dragoman.engines.vllm.tokens import Tokens
-from dragoman.engines.vllm.vectors import Pooled, Texts
-from dragoman.engines.vllm.wording import last_line, refusal
-from dragoman.engines.vllm.work import Work
-from dragoman.errors import ConfigError, DragomanError, EngineFailed, NotSupported
-from dragoman.events import Event, Finished
+from dragoman.engines.vllm.preflight import mistakes
+from dragoman.engines.vllm.request_builder import Intake
+from dragoman.engines.vllm.vocabulary import Tokens
 from dragoman.formats import detect, named
+from dragoman.grammar.schema_check import warnings
+from dragoman.pipeline.event_stream import failed
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -229,10 +229,10 @@ class VllmEngine(SteppingEngine):
         return await self._aside(self._writing().render, request, pool=self.tellers)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        return await self._aside(reading.tokenize, self._running(), text, special, pool=self.tellers)
+        return await self._aside(prompt_reader.tokenize, self._running(), text, special, pool=self.tellers)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return await self._aside(reading.detokenize, self._running(), tokens, pool=self.tellers)
+        return await self._aside(prompt_reader.detokenize, self._running(), tokens, pool=self.tellers)
 
     def _running(self) -> Tokens:
         if self.model is None or self.llm is None:

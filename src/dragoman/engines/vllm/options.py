@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from dragoman.bounds import Count
-from dragoman.engines.vllm import loras
-from dragoman.errors import ConfigError
+from dragoman.core.errors import ConfigError
+from dragoman.core.types import Count
+from dragoman.engines.vllm.adapters import rank as adapter_rank
 
 HUB = "hf:"
 """Before the name of a model of the Hugging Face hub."""
@@ -93,7 +93,7 @@ def _room_for(adapters: Mapping[str, Path]) -> dict[str, Any]:
     widest = 0
     for name, folder in adapters.items():
         try:
-            widest = max(widest, loras.rank(folder))
+            widest = max(widest, adapter_rank(folder))
         except ConfigError as error:
             raise ConfigError(f"vllm: the adapter {name}: {error}") from error
     most = next((rank for rank in RANKS if rank >= widest), RANKS[-1])

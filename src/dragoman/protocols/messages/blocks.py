@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.conversation import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
-from dragoman.errors import BadRequest, quote
-from dragoman.protocols import wire
+from dragoman.core.errors import BadRequest, quote
+from dragoman.core.request import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
+from dragoman.protocols import json_body
 from dragoman.protocols.messages import signature
 
 Block = dict[str, Any]
@@ -99,7 +99,7 @@ def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[s
 def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) -> Part | None:
     kind = block.get("type")
     if kind is None:
-        raise wire.missing(f"{path}.type")
+        raise json_body.missing(f"{path}.type")
     read = READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
         raise BadRequest(f"{path}.type: no block is of the type {quote(kind)}", param=f"{path}.type")
@@ -109,11 +109,11 @@ def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) 
 
 
 def _text(block: Block, path: str, asked: list[Asked]) -> Part:
-    return Text(wire.convert(block, TextBlock, path).text)
+    return Text(json_body.convert(block, TextBlock, path).text)
 
 
 def _image(block: Block, path: str, asked: list[Asked]) -> Part:
-    source = wire.convert(block, ImageBlock, path).source
+    source = json_body.convert(block, ImageBlock, path).source
     if source.type == "url" and source.url is not None:
         asked.append(Asked("images", path))
         return Image(url=source.url)
@@ -134,13 +134,13 @@ def _no_file(source: Source, path: str, asked: list[Asked]) -> Part:
     """Instead of what would have to be read from a file: nothing."""
     needed = {"base64": "data", "url": "url", "text": "data", "content": "content"}.get(source.type)
     if needed is not None and getattr(source, needed) is None:
-        raise wire.missing(f"{path}.source.{needed}")
+        raise json_body.missing(f"{path}.source.{needed}")
     asked.append(Asked("files", f"{path}.source"))
     return Text("")
 
 
 def _document(block: Block, path: str, asked: list[Asked]) -> Part:
-    given = wire.convert(block, DocumentBlock, path)
+    given = json_body.convert(block, DocumentBlock, path)
     source = given.source
     _note_citations(given.citations, path, asked)
     if source.type == "text" and source.data is not None:
@@ -156,7 +156,7 @@ def _document(block: Block, path: str, asked: list[Asked]) -> Part:
 
 
 def _search_result(block: Block, path: str, asked: list[Asked]) -> Part:
-    given = wire.convert(block, SearchResultBlock, path)
+    given = json_body.convert(block, SearchResultBlock, path)
     _note_citations(given.citations, path, asked)
     body = "\n".join(text.text for text in given.content)
     return _told("search_result", {"source": given.source, "title": given.title}, body)
@@ -174,7 +174,7 @@ def _told(tag: str, facts: dict[str, str | None], body: str) -> Text:
 
 
 def _thinking(block: Block, path: str, asked: list[Asked]) -> Part:
-    given = wire.convert(block, ThinkingBlock, path)
+    given = json_body.convert(block, ThinkingBlock, path)
     if not signature.fits(given.signature or "", given.thinking):
         where = f"{path}.signature"
         raise BadRequest(f"{where}: this signature belongs to another thought than this one", param=where)
@@ -182,16 +182,16 @@ def _thinking(block: Block, path: str, asked: list[Asked]) -> Part:
 
 
 def _redacted_thinking(block: Block, path: str, asked: list[Asked]) -> Part:
-    return Reasoning("", wire.convert(block, RedactedThinkingBlock, path).data)
+    return Reasoning("", json_body.convert(block, RedactedThinkingBlock, path).data)
 
 
 def _tool_use(block: Block, path: str, asked: list[Asked]) -> Part:
-    given = wire.convert(block, ToolUseBlock, path)
+    given = json_body.convert(block, ToolUseBlock, path)
     return ToolCall(given.id, given.name, _json(given.input or {}))
 
 
 def _tool_result(block: Block, path: str, asked: list[Asked]) -> Part:
-    given = wire.convert(block, ToolResultBlock, path)
+    given = json_body.convert(block, ToolResultBlock, path)
     parts = [] if given.content is None else decode(given.content, f"{path}.content", asked, OF_RESULTS)
     shown = tuple(part for part in parts if isinstance(part, Text | Image))
     return ToolResult(given.tool_use_id, shown, bool(given.is_error))
@@ -206,7 +206,7 @@ def _browser_state(block: Block, path: str, asked: list[Asked]) -> Part:
 
 
 def _server_call(block: Block, path: str, asked: list[Asked]) -> Part:
-    given = wire.convert(block, ServerCallBlock, path)
+    given = json_body.convert(block, ServerCallBlock, path)
     return _told("server_tool_use", {"name": given.name}, _json(given.input or {}))
 
 
@@ -224,7 +224,7 @@ def _readable(value: Any) -> Any:
 
 
 def _compaction(block: Block, path: str, asked: list[Asked]) -> Part | None:
-    summary = wire.convert(block, CompactionBlock, path).content
+    summary = json_body.convert(block, CompactionBlock, path).content
     return None if summary is None else _told("summary", {}, summary)
 
 

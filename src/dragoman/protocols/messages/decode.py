@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest, ThreadUnsupported
+from dragoman.core.request import (
     Asked,
     Constraint,
     Delivery,
@@ -13,10 +14,9 @@ from dragoman.conversation import (
     Sampling,
     Thinking,
 )
-from dragoman.errors import BadRequest, ThreadUnsupported
-from dragoman.protocols import wire
-from dragoman.protocols.messages import blocks, history, tools
-from dragoman.protocols.messages.keeping import keep_at, keep_seconds
+from dragoman.protocols import json_body
+from dragoman.protocols.messages import blocks, conversation, tools
+from dragoman.protocols.messages.cache_control import keep_at, keep_seconds
 from dragoman.protocols.messages.tools import ChoiceField
 from dragoman.protocols.openai import MAX_STOP_LENGTH, Int64, Share
 
@@ -41,7 +41,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
-    messages: list[history.MessageField]
+    messages: list[conversation.MessageField]
     model: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     system: blocks.Content | None = None
@@ -71,24 +71,24 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 def decode(body: bytes) -> GenerationRequest:
     request = decode_count(body)
     if request.max_tokens is None:
-        raise wire.missing("max_tokens")
+        raise json_body.missing("max_tokens")
     return request
 
 
 def decode_count(body: bytes) -> GenerationRequest:
     """The same, where nothing is to be generated."""
-    parsed = wire.parse(body)
+    parsed = json_body.parse(body)
     if parsed.get("thread") is not None:
         words = "thread: no conversations are kept here; send the whole conversation, without `thread`"
         raise ThreadUnsupported(words, param="thread")
-    fields = wire.convert(parsed, MessagesFields)
+    fields = json_body.convert(parsed, MessagesFields)
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
     asked = [Asked("chat", "messages"), *_asked_fields(fields, parsed)]
     offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked)
     return GenerationRequest(
         model=fields.model or "",
-        messages=history.decode(fields.system, fields.messages, asked),
+        messages=conversation.decode(fields.system, fields.messages, asked),
         tools=offered,
         tool_choice=choice,
         constraint=_shape(fields, asked),
@@ -109,14 +109,14 @@ def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]
     asked = [Asked(name, name) for name, value in given.items() if value is not None and (name, value) != ("top_p", 1)]
     if fields.stop_sequences:
         asked.append(Asked("stop", "stop_sequences"))
-    for name in wire.unknown_fields(parsed, MessagesFields):
+    for name in json_body.unknown_fields(parsed, MessagesFields):
         value = parsed[name]
         if name == "context_management":
             value = _edits(value)
         if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, ()):
             asked.append(Asked("unknown", name))
     config = parsed.get("output_config") or {}
-    unknown = [name for name in wire.unknown_fields(config, OutputConfig) if config[name] is not None]
+    unknown = [name for name in json_body.unknown_fields(config, OutputConfig) if config[name] is not None]
     return asked + [Asked("unknown", f"output_config.{name}") for name in unknown]
 
 

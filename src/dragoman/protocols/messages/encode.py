@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from dragoman.conversation import GenerationRequest, Part, Reasoning, Text, ToolCall
-from dragoman.errors import DragomanError
-from dragoman.events import (
+from dragoman.core.errors import DragomanError
+from dragoman.core.events import (
     Event,
     Finished,
     FinishReason,
@@ -30,11 +29,12 @@ from dragoman.events import (
     ToolCallStart,
     Usage,
 )
-from dragoman.protocols import wire
+from dragoman.core.reply import Reply
+from dragoman.core.request import GenerationRequest, Part, Reasoning, Text, ToolCall
+from dragoman.protocols import json_body
 from dragoman.protocols.messages import errors
-from dragoman.protocols.messages.keeping import SHORT_SECONDS
+from dragoman.protocols.messages.cache_control import SHORT_SECONDS
 from dragoman.protocols.messages.signature import sign
-from dragoman.reply import Reply
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 REASONS: dict[FinishReason, str] = {
@@ -119,7 +119,7 @@ class MessagesEncoder:
             % (*(self._index, kind.encode(), field.encode()),)
         )
         tail = b'"}}\n\n'
-        return head + wire.between_texts(texts, tail + head) + tail
+        return head + json_body.between_texts(texts, tail + head) + tail
 
     def _stop(self) -> bytes:
         if self._open is None:

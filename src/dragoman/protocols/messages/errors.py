@@ -8,7 +8,7 @@ own, so the message begins with it.
 
 from typing import Any
 
-from dragoman.errors import ContextTooLong, DragomanError, NoRoomForReply, ThreadUnsupported
+from dragoman.core.errors import ContextTooLong, DragomanError, NoRoomForReply, ThreadUnsupported
 
 OVERLOADED = 529
 TYPES = {

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.conversation import Asked, Tool, ToolChoice
-from dragoman.errors import BadRequest, quote
-from dragoman.protocols import tools as functions
-from dragoman.protocols import wire
-from dragoman.protocols.messages import typed
+from dragoman.core.errors import BadRequest, quote
+from dragoman.core.request import Asked, Tool, ToolChoice
+from dragoman.protocols import json_body
+from dragoman.protocols.chat import tools as functions
+from dragoman.protocols.messages import anthropic_tools
 
 
 class ToolField(msgspec.Struct, frozen=True):
@@ -50,15 +50,15 @@ def decode(
 
 
 def _tool(given: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
-    field = wire.convert(given, ToolField, path)
+    field = json_body.convert(given, ToolField, path)
     kind = field.type or "custom"
-    described = None if kind == "custom" else typed.describe(kind, given)
+    described = None if kind == "custom" else anthropic_tools.describe(kind, given)
     if kind != "custom" and described is None:
         asked.append(Asked("server_tools", f"{path}.type"))
         return None
     name = functions.checked_name(field.name, f"{path}.name")
     if described is None and field.input_schema is None:
-        raise wire.missing(f"{path}.input_schema")
+        raise json_body.missing(f"{path}.input_schema")
     functions.check_schema(field.input_schema, f"{path}.input_schema")
     if field.strict:
         asked.append(Asked("strict_tools", f"{path}.strict"))
@@ -75,7 +75,7 @@ def _choice(
     if field.type in ("auto", "none"):
         return ToolChoice("none" if field.type == "none" else "auto", None, parallel)
     if field.type == "tool" and field.name is None:
-        raise wire.missing("tool_choice.name")
+        raise json_body.missing("tool_choice.name")
     if _is_not_offered(field, tools, given):
         asked.append(Asked("server_tools", "tool_choice"))
         return ToolChoice("auto", None, parallel)

@@ -15,7 +15,8 @@ that a question has its own `Telling`, where other protocols tell every reply th
 from collections.abc import Callable
 from typing import Any
 
-from dragoman.conversation import GenerationRequest
+from dragoman.core.reply import Reply
+from dragoman.core.request import GenerationRequest
 from dragoman.protocols.responses import encode
 from dragoman.protocols.responses.decode import Asking as Asking
 from dragoman.protocols.responses.decode import Question as Question
@@ -23,11 +24,10 @@ from dragoman.protocols.responses.decode import Shown as Shown
 from dragoman.protocols.responses.decode import decode as decode
 from dragoman.protocols.responses.decode import read as read
 from dragoman.protocols.responses.encode import PREFIX as PREFIX
-from dragoman.protocols.responses.kept import decode_page as decode_page
-from dragoman.protocols.responses.kept import encode_page as encode_page
-from dragoman.protocols.responses.kept import kept_items as kept_items
+from dragoman.protocols.responses.stored_items import decode_page as decode_page
+from dragoman.protocols.responses.stored_items import encode_page as encode_page
+from dragoman.protocols.responses.stored_items import kept_items as kept_items
 from dragoman.protocols.responses.stream import ResponseEncoder as ResponseEncoder
-from dragoman.reply import Reply
 
 
 class Telling:

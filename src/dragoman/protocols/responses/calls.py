@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.protocols.responses import peel
+from dragoman.protocols.responses import custom_tool_text
 
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
 
@@ -47,7 +47,7 @@ def _object(required: tuple[str, ...], **properties: Any) -> Mapping[str, Any]:
 
 
 SCHEMAS: dict[Kind, Mapping[str, Any]] = {
-    "custom": _object((peel.NAME,), **{peel.NAME: _TEXT}),
+    "custom": _object((custom_tool_text.NAME,), **{custom_tool_text.NAME: _TEXT}),
     "local_shell": _object(("command",), command=_TEXTS, working_directory=_TEXT, timeout_ms=_NUMBER),
     "shell": _object(("commands",), commands=_TEXTS, timeout_ms=_NUMBER, max_output_length=_NUMBER),
     "apply_patch": _object(
@@ -87,7 +87,7 @@ class PatchArguments(msgspec.Struct, frozen=True):
 def encode_call(called: Called, call_id: str, arguments: str, item: str, status: str) -> dict[str, Any]:
     """The item of a call; `item` is the end of its id."""
     if called.kind == "custom":
-        return encode_custom(called, call_id, peel.peeled(arguments), item, status)
+        return encode_custom(called, call_id, custom_tool_text.peeled(arguments), item, status)
     told = _told(called.kind, arguments)
     if told is None:
         return encode_function(called, call_id, arguments, item, status)

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from dragoman.conversation import (
+from dragoman.core.errors import BadRequest, NotFound, NotSupported, quote
+from dragoman.core.request import (
     Asked,
     Constraint,
     Delivery,
@@ -20,8 +21,7 @@ from dragoman.conversation import (
     Text,
     Thinking,
 )
-from dragoman.errors import BadRequest, NotFound, NotSupported, quote
-from dragoman.protocols import openai, thinking, wire
+from dragoman.protocols import json_body, openai, thinking
 from dragoman.protocols.responses import items, tools
 from dragoman.protocols.responses.calls import Called
 from dragoman.protocols.responses.fields import FormatField, ReasoningField, ResponseFields, TextField
@@ -71,8 +71,8 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes) -> Asking:
-    parsed = wire.parse(body)
-    fields = wire.convert(parsed, ResponseFields)
+    parsed = json_body.parse(body)
+    fields = json_body.convert(parsed, ResponseFields)
     _refuse(fields)
     given = fields.input if isinstance(fields.input, list) else []
     items.check(given)
@@ -176,7 +176,7 @@ def _updated(fields: ResponseFields, given: Sequence[items.Placed]) -> ResponseF
     for path, item in given:
         if items.kind_of(item, path) != items.UPDATE:
             continue
-        update = wire.convert(item, Update, path)
+        update = json_body.convert(item, Update, path)
         if update.reasoning is not None and update.reasoning.effort is not None:
             fields = msgspec.structs.replace(fields, reasoning=update.reasoning)
         if update.text is not None and update.text.format is not None:

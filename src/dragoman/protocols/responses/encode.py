@@ -6,12 +6,12 @@ output := (reasoning | message | call)*        in the order in which the model m
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from dragoman.conversation import GenerationRequest, Part, Reasoning, Text, ToolCall
-from dragoman.events import FinishReason, TokenLogprob, Usage
+from dragoman.core.events import FinishReason, TokenLogprob, Usage
+from dragoman.core.reply import Choice, Reply
+from dragoman.core.request import GenerationRequest, Part, Reasoning, Text, ToolCall
 from dragoman.protocols.responses.calls import Called
 from dragoman.protocols.responses.decode import Shown
-from dragoman.protocols.responses.drafts import Draft, MessageDraft, ThoughtDraft, call_draft
-from dragoman.reply import Choice, Reply
+from dragoman.protocols.responses.item_drafts import Draft, MessageDraft, ThoughtDraft, call_draft
 
 PREFIX = "resp_"
 Status = Literal["in_progress", "completed", "incomplete", "failed"]

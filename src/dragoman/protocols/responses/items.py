@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.conversation import Asked, Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
-from dragoman.errors import BadRequest
-from dragoman.protocols import wire
-from dragoman.protocols.responses import parts, peel
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import Asked, Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
+from dragoman.protocols import json_body
+from dragoman.protocols.responses import custom_tool_text, parts
 from dragoman.protocols.responses.calls import Kind
-from dragoman.protocols.responses.sealed import unseal
+from dragoman.protocols.responses.encrypted_reasoning import unseal
 from dragoman.protocols.responses.tools import Offered
 
 Item = Mapping[str, Any]
@@ -108,7 +108,7 @@ def kind_of(item: Item, path: str) -> str:
     if kind is None:
         kind = "message" if "role" in item else "item_reference" if "id" in item else None
     if not isinstance(kind, str):
-        raise wire.missing(f"{path}.type")
+        raise json_body.missing(f"{path}.type")
     return kind
 
 
@@ -116,7 +116,7 @@ def check(items: Sequence[dict[str, Any]]) -> None:
     """What holds for an item of any kind, before anybody looks for it or keeps it."""
     check_count(len(items))
     for at, item in enumerate(items):
-        wire.convert(item, Identified, f"input[{at}]")
+        json_body.convert(item, Identified, f"input[{at}]")
 
 
 def check_count(count: int) -> None:
@@ -127,7 +127,7 @@ def check_count(count: int) -> None:
 def tools_of(items: Sequence[Placed]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for path, item in items:
         if kind_of(item, path) in TOOLS:
-            yield f"{path}.tools", wire.convert(item, OutputItem, path).tools or []
+            yield f"{path}.tools", json_body.convert(item, OutputItem, path).tools or []
 
 
 def decode(items: Sequence[Placed], offered: Offered, asked: list[Asked]) -> tuple[Message, ...]:
@@ -149,15 +149,15 @@ class _History:
 
     def read(self, kind: str, path: str, item: dict[str, Any]) -> None:
         if kind == "message":
-            self._message(path, wire.convert(item, MessageItem, path))
+            self._message(path, json_body.convert(item, MessageItem, path))
         elif kind == "reasoning":
-            self._reasoning(path, wire.convert(item, ReasoningItem, path))
+            self._reasoning(path, json_body.convert(item, ReasoningItem, path))
         elif kind in CALLS:
-            self._call(CALLS[kind], path, wire.convert(item, CallItem, path))
+            self._call(CALLS[kind], path, json_body.convert(item, CallItem, path))
         elif kind == "mcp_call":
-            self._mcp_call(wire.convert(item, McpCallItem, path))
+            self._mcp_call(json_body.convert(item, McpCallItem, path))
         elif kind in OUTPUTS:
-            self._output(kind, path, wire.convert(item, OutputItem, path))
+            self._output(kind, path, json_body.convert(item, OutputItem, path))
         elif kind not in SILENT:
             self._asked.append(Asked("items", path))
 
@@ -171,7 +171,7 @@ class _History:
         content = parts.decode(item.content, f"{path}.content", self._asked)
         if item.role != "assistant":
             if item.content is None:
-                raise wire.missing(f"{path}.content")
+                raise json_body.missing(f"{path}.content")
             self._add(item.role, content)
             return
         if self._said:
@@ -196,7 +196,7 @@ class _History:
     def _call(self, kind: Kind, path: str, item: CallItem) -> None:
         name = item.name if kind in ("function", "custom") else kind
         if not name:
-            raise wire.missing(f"{path}.name")
+            raise json_body.missing(f"{path}.name")
         shown = self._offered.name(kind, name, item.namespace)
         self._calls.append(ToolCall(item.call_id or item.id or "", shown, _arguments(kind, item)))
 
@@ -209,7 +209,7 @@ class _History:
     def _output(self, kind: str, path: str, item: OutputItem) -> None:
         call_id = item.call_id or (item.id if kind in BY_ID else None)
         if not call_id and kind != FOUND_TOOLS:
-            raise wire.missing(f"{path}.call_id")
+            raise json_body.missing(f"{path}.call_id")
         content = OUTPUTS[kind](item, f"{path}.output", self._asked)
         self._add("tool", (ToolResult(call_id or "", content, item.status == "failed"),))
 
@@ -221,7 +221,7 @@ def _joined(texts: Sequence[parts.ContentPart] | None) -> str:
 def _arguments(kind: Kind, item: CallItem) -> str:
     """What the model wrote, or would have, to make this call."""
     if kind == "custom":
-        return peel.wrap(item.input)
+        return custom_tool_text.wrap(item.input)
     if kind in ("function", "tool_search"):
         given = item.arguments
         return _text(given) if isinstance(given, dict) else given or "{}"
@@ -241,13 +241,13 @@ def _any_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text |
     if not isinstance(item.output, list):
         return () if item.output is None else (Text(_text(item.output)),)
     inner = path.removesuffix(".output")
-    return parts.decode(wire.convert({"output": item.output}, Outputs, inner).output, path, asked)
+    return parts.decode(json_body.convert({"output": item.output}, Outputs, inner).output, path, asked)
 
 
 def _shell_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text | Image, ...]:
     if not isinstance(item.output, list):
         return _any_output(item, path, asked)
-    printed = [_printed(wire.convert(run, ShellOutput, f"{path}[{at}]")) for at, run in enumerate(item.output)]
+    printed = [_printed(json_body.convert(run, ShellOutput, f"{path}[{at}]")) for at, run in enumerate(item.output)]
     return (Text("\n".join(printed)),)
 
 

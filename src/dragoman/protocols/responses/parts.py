@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.conversation import Asked, Image, Text
+from dragoman.core.request import Asked, Image, Text
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):

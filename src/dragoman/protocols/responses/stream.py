@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dragoman.errors import BadRequest, ContextTooLong, DragomanError, QueueFull
-from dragoman.events import (
+from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, QueueFull
+from dragoman.core.events import (
     Event,
     Finished,
     ReasoningDelta,
@@ -24,8 +24,8 @@ from dragoman.events import (
     ToolCallStart,
     Usage,
 )
-from dragoman.protocols.responses.drafts import Draft, MessageDraft, ThoughtDraft, Told
 from dragoman.protocols.responses.encode import REASONS, Drawing, needs_message
+from dragoman.protocols.responses.item_drafts import Draft, MessageDraft, ThoughtDraft, Told
 
 Clock = Callable[[], float]
 CODES: tuple[tuple[type[DragomanError], str], ...] = (

@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from dragoman.conversation import Asked, Tool, ToolChoice
-from dragoman.errors import BadRequest, quote
-from dragoman.protocols import tools as functions
-from dragoman.protocols import wire
+from dragoman.core.errors import BadRequest, quote
+from dragoman.core.request import Asked, Tool, ToolChoice
+from dragoman.protocols import json_body
+from dragoman.protocols.chat import tools as functions
 from dragoman.protocols.responses.calls import DESCRIPTIONS, SCHEMAS, Called, Kind
 from dragoman.protocols.responses.fields import ChoiceField, ToolChoiceField
 
@@ -119,24 +119,24 @@ class _Reading:
             inner = f"{path}[{at}]"
             kind = tool.get("type")
             if not isinstance(kind, str):
-                raise wire.missing(f"{inner}.type")
+                raise json_body.missing(f"{inner}.type")
             if kind == "function":
-                self._function(inner, wire.convert(tool, FunctionTool, inner), space, about)
+                self._function(inner, json_body.convert(tool, FunctionTool, inner), space, about)
             elif kind == "custom":
-                self._custom(inner, wire.convert(tool, CustomTool, inner), space, about)
+                self._custom(inner, json_body.convert(tool, CustomTool, inner), space, about)
             elif kind == "namespace" and space is None:
-                nested = wire.convert(tool, Namespace, inner)
+                nested = json_body.convert(tool, Namespace, inner)
                 functions.checked_name(nested.name, f"{inner}.name")
                 self.read(f"{inner}.tools", nested.tools, nested)
             elif kind in CLIENT_RUN and self._is_ours(tool, inner):
-                self._own(inner, CLIENT_RUN[kind], wire.convert(tool, OwnTool, inner))
+                self._own(inner, CLIENT_RUN[kind], json_body.convert(tool, OwnTool, inner))
             else:
                 self._asked.append(Asked("server_tools", inner))
             # What a namespace is for is told once, with the first of its tools.
             about = None
 
     def _is_ours(self, tool: dict[str, Any], path: str) -> bool:
-        own = wire.convert(tool, OwnTool, path)
+        own = json_body.convert(tool, OwnTool, path)
         if tool["type"] == "tool_search":
             return own.execution == "client"
         return own.environment is None or own.environment.type == "local"
@@ -217,7 +217,7 @@ def _named(field: ChoiceField, parallel: bool, offered: Offered, asked: list[Ask
         return ToolChoice("named", found[0], parallel)
     if field.type in ("function", "custom"):
         if field.name is None:
-            raise wire.missing("tool_choice.name")
+            raise json_body.missing("tool_choice.name")
         raise BadRequest(f"tool_choice: no tool is called {quote(field.name)}", param="tool_choice")
     asked.append(Asked("server_tools", "tool_choice"))
     return ToolChoice("auto", None, parallel)
@@ -248,7 +248,7 @@ def _allowed(
     names: set[str] = set()
     for at, entry in enumerate(field.tools or ()):
         path = f"tool_choice.tools[{at}]"
-        allowed = wire.convert(entry, ChoiceField, path)
+        allowed = json_body.convert(entry, ChoiceField, path)
         found = _matching(allowed, meant)
         if not found and allowed.type in ("function", "custom", "namespace"):
             raise BadRequest(f"{path}: names no tool of this request", param=path)

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM: the few names that `dragoman.engines.vllm.parts` lists, over a model that needs no weights.
+"""A stand-in for vLLM: the few names that `dragoman.engines.vllm.vllm_api` lists, over a model that needs no weights.
 
 values.py     what goes to the engine process and comes back, and what is refused
 tokenizer.py  bytes, and two control tokens

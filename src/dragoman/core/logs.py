@@ -1,0 +1,75 @@
+"""How log lines look: for people, or one JSON object per line.
+
+    {"time", "level", "logger", "message" [, "request_id"] [, "request"] [, "exception"]}
+
+Rules
+1. A message is one line. Control characters in it, and marks that change the direction of text, are escaped.
+2. The lines of a traceback are indented, so that none of them looks like a message.
+
+A line about a request carries its id: `extra={"request_id": ...}`.
+"""
+
+import logging
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from dragoman.config.sections import Telemetry
+
+TEXT = "%(levelname)s %(name)s: %(message)s"
+STYLE = "DRAGOMAN_LOG_STYLE"
+"""How a child process hears of it, before it can hear anything else."""
+EXTRAS = ("request_id", "request")
+INDENT = "    "
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def configure(settings: Telemetry) -> None:
+    """Also for the processes that this one starts, which write to the same place."""
+    os.environ[STYLE] = f"{settings.log_format} {settings.log_level}"
+    configure_as_parent()
+
+
+def configure_as_parent() -> None:
+    form, _, level = os.environ.get(STYLE, "text info").partition(" ")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines(TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    # Their lines contain whole addresses, whose queries may be secret.
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def escape(text: str) -> str:
+    """The text on one line, with control characters escaped."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class TextLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        lines = [escape(self.formatMessage(record))]
+        if record.exc_info:
+            lines += [INDENT + escape(line) for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(lines)
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
+        line: dict[str, Any] = {
+            "time": moment.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: record.__dict__[name] for name in EXTRAS if name in record.__dict__}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        # JSON escapes only characters below 0x20. The others can only be inside its strings.
+        encoded = msgspec.json.encode(line, enc_hook=str).decode()
+        return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)

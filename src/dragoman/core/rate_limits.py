@@ -1,0 +1,12 @@
+"""The state of a rate limit, as response headers report it."""
+
+import msgspec
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """`reset` is the number of seconds until the whole limit is available again."""
+
+    what: str
+    limit: int
+    remaining: int
+    reset: float

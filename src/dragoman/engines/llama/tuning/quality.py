@@ -1,0 +1,93 @@
+"""What another layout of a model's weights does to what it says: both read the same text, and are compared at every
+token.
+
+divergence := the mean of KL(original || other) over the text, in nats: 0 where both expect the same
+agreement  := how often both have the same token in the first place
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dragoman.core.errors import EngineFailed
+from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.tuning.messages import Quality
+
+MOST_TOKENS = 512
+TOKENS_AT_ONCE = 32
+"""Their logits are all that is in memory."""
+
+TEXT = """\
+The ferry left at ten past six, while the harbour was still grey. On deck a woman with a green suitcase asked
+the mate how long the crossing would take. "Four hours if the wind stays where it is," he said, "and five if
+it turns. You will want a coat." She had none, so he lent her his, which smelled of rope and tobacco, and they
+stood by the rail until the lighthouse was a small white tooth behind them.
+
+A mixture of two gases at the same temperature has a pressure that is the sum of the pressures which each of
+them would have alone. John Dalton found this in 1801. It follows from the fact that the molecules of an ideal
+gas do not notice each other: every kind of molecule hits the walls as often as if the others were not there.
+At 20 degrees Celsius, air with a relative humidity of 50 % contains about 8.6 grams of water per cubic metre;
+the same air at 30 degrees could hold 30.4 grams.
+
+def median(values):
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2 == 1:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2
+
+Question: A baker sells 36 rolls in the first hour and half as many in each hour after that. How many rolls
+has she sold after three hours? Answer: In the first hour she sells 36, in the second 18 and in the third 9.
+Together these are 36 + 18 + 9 = 63 rolls.
+
+To make the soup, cut two onions and three carrots into small pieces and fry them in butter until they are
+soft. Add a litre of stock, a bay leaf and 200 grams of red lentils. Let everything simmer for twenty minutes,
+then take out the bay leaf and season with salt, pepper and a little lemon juice. Serve it with bread.
+
+{"name": "Ada", "born": 1815, "languages": ["English", "French"], "married": true, "children": 3}
+"""
+
+Logits = NDArray[np.float32]
+Progress = Callable[[float], object]
+
+
+def compare(original: Model, other: Model, threads: int, progress: Progress) -> Quality:
+    tokens = original.tokenize_whole(TEXT)[:MOST_TOKENS]
+    contexts = [_context(original, threads), _context(other, threads)]
+    divergence, same = 0.0, 0
+    try:
+        for start in range(0, len(tokens), TOKENS_AT_ONCE):
+            part = tokens[start : start + TOKENS_AT_ONCE]
+            expected, found = (_logits(context, part, start) for context in contexts)
+            divergence += float(_divergences(expected, found).sum())
+            same += int((expected.argmax(axis=1) == found.argmax(axis=1)).sum())
+            progress((start + len(part)) / len(tokens))
+    finally:
+        for context in contexts:
+            context.close()
+    return Quality(len(tokens), divergence / len(tokens), same / len(tokens))
+
+
+def _context(model: Model, threads: int) -> Context:
+    return Context(model, sequences=1, length=MOST_TOKENS, rows=TOKENS_AT_ONCE, outputs=TOKENS_AT_ONCE, threads=threads)
+
+
+def _logits(context: Context, tokens: Sequence[int], start: int) -> Logits:
+    rows = len(tokens)
+    code = context.decode(tokens, range(start, start + rows), [0] * rows, [True] * rows)
+    if code:
+        raise EngineFailed(f"the model does not run (code {code})")
+    return np.stack([context.logits(row) for row in range(rows)])
+
+
+def _divergences(expected: Logits, found: Logits) -> NDArray[np.float64]:
+    wanted, got = _log_softmax(expected), _log_softmax(found)
+    rows: NDArray[np.float64] = (np.exp(wanted) * (wanted - got)).sum(axis=1)
+    return rows
+
+
+def _log_softmax(logits: Logits) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    rows: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return rows

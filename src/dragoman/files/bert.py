@@ -1,0 +1,182 @@
+"""A sentence model of the BERT kind as the GGUF file that llama.cpp runs.
+
+    folder := config.json  vocab.txt  model.safetensors          as Hugging Face keeps it
+    file   := "GGUF" version tensors pairs  pair*  tensor*  (padding data)*
+
+Rules
+1. Matrices are kept as half floats. Vectors and the tables that are added to the words keep all their bits: they are
+   small, and every error in them is in every word.
+2. llama.cpp's vocabulary marks the beginning of a word (▁), BERT's the continuation of one (##).
+3. The same files give the same bytes.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dragoman.core.errors import ConfigError
+
+Array = NDArray[np.generic]
+Value = str | bool | int | float | Sequence[str] | Sequence[int]
+
+VERSION, ALIGNMENT = 3, 32
+UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY = 4, 5, 6, 7, 8, 9
+KINDS = {"float32": 0, "float16": 1}
+NORMAL, CONTROL = 1, 3
+MEAN_POOLING, MOSTLY_HALF_FLOATS = 1, 1
+SPECIAL = {
+    "bos": "[CLS]",
+    "eos": "[SEP]",
+    "unknown": "[UNK]",
+    "seperator": "[SEP]",  # as llama.cpp spells it
+    "padding": "[PAD]",
+    "cls": "[CLS]",
+    "mask": "[MASK]",
+}
+
+NAMES = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+}
+LAYER_NAMES = {
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
+WHOLE = ("position_embd.weight", "token_types.weight")
+
+
+class Config(msgspec.Struct, frozen=True):
+    """What `config.json` says that matters here."""
+
+    hidden_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    num_attention_heads: int
+    num_hidden_layers: int
+    layer_norm_eps: float
+    type_vocab_size: int
+
+
+def convert(folder: Path, target: Path, name: str) -> None:
+    """Write the model in the folder, which pools by the mean of its words, to `target`."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
+        words = (folder / "vocab.txt").read_text("utf-8").split("\n")
+        if words[-1] == "":
+            words.pop()
+        pairs = _pairs(config, words, name)
+        tensors = {_name(name): array for name, array in _safetensors(folder / "model.safetensors") if _name(name)}
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be converted: {error}") from error
+    with target.open("wb") as file:
+        _write(file, pairs, {name: _kept(name, array) for name, array in tensors.items()})
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _name(name: str) -> str:
+    """What llama.cpp calls a tensor; nothing for those that it has no use for."""
+    stem, _, kind = name.removeprefix("bert.").rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{kind}"
+    if not stem.startswith("encoder.layer."):
+        return ""
+    number, _, part = stem.removeprefix("encoder.layer.").partition(".")
+    return f"blk.{number}.{LAYER_NAMES[part]}.{kind}"
+
+
+def _kept(name: str, array: Array) -> Array:
+    return array.astype(np.float16 if array.ndim == 2 and name not in WHOLE else np.float32)
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, Array]]:
+    """size:u64 header:JSON data, where the header has the place of every tensor in the data."""
+    data = np.memmap(path, mode="r")
+    (size,) = struct.unpack("<Q", data[:8].tobytes())
+    header: dict[str, Any] = json.loads(data[8 : 8 + size].tobytes())
+    for name, told in header.items():
+        if name == "__metadata__":
+            continue
+        if told["dtype"] not in ("F32", "F16"):
+            # Positions, which are only counted.
+            continue
+        begin, end = told["data_offsets"]
+        values = data[8 + size + begin : 8 + size + end].view("<f4" if told["dtype"] == "F32" else "<f2")
+        yield name, values.reshape(told["shape"])
+
+
+def _pairs(config: Config, words: Sequence[str], name: str) -> dict[str, Value]:
+    special = set(SPECIAL.values())
+    ids = {f"tokenizer.ggml.{role}_token_id": words.index(word) for role, word in SPECIAL.items()}
+    return {
+        "general.architecture": "bert",
+        "general.name": name,
+        "general.file_type": MOSTLY_HALF_FLOATS,
+        "bert.block_count": config.num_hidden_layers,
+        "bert.context_length": config.max_position_embeddings,
+        "bert.embedding_length": config.hidden_size,
+        "bert.feed_forward_length": config.intermediate_size,
+        "bert.attention.head_count": config.num_attention_heads,
+        "bert.attention.layer_norm_epsilon": config.layer_norm_eps,
+        "bert.attention.causal": False,
+        "bert.pooling_type": MEAN_POOLING,
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.token_type_count": config.type_vocab_size,
+        "tokenizer.ggml.tokens": [word if word in special else _piece(word) for word in words],
+        "tokenizer.ggml.token_type": [CONTROL if word in special else NORMAL for word in words],
+        **ids,
+    }
+
+
+def _piece(word: str) -> str:
+    return word[2:] if word.startswith("##") else f"▁{word}"
+
+
+def _write(file: BinaryIO, pairs: Mapping[str, Value], tensors: Mapping[str, Array]) -> None:
+    file.write(struct.pack("<4sIQQ", b"GGUF", VERSION, len(tensors), len(pairs)))
+    file.writelines(_text(key) + _value(value) for key, value in pairs.items())
+    offset = 0
+    for name, array in tensors.items():
+        sizes = array.shape[::-1]
+        form = f"<I{len(sizes)}QIQ"
+        file.write(_text(name) + struct.pack(form, len(sizes), *sizes, KINDS[array.dtype.name], offset))
+        offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    for array in tensors.values():
+        file.write(bytes(-file.tell() % ALIGNMENT))
+        file.write(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Value) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", TEXT) + _text(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", UINT32, value)
+    if isinstance(value, float):
+        return struct.pack("<If", FLOAT32, value)
+    kind = TEXT if isinstance(value[0], str) else INT32
+    entries = (_text(entry) if isinstance(entry, str) else struct.pack("<i", entry) for entry in value)
+    return struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(entries)

@@ -1,0 +1,201 @@
+"""The engine's side of trials: starts the trial server, sends jobs to it, and kills the trials of cancelled requests.
+
+Rules
+1. The first trial starts the server. If the server has died, the next trial starts another.
+2. A trial whose request is cancelled is killed.
+3. A trial that ends without an outcome has reached its limits, or crashed. Callers get the same error for both.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from dragoman.core.errors import EngineFailed, Unavailable
+from dragoman.grammar.trial import LENGTH, STARTED, TrialModel, TrialOutcome
+from dragoman.grammar.trial_server import COMMAND, FORK, KILL, LOWER, READY
+
+log = logging.getLogger("dragoman.grammar")
+
+START_SECONDS = 60.0
+TRIAL_SECONDS = 60.0
+"""Wall time. On a busy machine a trial takes longer to reach its limit of CPU time."""
+LONG_SECONDS = 0.25
+"""A trial that takes longer gets a lower priority than decoding."""
+
+
+class _ServerProcess:
+    """The running trial server, and the client's end of its socket."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self.process = process
+        self.control = control
+
+    def command(self, kind: bytes, number: int, sockets: tuple[int, ...] = ()) -> None:
+        """Does not block: a command is a few bytes, which fit into the socket's buffer."""
+        socket.send_fds(self.control, [COMMAND.pack(kind, number)], sockets)
+
+    async def close(self) -> None:
+        self.control.close()
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+class TrialClient:
+    def __init__(self, make_model: Callable[[], TrialModel]) -> None:
+        self._make_model = make_model
+        self._numbers = itertools.count()
+        self._server: _ServerProcess | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the trial server, if it runs."""
+        return None if self._server is None else self._server.process.pid
+
+    async def run(self, job: bytes) -> TrialOutcome | None:
+        """The outcome of the job; None if it reached a limit of its trial."""
+        body = await self._run(job)
+        if body is None:
+            # The server may have died since the last trial.
+            body = await self._run(job)
+        if body is None:
+            raise Unavailable("the trial of a grammar could not be run; try again", retry_after=1)
+        return _outcome(body) if body else None
+
+    async def _run(self, job: bytes) -> bytes | None:
+        """The encoded outcome; empty if the trial ended without one, None if it did not start."""
+        ours, theirs = socket.socketpair()
+        number = next(self._numbers)
+        try:
+            with theirs:
+                server = await self._fork(number, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        lowering = asyncio.get_running_loop().call_later(LONG_SECONDS, self._tell, server, LOWER, number)
+        try:
+            async with asyncio.timeout(TRIAL_SECONDS):
+                body = await self._exchange(ours, job)
+        except TimeoutError:
+            raise _too_busy() from None
+        finally:
+            lowering.cancel()
+            self._tell(server, KILL, number)
+        # If the server was replaced, its trials ended with it.
+        return None if not body and server is not self._server else body
+
+    async def _fork(self, number: int, channel: socket.socket) -> _ServerProcess:
+        server = await self._started()
+        try:
+            server.command(FORK, number, (channel.fileno(),))
+        except OSError:
+            await self._discard(server)
+            server = await self._started()
+            server.command(FORK, number, (channel.fileno(),))
+        return server
+
+    async def _exchange(self, ours: socket.socket, job: bytes) -> bytes | None:
+        """Send the job and read the encoded outcome, as `_run` returns it."""
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        try:
+            if await reader.read(1) != STARTED:
+                return None
+            writer.write(LENGTH.pack(len(job)) + job)
+            body = await reader.read()
+        except ConnectionError:
+            # The trial died during the exchange.
+            return b""
+        finally:
+            writer.close()
+        head, body = body[: LENGTH.size], body[LENGTH.size :]
+        return body if head == LENGTH.pack(len(body)) else b""
+
+    async def close(self) -> None:
+        async with self._starting:
+            if self._server is not None:
+                server, self._server = self._server, None
+                await server.close()
+
+    async def _started(self) -> _ServerProcess:
+        async with self._starting:
+            if self._server is None:
+                self._server = await self._start()
+            return self._server
+
+    async def _start(self) -> _ServerProcess:
+        control, theirs = socket.socketpair()
+        control.setblocking(False)
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "dragoman.grammar.trial_server",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # Outside the engine's process group: the memory of a trial does not count as the model's.
+                start_new_session=True,
+                # Forking is only safe in a process with one thread.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+        server = _ServerProcess(process, control)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._send_model(control)
+        except TimeoutError:
+            await server.close()
+            raise _too_busy() from None
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def _send_model(self, control: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        model = await asyncio.to_thread(lambda: pickle.dumps(self._make_model()))
+        try:
+            await loop.sock_sendall(control, LENGTH.pack(len(model)) + model)
+            answer = await loop.sock_recv(control, 1)
+        except ConnectionError:
+            answer = b""
+        if answer != READY:
+            raise EngineFailed("the process that tries grammars could not be started; see the server's log")
+
+    async def _discard(self, server: _ServerProcess) -> None:
+        """Forget and end a server that does not respond. The next trial starts another."""
+        log.error("the process that tries grammars has failed; the next request starts another")
+        if self._server is server:
+            self._server = None
+        await server.close()
+
+    def _tell(self, server: _ServerProcess, kind: bytes, number: int) -> None:
+        """Send a command about a trial. The trial may have ended: its number is not used again."""
+        try:
+            server.command(kind, number)
+        except OSError:
+            # The server has ended, and all its trials with it.
+            pass
+
+
+def _outcome(body: bytes) -> TrialOutcome:
+    outcome = msgspec.msgpack.decode(body, type=TrialOutcome)
+    if outcome.bug is not None:
+        log.error("a trial failed: %s", outcome.bug)
+        raise EngineFailed("the shape of the reply could not be compiled; see the server's log")
+    return outcome
+
+
+def _too_busy() -> Unavailable:
+    return Unavailable("the machine is too busy to compile a grammar; try again", retry_after=5)

@@ -1,0 +1,135 @@
+"""Stop strings: the text ends before the first one that completes.
+
+Rules
+1. The stop that completes first wins; of several that complete at the same character, the longest.
+2. Text that may still become a stop is held back; all other text goes on at once.
+3. Every character is looked at once: an Aho-Corasick automaton, whose depth is the length of what must be held.
+4. The tokens of the text that is cut away were generated all the same: a delta without text tells their number. What
+   the engine made after it counts no more than if it had not come yet, unless only its end tells any number.
+5. Only visible text is looked at. Anything else in between (reasoning, a tool call) ends a possible stop.
+"""
+
+import re
+from collections import deque
+from collections.abc import Sequence
+
+from dragoman.core.events import Event, Finished, TextDelta
+
+
+class StopMatcher:
+    """Finds the first of several strings in a text that arrives in pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self._depth = [0]
+        self._match: list[str | None] = [None]
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+        self._first = re.compile("[" + "".join(re.escape(char) for char in self._next[0]) + "]")
+        self._state = 0
+
+    def _insert(self, stop: str) -> None:
+        node = 0
+        for char in stop:
+            if char not in self._next[node]:
+                self._next[node][char] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self._depth.append(self._depth[node] + 1)
+                self._match.append(None)
+            node = self._next[node][char]
+        self._match[node] = stop
+
+    def _link(self) -> None:
+        """Point each node at the node of its longest proper suffix, breadth first."""
+        queue = deque(self._next[0].values())
+        while queue:
+            node = queue.popleft()
+            for char, child in self._next[node].items():
+                self._fallback[child] = self._step(self._fallback[node], char)
+                self._match[child] = self._match[child] or self._match[self._fallback[child]]
+                queue.append(child)
+
+    def _step(self, state: int, char: str) -> int:
+        while state and char not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(char, 0)
+
+    @property
+    def pending(self) -> int:
+        """How many of the last characters may be the beginning of a stop."""
+        return self._depth[self._state]
+
+    def reset(self) -> None:
+        self._state = 0
+
+    def feed(self, text: str) -> tuple[int, str] | None:
+        """The end of the first match in `text` and the stop that matched; None where there is none yet."""
+        state, at = self._state, 0
+        while at < len(text):
+            if not state:
+                found = self._first.search(text, at)
+                if found is None:
+                    break
+                at = found.start()
+            state = self._step(state, text[at])
+            at += 1
+            if stop := self._match[state]:
+                self._state = 0
+                return at, stop
+        self._state = state
+        return None
+
+
+class Stop:
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._matcher = StopMatcher(stops)
+        self._held: deque[TextDelta] = deque()
+        self._held_length = 0
+        self._counted = False
+        """Whether the engine tells of each part how many tokens it is."""
+
+    def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
+        out: list[Event] = []
+        for event in events:
+            if type(event) is not TextDelta:
+                self._release(self._held_length, out)
+                self._matcher.reset()
+                out.append(event)
+                continue
+            before = self._held_length
+            self._counted = self._counted or event.count > 0
+            self._held.append(event)
+            self._held_length += len(event.text)
+            found = self._matcher.feed(event.text)
+            if found is not None:
+                end, stop = found
+                self._release(before + end - len(stop), out, last=True)
+                if cut := sum(delta.count for delta in self._held):
+                    out.append(TextDelta("", cut))
+                out.append(self._stopped(stop, events[-1]))
+                return out
+            self._release(self._held_length - self._matcher.pending, out)
+        return out
+
+    def _release(self, length: int, out: list[Event], last: bool = False) -> None:
+        """Let the first `length` held characters go on, with the tokens that begin in them."""
+        held = self._held
+        while held and len(held[0].text) <= length and (length or not last):
+            delta = held.popleft()
+            length -= len(delta.text)
+            self._held_length -= len(delta.text)
+            out.append(delta)
+        if length:
+            delta = held.popleft()
+            self._held_length -= length
+            out.append(TextDelta(delta.text[:length], delta.count, delta.tokens, delta.logprobs))
+            held.appendleft(TextDelta(delta.text[length:], 0))
+
+    def _stopped(self, stop: str, last: Event) -> Finished:
+        """The end; where the engine has told its own end at once, what only that says of its tokens still holds."""
+        if type(last) is not Finished:
+            return Finished("stop", stop=stop)
+        return Finished("stop", stop=stop, usage=None if self._counted else last.usage, warnings=last.warnings)

@@ -1,0 +1,251 @@
+"""OpenAI chat completions.
+
+stream := role-chunk (content-chunk)* finish-chunk      for every choice, interleaved
+          usage-chunk?  "[DONE]"
+
+What a request may say is spread over `history` (messages), `tools`, `shape` (response_format and its like), `thinking`
+and `openai` (sampling).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from dragoman.core.errors import BadRequest, quote
+from dragoman.core.events import (
+    Event,
+    Finished,
+    FinishReason,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from dragoman.core.reply import Choice, Reply
+from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, Text
+from dragoman.protocols import json_body, openai, thinking
+from dragoman.protocols.chat import conversation, response_format, tools
+
+MAX_TEMPLATE_OPTIONS = 32
+MAX_OPTION_BYTES = 4096
+BETWEEN_TEXTS = "\n\n"
+"""A message has one content, also where a thought or a call stood between two texts."""
+OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
+    messages: list[conversation.MessageField]
+    max_tokens: openai.Count | None = None
+    max_completion_tokens: openai.Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    chat_template: Any = None
+    documents: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: openai.Retention | None = None
+    safety_identifier: str | None = None
+
+
+CHAT = Asked("chat", "messages")
+OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking.FIELDS
+
+
+def decode(body: bytes) -> GenerationRequest:
+    parsed = json_body.parse(body)
+    fields = json_body.convert(parsed, ChatFields)
+    _check(fields)
+    asked = [CHAT, *openai.asked_fields(fields, parsed, OTHER_FIELDS)]
+    messages = [conversation.decode(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
+    _note_options(fields, asked)
+    offered, choice = tools.decode(parsed, asked)
+    options = fields.stream_options or openai.StreamOptions()
+    return GenerationRequest(
+        model=fields.model or "",
+        messages=tuple(messages),
+        tools=offered,
+        tool_choice=choice,
+        constraint=response_format.decode(parsed, asked),
+        thinking=thinking.decode(parsed, asked),
+        documents=tuple(fields.documents or ()),
+        template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
+        sampling=openai.sampling(fields),
+        keep_seconds=openai.keep_seconds(fields.prompt_cache_retention),
+        labels=openai.labels(fields),
+        max_tokens=fields.max_completion_tokens or fields.max_tokens,
+        stop=openai.stops(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=Logprobs(fields.top_logprobs or 0) if fields.logprobs else None,
+        choices=fields.n or 1,
+        delivery=Delivery(stream=bool(fields.stream), usage=bool(options.include_usage)),
+        asked=tuple(asked),
+    )
+
+
+def _check(fields: ChatFields) -> None:
+    if not fields.messages:
+        raise BadRequest("messages: at least one message is needed", param="messages")
+    if fields.chat_template is not None:
+        words = "chat_template: the template is the model's own; a request cannot bring another"
+        raise BadRequest(words, param="chat_template")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise BadRequest("top_logprobs: only together with logprobs: true", param="top_logprobs")
+
+
+def _note_options(fields: ChatFields, asked: list[Asked]) -> None:
+    if fields.logprobs:
+        asked.append(Asked("logprobs", "logprobs"))
+    if fields.documents:
+        asked.append(Asked("documents", "documents"))
+    if fields.store:
+        asked.append(Asked("store", "store"))
+    if fields.service_tier not in (None, "auto", "default"):
+        asked.append(Asked("service_tier", "service_tier"))
+
+
+def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[str, Any]:
+    """The variables for the template that `thinking` does not know."""
+    if field is None:
+        return {}
+    known = thinking.TemplateSwitches.__struct_fields__
+    options = {name: value for name, value in field.items() if name not in known and value is not None}
+    if len(options) > MAX_TEMPLATE_OPTIONS:
+        raise BadRequest(f"chat_template_kwargs: at most {MAX_TEMPLATE_OPTIONS} keys", param="chat_template_kwargs")
+    for name, value in options.items():
+        if not OPTION_NAME.fullmatch(name):
+            raise BadRequest(
+                f"chat_template_kwargs: {quote(name)} is not a variable name", param="chat_template_kwargs"
+            )
+        path = f"chat_template_kwargs.{name}"
+        if len(msgspec.json.encode(value)) > MAX_OPTION_BYTES:
+            raise BadRequest(f"{path}: at most {MAX_OPTION_BYTES} bytes", param=path)
+        asked.append(Asked("template_options", path))
+    return options
+
+
+class ChatEncoder(openai.StreamEncoder):
+    def __init__(self, request: GenerationRequest, created: int) -> None:
+        super().__init__(request, created, "chat.completion.chunk")
+        self._calls: dict[int, int] = {}
+        self._told: set[int] = set()
+        """Choices that have said something,"""
+        self._parted: set[int] = set()
+        """and those of them whose text has been interrupted since."""
+        self._legacy = tools.is_legacy(request)
+
+    def _text(self, choice: int, text: str) -> dict[str, Any]:
+        return _entry(choice, {"content": text})
+
+    def _text_frames(self, choice: int, texts: list[str]) -> bytes:
+        self._told.add(choice)
+        return super()._text_frames(choice, [self._between(choice), *texts] if choice in self._parted else texts)
+
+    def _interrupt(self, choice: int) -> None:
+        if choice in self._told:
+            self._parted.add(choice)
+
+    def _between(self, choice: int) -> str:
+        """What separates the text at hand from an earlier one, where something else stood between them."""
+        if choice not in self._parted:
+            return ""
+        self._parted.remove(choice)
+        return BETWEEN_TEXTS
+
+    def _frame(self, choice: int, event: Event) -> bytes:
+        if isinstance(event, TextDelta):
+            if self._plain:
+                return self._text_frames(choice, [event.text]) if event.text else b""
+            if not event.text and not event.logprobs:
+                return b""
+            text = event.text
+            if text:
+                self._told.add(choice)
+                text = self._between(choice) + text
+            return self._chunk(_entry(choice, {"content": text}, _logprobs(event.logprobs)))
+        if isinstance(event, Started):
+            return self._chunk(_entry(choice, {"role": "assistant", "content": ""}))
+        if isinstance(event, ReasoningDelta):
+            if not event.text:
+                return b""
+            self._interrupt(choice)
+            return self._chunk(_entry(choice, {"reasoning_content": event.text, "reasoning": event.text}))
+        if isinstance(event, ToolCallStart):
+            self._interrupt(choice)
+            self._calls[choice] = self._calls.get(choice, -1) + 1
+            return self._call_frame(choice, {"name": event.name, "arguments": ""}, event.id)
+        if isinstance(event, ToolCallDelta):
+            return self._call_frame(choice, {"arguments": event.arguments}) if event.arguments else b""
+        if isinstance(event, Finished):
+            self._usages.append(event.usage or Usage())
+            return self._chunk(_entry(choice, {}, finish_reason=_finish_reason(event.reason, self._legacy)))
+        return b""
+
+    def _call_frame(self, choice: int, function: dict[str, str], call_id: str | None = None) -> bytes:
+        """A piece of the call at hand: with its id the first, which has the name."""
+        index = self._calls[choice]
+        if self._legacy:
+            # One call is all that these words can tell of, and all that such a request allows.
+            return self._chunk(_entry(choice, {"function_call": function})) if index == 0 else b""
+        opening = {} if call_id is None else {"id": call_id, "type": "function"}
+        return self._chunk(_entry(choice, {"tool_calls": [{"index": index, **opening, "function": function}]}))
+
+
+def _entry(
+    choice: int, delta: dict[str, Any], logprobs: object = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    return {"content": openai.encode_logprobs(entries), "refusal": None} if entries else None
+
+
+def _finish_reason(reason: FinishReason, legacy: bool) -> str:
+    return "function_call" if legacy and reason == "tool_calls" else reason
+
+
+def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
+    legacy = tools.is_legacy(request)
+    return {
+        "id": request.id,
+        "object": "chat.completion",
+        "created": created,
+        "model": request.model,
+        "choices": [_choice(choice, legacy) for choice in reply.choices],
+        "usage": openai.encode_usage(reply.usage),
+    }
+
+
+def _choice(choice: Choice, legacy: bool) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "message": _reply_message(choice, legacy),
+        "logprobs": _logprobs(choice.logprobs),
+        "finish_reason": _finish_reason(choice.reason, legacy),
+    }
+
+
+def _reply_message(choice: Choice, legacy: bool) -> dict[str, Any]:
+    calls = choice.tool_calls
+    text = BETWEEN_TEXTS.join([part.text for part in choice.parts if isinstance(part, Text)])
+    content = text or None if calls else text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if thought := choice.reasoning:
+        message |= {"reasoning_content": thought, "reasoning": thought}
+    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    if functions and legacy:
+        message["function_call"] = functions[0]
+    elif functions:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(calls, functions, strict=True)
+        ]
+    return message

@@ -1,0 +1,32 @@
+"""Completions of a prompt, as one who asks. The replies are read as those of a chat: only where the text is differs.
+
+The prompt is not asked for again (`echo`): who wants it has it.
+"""
+
+from typing import Any
+
+from dragoman.core.request import GenerationRequest
+from dragoman.protocols.chat import client as chat
+from dragoman.protocols.client import request_fields
+
+PATH = "/completions"
+SAYS = request_fields.SAMPLING | {"prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs", "user"}
+Reader = chat.Reader
+
+
+def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    prompt = request.prompt
+    body: dict[str, Any] = {
+        "model": request.model or None,
+        "prompt": prompt if isinstance(prompt, str) else list(prompt or ()),
+        "suffix": request.suffix,
+        "max_tokens": request.max_tokens,
+        "stop": list(request.stop) or None,
+        "stop_token_ids": list(request.stop_token_ids) or None,
+        "ignore_eos": request.ignore_eos or None,
+        "logprobs": None if request.logprobs is None else request.logprobs.top,
+        **request_fields.sampling(request.sampling),
+    }
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return {name: value for name, value in body.items() if value is not None}

@@ -1,0 +1,211 @@
+"""OpenAI completions: a prompt is continued.
+
+    stream := (text-chunk)* finish-chunk      for every choice, interleaved
+              usage-chunk?  "[DONE]"
+
+The choices of the first prompt come first. With `echo` a choice begins with the prompt's own text and tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from dragoman.core.detokenizer import Detokenizer
+from dragoman.core.errors import BadRequest
+from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
+from dragoman.core.reply import Choice, Reply
+from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs
+from dragoman.protocols import json_body, openai
+from dragoman.protocols.chat import response_format
+
+MAX_PROMPTS = 1024
+
+
+class CompletionFields(openai.SamplingFields, frozen=True, kw_only=True):
+    prompt: str | list[Any]
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+    best_of: openai.Count | None = None
+    return_token_ids: bool | None = None
+
+
+def decode(body: bytes) -> GenerationRequest:
+    parsed = json_body.parse(body)
+    fields = json_body.convert(parsed, CompletionFields)
+    prompts = _prompts(fields.prompt)
+    _check(fields, prompts)
+    options = fields.stream_options or openai.StreamOptions()
+    echo = bool(fields.echo)
+    asked = [*_asked(fields, prompts), *openai.asked_fields(fields, parsed, response_format.FIELDS)]
+    return GenerationRequest(
+        model=fields.model or "",
+        prompts=prompts,
+        suffix=fields.suffix or None,
+        echo=echo,
+        constraint=response_format.decode(parsed, asked),
+        sampling=openai.sampling(fields),
+        max_tokens=fields.max_tokens,
+        stop=openai.stops(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=None if fields.logprobs is None else Logprobs(fields.logprobs, prompt=echo),
+        choices=fields.n or 1,
+        best_of=fields.best_of or 1,
+        delivery=Delivery(bool(fields.stream), bool(options.include_usage), bool(fields.return_token_ids)),
+        asked=tuple(asked),
+    )
+
+
+def _prompts(field: str | list[Any]) -> tuple[str | tuple[int, ...], ...]:
+    """A text, token ids, or a list of either."""
+    if isinstance(field, str):
+        return (field,)
+    if not field:
+        raise BadRequest("prompt: must not be empty", param="prompt")
+    if isinstance(field[0], int):
+        return (openai.token_ids(field, "prompt"),)
+    if len(field) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", param="prompt")
+    return tuple(_one_prompt(entry, f"prompt[{at}]") for at, entry in enumerate(field))
+
+
+def _one_prompt(entry: object, path: str) -> str | tuple[int, ...]:
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, list) and entry:
+        return openai.token_ids(entry, path)
+    raise BadRequest(f"{path}: expected a text or a list of token ids", param=path)
+
+
+def _check(fields: CompletionFields, prompts: Sequence[object]) -> None:
+    if fields.max_tokens == 0 and not fields.echo:
+        raise BadRequest("max_tokens: 0 makes sense only together with echo", param="max_tokens")
+    if fields.best_of is not None:
+        if fields.best_of < (fields.n or 1):
+            raise BadRequest("best_of: must not be smaller than n", param="best_of")
+        if fields.stream and fields.best_of > (fields.n or 1):
+            raise BadRequest("best_of: the best reply cannot be streamed, it is known only at the end", param="best_of")
+        if fields.best_of > 1 and len(prompts) > 1:
+            raise BadRequest("best_of: only with one prompt at a time", param="best_of")
+
+
+def _asked(fields: CompletionFields, prompts: Sequence[object]) -> list[Asked]:
+    asked = [Asked("completion", "prompt")]
+    if any(isinstance(prompt, tuple) for prompt in prompts):
+        asked.append(Asked("token_prompt", "prompt"))
+    if fields.suffix:
+        asked.append(Asked("infill", "suffix"))
+    if fields.logprobs is not None:
+        asked.append(Asked("prompt_logprobs" if fields.echo else "logprobs", "logprobs"))
+    if fields.return_token_ids:
+        asked.append(Asked("token_ids", "return_token_ids"))
+    if (fields.best_of or 1) > (fields.n or 1):
+        asked += [Asked("best_of", "best_of"), Asked("logprobs", "best_of")]
+    return asked
+
+
+def _prompt_text(request: GenerationRequest, choice: int, started: Started) -> str:
+    if started.prompt_text is not None:
+        return started.prompt_text
+    prompt = request.prompts[choice // request.choices]
+    return prompt if isinstance(prompt, str) else ""
+
+
+class LegacyLogprobs:
+    """The four parallel lists of this API; offsets count characters from the beginning of the choice's text."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+        self._detokenizer = Detokenizer()
+
+    def encode(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offset)
+            # A character spread over several tokens is one character of the text.
+            self._offset += len(self._detokenizer.feed(entry.text))
+        return {
+            "tokens": [_token(entry) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [_rivals(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+
+def _rivals(entry: TokenLogprob) -> dict[str, float | None] | None:
+    if entry.logprob is None:
+        return None
+    return {_token(rival): rival.logprob for rival in entry.top}
+
+
+def _token(entry: TokenLogprob) -> str:
+    """The token's text; of one that is a piece of a character its bytes, so that no two have the same name."""
+    try:
+        return entry.text.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.text)
+
+
+class CompletionEncoder(openai.StreamEncoder):
+    def __init__(self, request: GenerationRequest, created: int) -> None:
+        super().__init__(request, created, "text_completion")
+        self._request = request
+        self._logprobs: dict[int, LegacyLogprobs] = {}
+
+    def _text(self, choice: int, text: str) -> dict[str, Any]:
+        return {"text": text, "index": choice, "logprobs": None, "finish_reason": None}
+
+    def _frame(self, choice: int, event: Event) -> bytes:
+        if self._plain and isinstance(event, TextDelta):
+            return self._text_frames(choice, [event.text]) if event.text else b""
+        entry = self._text(choice, "")
+        if isinstance(event, TextDelta):
+            if not event.text and not event.tokens:
+                return b""
+            entry |= {"text": event.text, "logprobs": self._legacy(choice, event.logprobs)}
+            if self._request.delivery.token_ids:
+                entry["ids"] = list(event.tokens)
+        elif isinstance(event, Started) and self._request.echo:
+            entry["text"] = _prompt_text(self._request, choice, event)
+            entry["logprobs"] = self._legacy(choice, event.prompt_logprobs)
+        elif isinstance(event, Finished):
+            self._usages.append(event.usage or Usage())
+            entry["finish_reason"] = event.reason
+        else:
+            return b""
+        return self._chunk(entry)
+
+    def _legacy(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return self._logprobs.setdefault(choice, LegacyLogprobs()).encode(entries) if entries else None
+
+
+def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "object": "text_completion",
+        "created": created,
+        "model": request.model,
+        "choices": [_choice(request, choice) for choice in reply.best(_wanted(request)).choices],
+        "usage": openai.encode_usage(reply.usage),
+    }
+
+
+def _wanted(request: GenerationRequest) -> int:
+    return request.choices * len(request.prompts)
+
+
+def _choice(request: GenerationRequest, choice: Choice) -> dict[str, Any]:
+    text, entries = choice.text, choice.logprobs
+    if request.echo:
+        text = _prompt_text(request, choice.index, choice.started) + text
+        entries = choice.started.prompt_logprobs + entries
+    encoded = {
+        "text": text,
+        "index": choice.index,
+        "logprobs": LegacyLogprobs().encode(entries) if entries else None,
+        "finish_reason": choice.reason,
+    }
+    return {**encoded, "ids": list(choice.tokens)} if request.delivery.token_ids else encoded

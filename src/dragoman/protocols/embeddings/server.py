@@ -1,0 +1,101 @@
+"""OpenAI embeddings: texts in, vectors out.
+
+input := text | token ids | (text | token ids)+         none of them empty, at most 2,048
+"""
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dragoman.core.embeddings import MAX_INPUTS, Embedding, EmbeddingRequest, Input
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import Asked
+from dragoman.protocols import json_body
+from dragoman.protocols.openai import token_ids
+
+
+class EmbeddingFields(msgspec.Struct, frozen=True):
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    user: str | None = None
+
+
+def decode(body: bytes) -> EmbeddingRequest:
+    parsed = json_body.parse(body)
+    fields = json_body.convert(parsed, EmbeddingFields)
+    return EmbeddingRequest(
+        inputs=_inputs(fields.input),
+        model=fields.model or "",
+        dimensions=fields.dimensions,
+        base64=fields.encoding_format == "base64",
+        listed=isinstance(fields.input, list) and not isinstance(fields.input[0], int),
+        asked=unknown(parsed, EmbeddingFields),
+    )
+
+
+def place(request: EmbeddingRequest, at: int) -> str:
+    """Where one of the inputs stands."""
+    return f"input[{at}]" if request.listed else "input"
+
+
+def unknown(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> tuple[Asked, ...]:
+    return tuple(Asked("unknown", name) for name in json_body.unknown_fields(parsed, shape) if parsed[name] is not None)
+
+
+def _inputs(field: str | list[Any]) -> tuple[Input, ...]:
+    if isinstance(field, str):
+        return (_text(field, "input"),)
+    if not field:
+        raise BadRequest("input: must not be empty", param="input")
+    if isinstance(field[0], int):
+        return (_token_ids(field, "input"),)
+    if len(field) > MAX_INPUTS:
+        raise BadRequest(f"input: at most {MAX_INPUTS} texts in one request, not {len(field)}", param="input")
+    return tuple(_one_input(entry, f"input[{at}]") for at, entry in enumerate(field))
+
+
+def _one_input(entry: object, path: str) -> Input:
+    if isinstance(entry, str):
+        return _text(entry, path)
+    if isinstance(entry, list):
+        return _token_ids(entry, path)
+    raise BadRequest(f"{path}: expected a text or a list of token ids", param=path)
+
+
+def _text(text: str, path: str) -> str:
+    if not text:
+        raise BadRequest(f"{path}: must not be empty", param=path)
+    return text
+
+
+def _token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
+    if not entries:
+        raise BadRequest(f"{path}: must not be empty", param=path)
+    return token_ids(entries, path)
+
+
+def encode_reply(request: EmbeddingRequest, made: Sequence[Embedding]) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": at, "embedding": _vector(request, entry)} for at, entry in enumerate(made)
+        ],
+        "model": request.model,
+        "usage": encode_usage(made),
+    }
+
+
+def encode_usage(made: Sequence[Embedding]) -> dict[str, int]:
+    tokens = sum(entry.tokens for entry in made)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _vector(request: EmbeddingRequest, made: Embedding) -> msgspec.Raw:
+    """As JSON already: a long list of vectors is told from a thread, and then only copied."""
+    wanted = made if request.dimensions is None else made.cut(request.dimensions)
+    told: object = base64.b64encode(wanted.vector).decode() if request.base64 else wanted.values
+    return msgspec.Raw(msgspec.json.encode(told))

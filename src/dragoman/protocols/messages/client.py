@@ -1,0 +1,313 @@
+"""Anthropic Messages, as one who asks: requests out, replies in.
+
+    stream := message_start block* message_delta message_stop             with pings anywhere
+    block  := content_block_start content_block_delta* content_block_stop
+
+Rules
+1. What system and developer say before all others is `system`. What they say later, a user says.
+2. Messages of the same side that follow each other are one; results of tools stand before whatever else it has.
+3. A thought goes back only with the signature that it came with: without, no server of this kind takes it.
+4. `message_stop`, or the end of a stream that has given its `stop_reason`, completes a reply.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dragoman.core.errors import BadAnswer, StreamCutOff
+from dragoman.core.events import Event
+from dragoman.core.request import (
+    GenerationRequest,
+    Image,
+    JsonSchema,
+    Message,
+    Part,
+    Reasoning,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+from dragoman.protocols.client import error_classifier, reply_fields, request_fields, usage_fields
+from dragoman.protocols.client.reply_draft import DraftReader
+from dragoman.protocols.client.tool_calls import NewId, arguments_text, new_id
+from dragoman.protocols.sse import Frame
+
+PATH = "/messages"
+SAYS = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema"),
+        *("cache_control", "user"),
+    }
+)
+LONG_SECONDS = 300.0
+"""What is to be kept for longer has to be asked for."""
+MAX_TOKENS = 4096
+"""Where a request has no limit: here it must have one, and every model of this kind writes as much."""
+LEAST_BUDGET = 1024
+MARKED = ("text", "image", "tool_use", "tool_result")
+"""Blocks that may end what is kept."""
+CHOICES = {"auto": "auto", "none": "none", "required": "any", "named": "tool"}
+
+Block = dict[str, Any]
+
+
+def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    said = list(request.messages)
+    opening: list[str] = []
+    while said and said[0].role in ("system", "developer"):
+        opening.append(said.pop(0).text)
+    limit = request.max_tokens or MAX_TOKENS
+    body: dict[str, Any] = {
+        "model": request.model,
+        "max_tokens": limit,
+        "system": "\n\n".join(opening) or None,
+        "messages": _turns(said),
+        "tools": [_tool(tool) for tool in request.tools] or None,
+        "tool_choice": _choice(request.tool_choice) if request.tools else None,
+        "thinking": _thinking(request.thinking, limit),
+        "output_config": _config(request),
+        "stop_sequences": list(request.stop) or None,
+        "stream": stream or None,
+        "metadata": {"user_id": request.labels["user"]} if "user" in request.labels else None,
+        **request_fields.sampling(request.sampling),
+    }
+    _mark(body, request)
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _mark(body: dict[str, Any], request: GenerationRequest) -> None:
+    """Says up to where the prompt is to be kept: at the ends of those parts in which the caller said so."""
+    control = {"type": "ephemeral"} | ({"ttl": "1h"} if request.keep_seconds > LONG_SECONDS else {})
+    if "tools" in request.keep_at and body["tools"]:
+        body["tools"][-1]["cache_control"] = control
+    if "system" in request.keep_at and body["system"]:
+        body["system"] = [{"type": "text", "text": body["system"], "cache_control": control}]
+    last = body["messages"][-1]["content"]
+    if "messages" in request.keep_at and isinstance(last, list) and last[-1]["type"] in MARKED:
+        last[-1]["cache_control"] = control
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = "assistant" if message.role == "assistant" else "user"
+        blocks = [block for part in message.parts for block in _blocks(part)]
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += blocks
+        else:
+            turns.append({"role": role, "content": blocks})
+    for turn in turns:
+        turn["content"].sort(key=lambda block: block["type"] != "tool_result")
+    # Turns without content are refused; but somebody who says nothing at all has said something.
+    return [turn for turn in turns if turn["content"]] or [{"role": "user", "content": ""}]
+
+
+def _blocks(part: Part) -> list[Block]:
+    if isinstance(part, Text):
+        return [{"type": "text", "text": part.text}] if part.text else []
+    if isinstance(part, Image):
+        return [{"type": "image", "source": _source(part)}]
+    if isinstance(part, Reasoning):
+        return _thought(part)
+    if isinstance(part, ToolCall):
+        return [{"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}]
+    return [_result(part)]
+
+
+def _source(image: Image) -> dict[str, Any]:
+    if image.data is not None:
+        data = base64.b64encode(image.data).decode()
+        return {"type": "base64", "media_type": image.media_type or "image/png", "data": data}
+    head, comma, data = (image.url or "").partition(",")
+    if comma and head.startswith("data:") and head.endswith(";base64"):
+        return {"type": "base64", "media_type": head[5:-7], "data": data}
+    return {"type": "url", "url": image.url}
+
+
+def _thought(part: Reasoning) -> list[Block]:
+    if part.signature is None:
+        return []
+    if not part.text:
+        return [{"type": "redacted_thinking", "data": part.signature}]
+    return [{"type": "thinking", "thinking": part.text, "signature": part.signature}]
+
+
+def _input(arguments: str) -> Any:
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"INVALID_JSON": arguments}
+
+
+def _result(result: ToolResult) -> Block:
+    block: Block = {"type": "tool_result", "tool_use_id": result.call_id}
+    content = [inner for part in result.content for inner in _blocks(part)]
+    if content:
+        block["content"] = content
+    return {**block, "is_error": True} if result.is_error else block
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    told = {"name": tool.name, "input_schema": tool.parameters or request_fields.TOOL_ARGUMENTS}
+    if tool.description:
+        told["description"] = tool.description
+    return {**told, "strict": True} if tool.strict else told
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any] | None:
+    told: dict[str, Any] = {"type": CHOICES[choice.mode]}
+    if choice.mode == "named":
+        told["name"] = choice.name
+    if not choice.parallel and choice.mode != "none":
+        told["disable_parallel_tool_use"] = True
+    return None if told == {"type": "auto"} else told
+
+
+def _thinking(thinking: Thinking, limit: int) -> dict[str, Any] | None:
+    if thinking.is_off:
+        return {"type": "disabled"}
+    if thinking.enabled is None and thinking.budget_tokens is None:
+        return None
+    budget = thinking.budget_tokens or max(LEAST_BUDGET, limit // 2)
+    return {"type": "enabled", "budget_tokens": budget}
+
+
+def _config(request: GenerationRequest) -> dict[str, Any] | None:
+    config: dict[str, Any] = {}
+    if request.constraint is not None:
+        schema = request.constraint.schema if isinstance(request.constraint, JsonSchema) else {"type": "object"}
+        config["format"] = {"type": "json_schema", "schema": schema}
+    if request.thinking.effort not in (None, "none"):
+        config["effort"] = "low" if request.thinking.effort == "minimal" else request.thinking.effort
+    return config or None
+
+
+class _PlainDelta(msgspec.Struct, tag_field="type", tag="text_delta", forbid_unknown_fields=True):
+    text: str
+
+
+class _PlainEvent(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    """An event that has a piece of text and nothing else, as nearly all have."""
+
+    delta: _PlainDelta
+    error: None = None
+
+
+_plain_events = msgspec.json.Decoder(_PlainEvent)
+
+
+class Reader(DraftReader):
+    def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
+        super().__init__(make_id, check_calls)
+        self._open: dict[object, Block] = {}
+        """The blocks that have begun, by index, each with what it began with."""
+        self._signature = ""
+
+    def plain(self, frame: Frame) -> str | None:
+        if frame.event not in ("", "content_block_delta"):
+            return None
+        try:
+            return _plain_events.decode(frame.data).delta.text
+        except (msgspec.DecodeError, RecursionError):
+            return None
+
+    def frame(self, frame: Frame) -> list[Event]:
+        data = frame.data.strip()
+        if not data or data == "[DONE]":
+            return []
+        body = reply_fields.parse(data)
+        error = error_classifier.of_frame(body, frame.event, data)
+        if error is not None:
+            raise error
+        if isinstance(body, dict):
+            self._event(body.get("type") or frame.event, body)
+        return self._draft.take()
+
+    def whole(self, body: Mapping[str, Any]) -> list[Event]:
+        content = body.get("content")
+        if not isinstance(content, list | str):
+            raise BadAnswer(f"the reply has no content: {reply_fields.excerpt(str(body))}")
+        self._draft.usage = usage_fields.read(body.get("usage"))
+        for at, block in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
+            if isinstance(block, dict):
+                self._start(at, block)
+                self._stop(at)
+        self._draft.end_with(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
+        self._draft.finish()
+        return self._draft.take()
+
+    def end(self) -> list[Event]:
+        self._close()
+        return self._draft.take()
+
+    def _close(self) -> None:
+        if not self.knows_end:
+            raise StreamCutOff("the stream ended before the reply was complete: it has no stop_reason")
+        self._draft.finish()
+
+    def _event(self, kind: object, body: Mapping[str, Any]) -> None:
+        draft = self._draft
+        if kind == "content_block_delta":
+            self._delta(reply_fields.key(body.get("index")), _object(body.get("delta")))
+        elif kind == "content_block_start":
+            self._start(reply_fields.key(body.get("index")), _object(body.get("content_block")))
+        elif kind == "content_block_stop":
+            self._stop(reply_fields.key(body.get("index")))
+        elif kind == "message_start":
+            draft.usage = usage_fields.read(_object(body.get("message")).get("usage"), draft.usage)
+        elif kind == "message_delta":
+            delta = _object(body.get("delta"))
+            draft.usage = usage_fields.read(body.get("usage"), draft.usage)
+            if delta.get("stop_reason"):
+                draft.end_with(delta["stop_reason"], delta.get("stop_sequence"))
+        elif kind == "message_stop":
+            self._close()
+
+    def _start(self, index: object, block: Block) -> None:
+        draft, kind = self._draft, block.get("type")
+        self._open[index] = {"input": {}, **block}
+        if kind == "text":
+            draft.say(_text(block.get("text")))
+        elif kind == "thinking":
+            draft.think(_text(block.get("thinking")))
+            self._signature = _text(block.get("signature"))
+        elif kind == "redacted_thinking":
+            draft.think("", _text(block.get("data")) or None)
+        elif kind == "tool_use":
+            draft.tell_calls(draft.calls.take(index, _text(block.get("id")), _text(block.get("name")), ""))
+
+    def _delta(self, index: object, delta: Mapping[str, Any]) -> None:
+        draft, kind = self._draft, delta.get("type")
+        if kind == "text_delta":
+            draft.say(_text(delta.get("text")))
+        elif kind == "thinking_delta":
+            draft.think(_text(delta.get("thinking")))
+        elif kind == "signature_delta":
+            self._signature += _text(delta.get("signature"))
+        elif kind == "input_json_delta":
+            piece = _text(delta.get("partial_json"))
+            if piece:
+                self._open.setdefault(index, {})["input"] = None
+                draft.tell_calls(draft.calls.take(index, "", "", piece))
+
+    def _stop(self, index: object) -> None:
+        """Input that came with the beginning of its block counts where none came afterwards."""
+        draft, block = self._draft, self._open.pop(index, {})
+        if block.get("type") == "tool_use" and block.get("input") is not None:
+            draft.tell_calls(draft.calls.take(index, "", "", arguments_text(block["input"] or {})))
+        elif block.get("type") == "thinking" and self._signature:
+            draft.think("", self._signature)
+            self._signature = ""
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,1 @@
+"""Rerank, as Cohere and Jina define it."""

@@ -1,0 +1,1 @@
+"""HTTP/1.1: sockets, connections, parsing, responses, CORS and proxies."""

@@ -1,0 +1,89 @@
+"""A span for every request that has ended, with the names of OpenTelemetry's conventions for generative AI.
+
+The span is made when the request has ended, with the times that it had: nothing is done for it meanwhile. It belongs to
+the trace of the caller's `traceparent`, if there was one. Spans are sent by a thread, many at a time; what cannot be
+sent is dropped.
+"""
+
+import time
+
+from dragoman.config.sections import Traces as Settings
+from dragoman.core.errors import ConfigError
+from dragoman.server.telemetry.record import RequestRecord
+
+try:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+    from opentelemetry.trace import SpanKind, StatusCode
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    from opentelemetry.util.types import AttributeValue
+except ImportError as error:
+    raise ConfigError("telemetry.traces needs OpenTelemetry; install it with: pip install 'dragoman[otel]'") from error
+
+OPERATIONS = {
+    "chat": "chat",
+    "messages": "chat",
+    "responses": "chat",
+    "completions": "text_completion",
+    "embeddings": "embeddings",
+}
+FLUSH_MILLISECONDS = 3000
+
+
+class Traces:
+    def __init__(self, settings: Settings, exporter: SpanExporter | None = None) -> None:
+        self._provider = TracerProvider(resource=Resource.create({"service.name": settings.service}))
+        sender = exporter or OTLPSpanExporter(endpoint=settings.endpoint, timeout=2)
+        self._provider.add_span_processor(BatchSpanProcessor(sender))
+        self._tracer = self._provider.get_tracer("dragoman")
+        self._parents = TraceContextTextMapPropagator()
+
+    def request(self, record: RequestRecord) -> None:
+        ended = time.time_ns()
+        span = self._tracer.start_span(
+            span_name(record),
+            context=self._parents.extract({"traceparent": record.trace}) if record.trace else None,
+            kind=SpanKind.SERVER,
+            attributes=attributes(record),
+            start_time=ended - record.duration_us * 1000,
+        )
+        if record.first_token_us is not None:
+            began = ended - record.duration_us * 1000
+            span.add_event("first_token", timestamp=began + record.first_token_us * 1000)
+        if record.error is not None or record.status >= 500:
+            span.set_status(StatusCode.ERROR, record.error or str(record.status))
+        span.end(ended)
+
+    def close(self) -> None:
+        self._provider.force_flush(FLUSH_MILLISECONDS)
+        self._provider.shutdown()
+
+
+def span_name(record: RequestRecord) -> str:
+    operation = OPERATIONS.get(record.scope or "", record.scope or "request")
+    return f"{operation} {record.model}" if record.model else operation
+
+
+def attributes(record: RequestRecord) -> dict[str, AttributeValue]:
+    method, _, path = record.route.partition(" ")
+    known: dict[str, AttributeValue | None] = {
+        "gen_ai.operation.name": OPERATIONS.get(record.scope or ""),
+        "gen_ai.provider.name": "dragoman",
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.id,
+        "gen_ai.response.finish_reasons": None if record.finish is None else [record.finish],
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "error.type": record.error,
+        "enduser.id": record.principal,
+        "client.address": record.client,
+        "url.scheme": record.scheme,
+        "http.request.method": method or None,
+        "url.path": path or None,
+        "http.response.status_code": record.status,
+    }
+    return {name: value for name, value in known.items() if value is not None}

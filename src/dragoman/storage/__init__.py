@@ -1,0 +1,1 @@
+"""State that outlives a request: API keys and stored responses."""

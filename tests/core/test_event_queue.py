@@ -1,0 +1,82 @@
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dragoman.core.event_queue import Mailbox
+from dragoman.core.events import Event, TextDelta
+
+
+def deltas(*texts: str) -> Sequence[Event]:
+    return tuple(TextDelta(text) for text in texts)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=20))
+def test_everything_arrives_in_order_whoever_is_faster(steps: list[tuple[int, bool]]) -> None:
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        sent: list[Event] = []
+
+        async def write() -> None:
+            for count, pause in steps:
+                batch = deltas(*(str(len(sent) + at) for at in range(count)))
+                sent.extend(batch)
+                mailbox.put(batch)
+                if pause:
+                    await asyncio.sleep(0)
+            mailbox.end()
+
+        writer = asyncio.create_task(write())
+        taken: list[Event] = []
+        while events := await mailbox.take():
+            taken.extend(events)
+        await writer
+        assert taken == sent
+        assert not await mailbox.take()
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_comes_after_what_was_put_before_it() -> None:
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        mailbox.put(deltas("a"))
+        mailbox.fail(ValueError("boom"))
+        assert await mailbox.take() == list(deltas("a"))
+        with pytest.raises(ValueError, match="boom"):
+            await mailbox.take()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reader_that_waits_is_woken_by_the_end(fails: bool) -> None:
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        reader = asyncio.create_task(asyncio.wait_for(mailbox.take(), 5))
+        await asyncio.sleep(0)
+        mailbox.put(())
+        await asyncio.sleep(0.01)
+        assert not reader.done()
+        if fails:
+            mailbox.fail(ValueError("boom"))
+            with pytest.raises(ValueError, match="boom"):
+                await reader
+        else:
+            mailbox.end()
+            assert not await reader
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_gave_up_loses_nothing() -> None:
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(mailbox.take(), 0.01)
+        mailbox.put(deltas("a"))
+        assert await mailbox.take() == list(deltas("a"))
+
+    asyncio.run(scenario())

@@ -1,0 +1,69 @@
+"""Addresses of servers: where their API is, and what of them may be shown."""
+
+import pytest
+
+from dragoman.client.headers import headers
+from dragoman.core.errors import ConfigError
+from dragoman.core.urls import public, site
+from dragoman.loadtest.connection import Connections
+
+
+@pytest.mark.parametrize(
+    ("url", "api", "root"),
+    [
+        ("http://h", "http://h/v1", "http://h"),
+        ("http://h:81/", "http://h:81/v1", "http://h:81"),
+        ("https://h/v1/", "https://h/v1", "https://h"),
+        ("http://h/api/v4", "http://h/api/v4", "http://h/api/v4"),
+        ("http://h/below", "http://h/below/v1", "http://h/below"),
+        ("http://[::1]:8000/v1beta/openai", "http://[::1]:8000/v1beta/openai", "http://[::1]:8000/v1beta/openai"),
+        ("http://me:pw@h:81/v1", "http://h:81/v1", "http://h:81"),
+    ],
+)
+def test_where_the_api_is(url: str, api: str, root: str) -> None:
+    found = site(url)
+    assert (found.api, found.root) == (api, root)
+    # The load test asks where everybody else does.
+    asked = Connections(url, None, 1.0)
+    assert asked.request("GET", "models").split()[1].decode() == f"/{api.split('/', 3)[3]}/models"
+
+
+@pytest.mark.parametrize("url", ["h:80", "ftp://h", "http://", "http://h:99999", "http://[h"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected an address such as http"):
+        site(url)
+
+
+@pytest.mark.parametrize("url", ["http://h/v1?x=1", "http://h?key=secret", "http://h/v1#x"])
+def test_a_query_is_not_left_out_in_silence(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be sent") as caught:
+        site(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_user_and_a_password_go_into_a_header_and_nowhere_else() -> None:
+    found = site("http://me%40here:p%3Aw@h/v1")
+    assert "p%3Aw" not in found.api + found.root
+    # "me@here:p:w"
+    assert headers(found, "key", "chat")["authorization"] == "Basic bWVAaGVyZTpwOnc="
+    assert b"\r\nauthorization: Basic bWVAaGVyZTpwOnc=\r\n" in Connections("http://me%40here:p%3Aw@h", "k", 1).request(
+        "GET", ""
+    )
+    assert headers(site("http://h"), "key", "chat")["authorization"] == "Bearer key"
+    with pytest.raises(ConfigError) as refusal:
+        site("ftp://me:pw@h")
+    assert "pw" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://u:p@h/a@b", "http://***@h/a@b"),
+        ("socks5://u:p@w@h:1", "socks5://***@h:1"),
+        ("tried http://u@a and https://b", "tried http://***@a and https://b"),
+        ("http://h?mail=a@b", "http://h?mail=a@b"),
+        ("a@b", "a@b"),
+    ],
+)
+def test_what_is_shown(text: str, shown: str) -> None:
+    assert public(text) == shown

@@ -1,0 +1,65 @@
+"""What a machine has, and what a container leaves of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dragoman.engines.llama import hardware
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"cpu.max": "max 100000\n", "a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
+        ("0::/a\n", {"a/cpu.max": "50000 100000"}, 0.5),
+        ("12:cpu:/x\n", {}, None),
+        ("0::/gone\n", {"cpu.max": "nonsense"}, None),
+        (None, {"cpu.max": "100000 100000"}, 1),
+    ],
+)
+def test_the_quota_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, files: dict[str, str], cpus: float | None
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    groups = tmp_path / "groups"
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(hardware, "GROUPS", groups)
+    monkeypatch.setattr(hardware, "OWN_GROUP", tmp_path / "own")
+    assert hardware.quota() == (64 if cpus is None else cpus)
+
+
+def test_a_quota_of_less_than_one_cpu_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000")
+    monkeypatch.setattr(hardware, "GROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "OWN_GROUP", tmp_path / "none")
+    assert hardware.cpus() == hardware.threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "5000\n"}, 5000),
+        ("0::/system.slice/d.service\n", {"system.slice/d.service/memory.max": "7000\n"}, 7000),
+        ("0::/a/b\n", {"memory.max": "9000", "a/memory.max": "6000", "a/b/memory.max": "max"}, 6000),
+        ("0::/a\n", {"memory.max": "max", "other/memory.max": "1"}, None),
+        ("0::/gone\n", {"memory.max": "nonsense"}, None),
+    ],
+)
+def test_the_memory_of_a_container_or_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], limit: int | None
+) -> None:
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(hardware, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(hardware, "OWN_GROUP", tmp_path / "own")
+    assert hardware.memory() == (whole if limit is None else limit)

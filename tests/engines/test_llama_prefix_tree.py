@@ -1,0 +1,108 @@
+"""The radix tree against a plain table of texts."""
+
+import random
+from itertools import takewhile
+
+import pytest
+
+from dragoman.engines.llama.prefix_tree import Prefixes, _Node
+
+SCHEDULES = 2000
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+class Table:
+    """The same as a tree, by looking at everything."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, tuple[str, list[int]]] = {}
+
+    def longest(self, tokens: list[int], salt: str) -> tuple[int, frozenset[int]]:
+        same = {holder: common(tokens, text) for holder, (salted, text) in self.texts.items() if salted == salt}
+        most = max(same.values(), default=0)
+        return most, frozenset(holder for holder, length in same.items() if length == most and most)
+
+    def alone(self, holder: int) -> int:
+        salt, text = self.texts[holder]
+        others = [
+            common(text, other) for key, (salted, other) in self.texts.items() if key != holder and salted == salt
+        ]
+        return len(text) - max(others, default=0)
+
+
+def check(tree: Prefixes, table: Table) -> None:
+    assert tree.ends.keys() == table.texts.keys()
+    assert tree.roots.keys() == {salt for salt, _ in table.texts.values()}
+    for salt, root in tree.roots.items():
+        assert count(root) <= 2 * len(root.holders) + 1
+        assert root.holders == {holder for holder, (salted, _) in table.texts.items() if salted == salt}
+    for holder, (_, text) in table.texts.items():
+        assert tree.length(holder) == len(text)
+        assert tree.alone(holder) == table.alone(holder)
+
+
+def count(node: _Node) -> int:
+    assert node.holders
+    for first, child in node.children.items():
+        assert child.edge[0] == first
+        assert child.parent is node
+        assert child.holders <= node.holders
+    return 1 + sum(count(child) for child in node.children.values())
+
+
+def happen(chance: random.Random, tree: Prefixes, table: Table, texts: list[list[int]]) -> None:
+    holder, salt = chance.randrange(8), chance.choice(["", "", "other"])
+    text = chance.choice(texts)[: chance.randrange(40)]
+    text += [chance.randrange(3) for _ in range(chance.randrange(4))]
+    if holder not in table.texts:
+        tree.hold(holder, tuple(text), salt)
+        table.texts[holder] = salt, list(text)
+    else:
+        what = chance.choice(["drop", "extend", "extend", "move"])
+        free = next(number for number in range(99) if number not in table.texts)
+        if what == "drop":
+            tree.drop(holder)
+            del table.texts[holder]
+        elif what == "extend":
+            tree.extend(holder, text)
+            table.texts[holder][1].extend(text)
+        else:
+            tree.move(holder, free)
+            table.texts[free] = table.texts.pop(holder)
+    assert tree.longest(text, salt) == table.longest(text, salt)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_order_of_happenings(part: int) -> None:
+    for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
+        chance = random.Random(seed)
+        texts = [[chance.randrange(3) for _ in range(40)] for _ in range(2)]
+        tree, table = Prefixes(), Table()
+        for _ in range(chance.randrange(25)):
+            happen(chance, tree, table, texts)
+            check(tree, table)
+        for holder in list(table.texts):
+            tree.drop(holder)
+        assert not tree.roots
+        assert not tree.ends
+
+
+def test_whoever_holds_nothing_may_be_dropped() -> None:
+    tree = Prefixes()
+    tree.drop(3)
+    assert tree.longest((1, 2)) == (0, frozenset())
+    assert tree.alone(3) == 0
+
+
+def test_a_beginning_is_everybodys_and_an_end_is_ones_own() -> None:
+    tree = Prefixes()
+    tree.hold(1, (1, 2, 3, 4, 5))
+    tree.hold(2, (1, 2, 3, 7))
+    tree.hold(3, (1, 2, 3), salt="somebody")
+    assert tree.longest((1, 2, 3, 9)) == (3, frozenset({1, 2}))
+    assert tree.longest((1, 2, 3, 4)) == (4, frozenset({1}))
+    assert tree.longest((1, 2, 3, 4), salt="somebody") == (3, frozenset({3}))
+    assert (tree.alone(1), tree.alone(2), tree.alone(3)) == (2, 1, 3)

@@ -1,0 +1,192 @@
+"""A small BERT with weights by chance: written to GGUF, run by llama.cpp, and computed here once more."""
+
+import asyncio
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from dragoman.core.errors import ConfigError
+from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.engines.llama.options import LlamaOptions
+from dragoman.files import bert
+from dragoman.files.gguf import read_metadata
+
+Array = NDArray[np.float32]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s", "wor", "##ld", ",", "[unused0]"]
+WIDTH, INNER, HEADS, LAYERS, CONTEXT, EPSILON = 64, 96, 4, 2, 24, 1e-12
+CONFIG = {
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "max_position_embeddings": CONTEXT,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "layer_norm_eps": EPSILON,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+}
+
+
+def weights() -> dict[str, Array]:
+    chance = np.random.default_rng(7)
+
+    def some(*shape: int) -> Array:
+        return chance.normal(0, 0.3, shape).astype(np.float32)
+
+    def dense(name: str, inner: int, outer: int) -> dict[str, Array]:
+        return {f"{name}.weight": some(outer, inner), f"{name}.bias": some(outer)}
+
+    def norm(name: str) -> dict[str, Array]:
+        return {f"{name}.weight": 1 + some(WIDTH), f"{name}.bias": some(WIDTH)}
+
+    found = {
+        "embeddings.word_embeddings.weight": some(len(WORDS), WIDTH),
+        "embeddings.position_embeddings.weight": some(CONTEXT, WIDTH),
+        "embeddings.token_type_embeddings.weight": some(2, WIDTH),
+        **norm("embeddings.LayerNorm"),
+        **dense("pooler.dense", WIDTH, WIDTH),
+    }
+    for layer in range(LAYERS):
+        at = f"encoder.layer.{layer}"
+        for part in ("query", "key", "value"):
+            found |= dense(f"{at}.attention.self.{part}", WIDTH, WIDTH)
+        found |= dense(f"{at}.attention.output.dense", WIDTH, WIDTH) | norm(f"{at}.attention.output.LayerNorm")
+        found |= dense(f"{at}.intermediate.dense", WIDTH, INNER) | dense(f"{at}.output.dense", INNER, WIDTH)
+        found |= norm(f"{at}.output.LayerNorm")
+    return found
+
+
+def safetensors(path: Path, tensors: dict[str, NDArray[Any]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    kinds = {"float32": "F32", "float16": "F16", "int64": "I64"}
+    for name, array in tensors.items():
+        places = [offset, offset + array.nbytes]
+        header[name] = {"dtype": kinds[array.dtype.name], "shape": list(array.shape), "data_offsets": places}
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in tensors.values()))
+
+
+def folder_of(path: Path, tensors: dict[str, NDArray[Any]]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    safetensors(path / "model.safetensors", tensors)
+    return path
+
+
+def forward(found: dict[str, Array], tokens: list[int]) -> Array:
+    mean: Array = last_layer(found, tokens).mean(axis=0)
+    return mean / np.linalg.norm(mean)
+
+
+def last_layer(found: dict[str, Array], tokens: list[int]) -> Array:
+    """As the paper has it."""
+
+    def dense(name: str, x: Array) -> Array:
+        return x @ found[f"{name}.weight"].T + found[f"{name}.bias"]
+
+    def norm(name: str, x: Array) -> Array:
+        centred = x - x.mean(axis=1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + EPSILON)
+        made: Array = scaled * found[f"{name}.weight"] + found[f"{name}.bias"]
+        return made
+
+    def heads(x: Array) -> Array:
+        return x.reshape(len(tokens), HEADS, -1).transpose(1, 0, 2)
+
+    x = found["embeddings.word_embeddings.weight"][tokens] + found["embeddings.token_type_embeddings.weight"][0]
+    x = norm("embeddings.LayerNorm", x + found["embeddings.position_embeddings.weight"][: len(tokens)])
+    for layer in range(LAYERS):
+        at = f"encoder.layer.{layer}"
+        q, k, v = (heads(dense(f"{at}.attention.self.{part}", x)) for part in ("query", "key", "value"))
+        scores = q @ k.transpose(0, 2, 1) / math.sqrt(WIDTH // HEADS)
+        odds = np.exp(scores - scores.max(axis=2, keepdims=True))
+        seen = (odds / odds.sum(axis=2, keepdims=True)) @ v
+        x = norm(
+            f"{at}.attention.output.LayerNorm",
+            x + dense(f"{at}.attention.output.dense", seen.transpose(1, 0, 2).reshape(len(tokens), WIDTH)),
+        )
+        inner = dense(f"{at}.intermediate.dense", x)
+        gelu = np.array([[value * (1 + math.erf(value / math.sqrt(2))) / 2 for value in row] for row in inner])
+        x = norm(f"{at}.output.LayerNorm", x + dense(f"{at}.output.dense", gelu))
+    return x
+
+
+async def embedded(path: Path, text: str) -> tuple[list[int], Array]:
+    engine = LlamaEngine("tiny", LlamaOptions(path=str(path), threads=1))
+    await engine.start()
+    try:
+        tokens = [2, *await engine.tokenize(text, False), 3]
+        (made,) = await engine.embed([text])
+        assert made.tokens == len(tokens)
+        return tokens, np.array(made.values, dtype=np.float32)
+    finally:
+        await engine.stop()
+
+
+def test_it_computes_what_the_weights_say(tmp_path: Path) -> None:
+    found = weights()
+    folder = folder_of(tmp_path / "tiny", {**found, "embeddings.position_ids": np.arange(CONTEXT)})
+    bert.convert(folder, tmp_path / "tiny.gguf", "tiny")
+    tokens, made = asyncio.run(embedded(tmp_path / "tiny.gguf", "Hello, worlds  xyz"))
+    assert [WORDS[token] for token in tokens] == ["[CLS]", "hello", ",", "world", "##s", "[UNK]", "[SEP]"]
+    assert float(made @ forward(found, tokens)) > 0.9999
+
+
+def test_what_the_file_says(tmp_path: Path) -> None:
+    bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "one.gguf", "tiny")
+    told = read_metadata(tmp_path / "one.gguf")
+    assert (told["general.architecture"], told["general.name"]) == ("bert", "tiny")
+    assert (told["bert.context_length"], told["bert.embedding_length"], told["bert.pooling_type"]) == (
+        CONTEXT,
+        WIDTH,
+        1,
+    )
+    assert told["bert.attention.causal"] is False
+    assert told["tokenizer.ggml.seperator_token_id"] == 3
+
+
+def test_the_same_files_give_the_same_bytes_and_prefixes_do_not_matter(tmp_path: Path) -> None:
+    found = weights()
+    bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "one.gguf", "tiny")
+    bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "two.gguf", "tiny")
+    named = {f"bert.{name}": array for name, array in found.items()}
+    bert.convert(folder_of(tmp_path / "tiny", {**named}), tmp_path / "three.gguf", "tiny")
+    one = (tmp_path / "one.gguf").read_bytes()
+    assert one == (tmp_path / "two.gguf").read_bytes() == (tmp_path / "three.gguf").read_bytes()
+    halves = {name: array.astype(np.float16) for name, array in found.items()}
+    bert.convert(folder_of(tmp_path / "tiny", {**halves}), tmp_path / "four.gguf", "tiny")
+    assert len((tmp_path / "four.gguf").read_bytes()) == len(one)
+
+
+@pytest.mark.parametrize(("pooling", "row"), [(2, 0), (3, -1)])
+def test_other_ways_to_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: int, row: int) -> None:
+    monkeypatch.setattr(bert, "MEAN_POOLING", pooling)
+    found = weights()
+    bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "tiny.gguf", "tiny")
+    tokens, made = asyncio.run(embedded(tmp_path / "tiny.gguf", "hello worlds"))
+    expected = last_layer(found, tokens)[row]
+    assert float(made @ expected / np.linalg.norm(expected)) > 0.9999
+
+
+def test_a_model_that_only_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bert, "MEAN_POOLING", 4)
+    bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "tiny.gguf", "tiny")
+    with pytest.raises(ConfigError, match="ranks texts"):
+        asyncio.run(embedded(tmp_path / "tiny.gguf", "hello"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "vocab.txt", "model.safetensors"])
+def test_files_that_are_none(tmp_path: Path, file: str) -> None:
+    folder = folder_of(tmp_path / "tiny", {**weights()})
+    (folder / file).write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00{]")
+    with pytest.raises(ConfigError, match="tiny cannot be converted"):
+        bert.convert(folder, tmp_path / "one.gguf", "tiny")

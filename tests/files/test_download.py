@@ -1,0 +1,308 @@
+"""Files from an address and from a hub, against a server on this machine that can be told to misbehave."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dragoman.cli import main
+from dragoman.config.settings import Flags, load_settings
+from dragoman.core.errors import ConfigError
+from dragoman.files import sources
+from dragoman.files.download import place_of
+from tests.cli.test_cli import run
+from tests.files.test_gguf import WHOLE
+
+MODEL = WHOLE + bytes(range(256)) * 20_000
+DIGEST = hashlib.sha256(MODEL).hexdigest()
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Site(ThreadingHTTPServer):
+    """Files by path. `cut`: bytes after which the next replies break off; `asked`: what was asked for."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.cut: list[int] = []
+        self.asked: list[tuple[str, str, str | None]] = []
+        self.etag = '"one"'
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def ranges(self) -> list[str | None]:
+        return [given for method, _, given in self.asked if method == "GET"]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Site
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 (its name there)
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, with_body: bool) -> None:
+        site, given = self.server, self.headers.get("range")
+        site.asked.append((self.command, self.path, given))
+        content = site.files.get(self.path.partition("?")[0])
+        if content is None:
+            self.send_error(404)
+            return
+        start = 0
+        if given is not None and self.headers.get("if-range") == site.etag:
+            start = int(re.fullmatch(r"bytes=(\d+)-", given)[1])  # type: ignore[index]
+        if start and start >= len(content):
+            self.send_response(416)
+            self.send_header("content-range", f"bytes */{len(content)}")
+            self.end_headers()
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("content-range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("content-length", str(len(content) - start))
+        self.send_header("etag", site.etag)
+        self.send_header("x-repo-commit", COMMIT)
+        self.send_header("x-linked-etag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("x-linked-size", str(len(content)))
+        self.end_headers()
+        if with_body:
+            self._send(content[start:])
+
+    def _send(self, content: bytes) -> None:
+        cut = self.server.cut.pop(0) if self.server.cut else None
+        self.wfile.write(content[:cut])
+        if cut is not None:
+            self.close_connection = True
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    made = Site()
+    made.files["/models/m.gguf"] = MODEL
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+
+
+def test_a_file_is_brought_once(site: Site, tmp_path: Path) -> None:
+    source = f"{site.url}/models/m.gguf"
+    assert sources.locate(source) is None
+    path = sources.fetch(source)
+    assert path == tmp_path / f"home/models/127.0.0.1_{site.server_port}/models/m.gguf"
+    assert path.read_bytes() == MODEL
+    assert sources.locate(source) == sources.check(source) == path
+    assert len(site.asked) == 1
+
+
+def test_it_goes_on_where_it_ended(site: Site) -> None:
+    site.cut = [100_000, 50_000]
+    assert sources.fetch(f"{site.url}/models/m.gguf#sha256={DIGEST}").read_bytes() == MODEL
+    assert site.ranges() == [None, "bytes=100000-", "bytes=150000-"]
+
+
+def test_what_was_left_by_an_earlier_try_is_used(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = f"{site.url}/models/m.gguf"
+    monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
+    site.cut = [100_000, 0]
+    with pytest.raises(ConfigError, match="the part received is kept: try again to resume"):
+        sources.fetch(source)
+    assert visible(tmp_path / "home") == []
+    assert sources.fetch(source).read_bytes() == MODEL
+    assert site.ranges()[-1] == "bytes=100000-"
+
+
+def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = f"{site.url}/models/m.gguf"
+    monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
+    site.cut = [100_000, 0]
+    with pytest.raises(ConfigError):
+        sources.fetch(source)
+    site.files["/models/m.gguf"], site.etag = MODEL + b"more", '"two"'
+    assert sources.fetch(source).read_bytes() == MODEL + b"more"
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment", "words"),
+    [
+        (
+            MODEL,
+            "#sha256=" + "0" * 64,
+            f"is not the expected file .expected sha256 {'0' * 64}, found {DIGEST}.; it was deleted",
+        ),
+        (MODEL, "#sha256=12", "expected 64 hexadecimal digits after #sha256="),
+        (b"<html>no model</html>", "", "is not a GGUF file"),
+        (b"GGUF but not really", "", "is not a valid GGUF file"),
+        (None, "", "the server answered 404 Not Found"),
+    ],
+)
+def test_what_is_not_wanted_leaves_nothing(
+    site: Site, tmp_path: Path, content: bytes | None, fragment: str, words: str
+) -> None:
+    del site.files["/models/m.gguf"]
+    if content is not None:
+        site.files["/models/m.gguf"] = content
+    with pytest.raises(ConfigError, match=words):
+        sources.fetch(f"{site.url}/models/m.gguf{fragment}")
+    assert visible(tmp_path / "home") == []
+
+
+def test_a_password_in_an_address_is_not_told(site: Site) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        sources.fetch(f"{site.url.replace('://', '://me:hidden@')}/models/m.txt")
+    assert "***@" in str(refusal.value)
+    assert "hidden" not in str(refusal.value)
+
+
+def test_damage_is_noticed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{site.url}/models/m.gguf"
+    path = sources.fetch(source)
+    path.write_bytes(MODEL[:-1])
+    assert sources.locate(source) is None
+    assert sources.fetch(source).read_bytes() == MODEL
+    path.write_bytes(MODEL[:-1] + b"\0")
+    assert main(["pull", source]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{path}\n"
+    assert "is damaged, and is fetched again" in said.err
+    assert path.read_bytes() == MODEL
+
+
+def test_a_wrong_hash_costs_no_file(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{site.url}/models/m.gguf"
+    path = sources.fetch(source)
+    assert main(["pull", f"{source}#sha256={'0' * 64}"]) == 2
+    said = capsys.readouterr().err
+    assert "has another sha256, and is fetched again" in said
+    assert f"expected sha256 {'0' * 64}, found {DIGEST}" in said
+    assert path.read_bytes() == MODEL
+    # What is known of the file is known as before.
+    path.write_bytes(MODEL[:-1])
+    assert sources.locate(source) is None
+    site.files.clear()
+    assert main(["pull", f"{source}#sha256={'0' * 64}"]) == 2
+    assert path.exists()
+
+
+def test_two_at_once_bring_it_once(site: Site) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(sources.fetch, [f"{site.url}/models/m.gguf"] * 2))
+    assert paths[0] == paths[1]
+    assert len(site.asked) == 1
+
+
+def test_all_parts_are_brought(site: Site) -> None:
+    for at in (1, 2, 3):
+        site.files[f"/big-0000{at}-of-00003.gguf"] = WHOLE + bytes(at)
+    source = f"{site.url}/big-00001-of-00003.gguf"
+    path = sources.fetch(source)
+    assert visible(path.parent) == [f"big-0000{at}-of-00003.gguf" for at in (1, 2, 3)]
+    assert sources.locate(source) == path
+    path.with_name("big-00002-of-00003.gguf").unlink()
+    assert sources.locate(source) is None
+    assert sources.check(source) == path
+
+
+def test_a_path_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(MODEL)
+    assert main(["pull", f"{file}#sha256={DIGEST}"]) == 0
+    assert capsys.readouterr().out == f"{file}\n"
+    assert main(["pull", f"{file}#sha256={'0' * 64}"]) == 2
+    assert f"its sha256 is {DIGEST}, not {'0' * 64}" in capsys.readouterr().err
+    file.write_bytes(b"text")
+    assert main(["pull", str(file)]) == 2
+    assert "is not a GGUF file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("https://example.org/a/b.gguf", "example.org/a/b.gguf"),
+        ("https://user:word@example.org:8443/b", "example.org_8443/b.gguf"),
+        ("https://example.org/../../etc/b.gguf", "example.org/etc/b.gguf"),
+        ("https://example.org/%2e%2e/%2fetc/b%00.gguf", "example.org/etc/b_.gguf"),
+        ("https://example.org/.hidden/.b.gguf", "example.org/hidden/b.gguf"),
+    ],
+)
+def test_places_stay_in_the_folder(tmp_path: Path, url: str, place: str) -> None:
+    assert place_of(url, tmp_path) == tmp_path / place
+
+
+def test_addresses_in_a_configuration_are_no_paths(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("models: {a: 'https://example.org/m.gguf', b: 'hf:org/repo/m.gguf'}\n")
+    models = load_settings(str(tmp_path / "c.yaml"), Flags(), {}).models
+    assert [model.source for model in models] == ["https://example.org/m.gguf", "hf:org/repo/m.gguf"]
+
+
+class TestHub:
+    @pytest.fixture(autouse=True)
+    def hub(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        constants = pytest.importorskip("huggingface_hub.constants")
+        monkeypatch.setattr(constants, "ENDPOINT", site.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", site.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+        site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
+
+    def test_a_file(self, site: Site, tmp_path: Path) -> None:
+        site.cut = [70_000]
+        path = sources.fetch("hf:org/repo/m-Q4_0.gguf")
+        assert path == tmp_path / "home/models/org/repo/m-Q4_0.gguf"
+        assert path.read_bytes() == MODEL
+        assert site.ranges() == [None, "bytes=70000-"]
+        assert sources.locate("hf:org/repo/m-Q4_0.gguf") == path
+
+    def test_another_endpoint(self, site: Site, tmp_path: Path) -> None:
+        done = run(tmp_path, "pull", "hf:org/repo/m-Q4_0.gguf", environ={"HF_ENDPOINT": site.url})
+        assert done.returncode == 0, done.stderr
+        assert Path(done.stdout.strip()).read_bytes() == MODEL
+
+    def test_the_hub_s_hash_counts(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
+        with pytest.raises(ConfigError, match="is not the expected file"):
+            sources.fetch(f"hf:org/repo/m-Q4_0.gguf#sha256={'1' * 64}")
+
+    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"hf:org/repo/none\.gguf: the hub says: "):
+            sources.fetch("hf:org/repo/none.gguf")
+
+    @pytest.mark.parametrize("source", ["hf:org", "hf:org/repo/m.bin", "hf:org/../m.gguf", "hf:/etc/m.gguf", "hf:"])
+    def test_what_is_no_source(self, source: str) -> None:
+        with pytest.raises(ConfigError, match="is not a source"):
+            sources.fetch(source)
+
+    def test_the_only_file(self, site: Site) -> None:
+        listing = {"id": "org/repo", "sha": COMMIT, "siblings": [{"rfilename": "m-Q4_0.gguf"}, {"rfilename": "x.md"}]}
+        for path in ("/api/models/org/repo", "/api/models/org/repo/revision/main"):
+            site.files[path] = json.dumps(listing).encode()
+        tree = [{"type": "file", "path": name["rfilename"], "size": 1, "oid": "0"} for name in listing["siblings"]]  # type: ignore[index]
+        site.files["/api/models/org/repo/tree/main"] = json.dumps(tree).encode()
+        assert sources.fetch("hf:org/repo").name == "m-Q4_0.gguf"
+        assert sources.locate("hf:org/repo") is not None

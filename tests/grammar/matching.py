@@ -1,0 +1,52 @@
+"""A vocabulary of bytes, so that a text goes through a grammar as it is, and markers that may be control tokens."""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+
+from llguidance import LLMatcher, LLTokenizer
+
+from dragoman.formats.syntax import ModelFormat
+from dragoman.grammar.masks import Grammars, vocabulary
+from dragoman.grammar.reply_grammar import Speaker
+
+END = 256
+FIRST_MARKER = 257
+
+
+@cache
+def tokenizer(markers: tuple[str, ...] = ()) -> LLTokenizer:
+    pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [marker.encode() for marker in markers]
+    control = frozenset(range(END, len(pieces)))
+    return vocabulary(pieces, control, frozenset({END}), lambda text: list(text.encode()))
+
+
+def speaker(syntax: ModelFormat, *, control: bool = False, thinks: bool = False) -> Speaker:
+    """With `control` every marker of the syntax is a control token."""
+    markers = sorted(syntax.markers) if control else []
+    ids = {marker: FIRST_MARKER + at for at, marker in enumerate(markers)}
+    return Speaker(syntax, ids, frozenset({END}), thinks)
+
+
+def tokens(text: str, markers: Sequence[str] = ()) -> list[int]:
+    longest_first = "|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)"
+    found: list[int] = []
+    for part in re.split(f"({longest_first})", text):
+        found += [FIRST_MARKER + list(markers).index(part)] if part in markers else list(part.encode())
+    return found
+
+
+def matcher(grammar: str, markers: Sequence[str] = ()) -> LLMatcher:
+    return Grammars(tokenizer(tuple(markers))).guide(grammar, "here").matcher
+
+
+def accepts(grammar: str, text: str, markers: Sequence[str] = ()) -> bool:
+    """Whether the text is a whole reply."""
+    reader = matcher(grammar, markers)
+    ids = tokens(text, markers)
+    return reader.try_consume_tokens(ids) == len(ids) and reader.is_accepting()
+
+
+def follows(grammar: str, text: str, markers: Sequence[str] = ()) -> int:
+    """How many bytes and markers of the text the grammar lets through."""
+    return matcher(grammar, markers).try_consume_tokens(tokens(text, markers))

@@ -1,0 +1,297 @@
+"""Trials of constraints: a hostile constraint fails its own request, and no other."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from dragoman.core.errors import InvalidSchema
+from dragoman.core.request import (
+    Asked,
+    Constraint,
+    GenerationRequest,
+    Grammar,
+    JsonSchema,
+    OneOf,
+    Regex,
+    Tool,
+    ToolChoice,
+)
+from dragoman.formats import FORMATS
+from dragoman.grammar.constraints import MOST_PER_CALLER, MOST_TURNS, Constrained, Constraints
+from tests.grammar.matching import END, speaker
+
+LEAST = -(2**63)
+DEADLINE_SECONDS = 60.0
+
+
+def with_constraints(test: Callable[[Constraints], Awaitable[None]]) -> None:
+    async def main() -> None:
+        pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+        made = Constraints(speaker(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode()))
+        try:
+            await test(made)
+        finally:
+            await made.close()
+
+    asyncio.run(main())
+
+
+async def constrain(constraints: Constraints, constraint: Constraint | None, **fields: Any) -> Constrained | None:
+    asked = (Asked("constraint", "response_format"),)
+    request = GenerationRequest(**{"constraint": constraint, "asked": asked, **fields})
+    return await constraints.constrain(request, thinks=False, opened=False)
+
+
+def patterns(count: int) -> JsonSchema:
+    """Every pattern doubles the number of states of the automaton that matches all of them."""
+    return JsonSchema({"type": "string", "allOf": [{"pattern": f"a.*b{at}"} for at in range(count)]})
+
+
+def server_pid(constraints: Constraints) -> int:
+    pid = constraints.trials.pid
+    assert pid is not None
+    return pid
+
+
+def running_trials(constraints: Constraints) -> list[str]:
+    """Their process ids."""
+    command = ["pgrep", "-P", str(server_pid(constraints))]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not condition():  # noqa: ASYNC110 (it becomes so in another process)
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": LEAST}, "const"),
+        ({"const": LEAST + 512}, "const"),
+        ({"const": -9.3e18, "type": "integer"}, "const"),
+        ({"const": 1e308}, "const"),
+        ({"const": 2**53 + 1}, "const"),
+        ({"enum": [LEAST, 3]}, "enum"),
+        ({"const": {"a": [1, LEAST]}}, "const"),
+        ({"type": "integer", "minimum": LEAST, "maximum": LEAST}, "maximum"),
+        ({"type": "integer", "exclusiveMinimum": -1e308, "exclusiveMaximum": -1e307}, "exclusiveMaximum"),
+        ({"type": "integer", "multipleOf": LEAST}, "multipleOf"),
+        ({"type": "integer", "allOf": [{"minimum": LEAST}, {"maximum": LEAST}]}, "allOf[1].maximum"),
+        ({"type": "object", "properties": {"n": {"const": LEAST}}}, "properties.n.const"),
+        ({"$defs": {"n": {"const": LEAST}}, "$ref": "#/$defs/n"}, "$defs.n.const"),
+    ],
+)
+def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], place: str) -> None:
+    async def test(constraints: Constraints) -> None:
+        found = await constrain(constraints, JsonSchema(schema))
+        assert found is not None
+        assert f"response_format.{place}" in found.shape.relaxed
+        assert found.shape.checks[0].schema == schema
+        parameters = {"type": "object", "properties": {"n": schema}, "$defs": schema.get("$defs", {})}
+        tool = Tool("count", parameters=parameters, path="tools[0].parameters")
+        called = await constrain(constraints, None, tools=(tool,), tool_choice=ToolChoice("required"))
+        assert called is not None
+        assert called.shape.relaxed
+
+    with_constraints(test)
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), 0, -5, 2.5, 1e-300])
+def test_exact_numbers_are_enforced(value: float) -> None:
+    async def test(constraints: Constraints) -> None:
+        found = await constrain(constraints, JsonSchema({"const": value}))
+        assert found is not None
+        assert found.shape.relaxed == ()
+
+    with_constraints(test)
+
+
+def members(count: int, schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{at}": schema for at in range(count)}}
+
+
+def references(keyword: str) -> JsonSchema:
+    """2**30 schemas, if every reference were expanded."""
+    definitions: dict[str, Any] = {
+        f"d{at}": {keyword: [{"$ref": f"#/$defs/d{at + 1}"}, {"$ref": f"#/$defs/d{at + 1}"}]} for at in range(30)
+    }
+    return JsonSchema({"$defs": {**definitions, "d30": {"type": "string"}}, "$ref": "#/$defs/d0"})
+
+
+TOO_COMPLEX: dict[str, Constraint] = {
+    "22 patterns": patterns(22),
+    "60 patterns": patterns(60),
+    "intersections in Lark": Grammar("start: A\nA: " + " & ".join(f"/.*a.*b{at}.*/" for at in range(30))),
+    "an integer that crashes, in Lark": Grammar(f'start: %json {{"const": {LEAST}}}'),
+}
+
+
+@pytest.mark.parametrize("name", TOO_COMPLEX)
+def test_constraint_beyond_the_limits_of_a_trial_is_refused(name: str) -> None:
+    async def test(constraints: Constraints) -> None:
+        with pytest.raises(InvalidSchema, match="too complex") as raised:
+            await constrain(constraints, TOO_COMPLEX[name])
+        assert raised.value.param == "response_format"
+        await until(lambda: not running_trials(constraints))
+        assert await constrain(constraints, JsonSchema({"type": "string"})) is not None
+
+    with_constraints(test)
+
+
+HOSTILE: dict[str, Constraint] = {
+    "many properties": JsonSchema({"type": "object", "properties": {f"o{at}": members(900, {}) for at in range(4)}}),
+    "10,000 properties": JsonSchema(members(10_000, {})),
+    "long enum": JsonSchema({"enum": ["x" * 20 + str(at) for at in range(8000)]}),
+    "100,000 values": JsonSchema({"enum": list(range(100_000))}),
+    "long text": JsonSchema({"const": "x" * 200_000}),
+    "huge": JsonSchema({"const": "x" * 1_000_000}),
+    "huge together": JsonSchema({"anyOf": [{"const": "x" * 250_000}] * 20}),
+    "repeats": JsonSchema({"type": "string", "pattern": "^(a{1000}){1000}$"}),
+    "backtracking": JsonSchema({"type": "string", "pattern": "(a+)+b"}),
+    "looking ahead": JsonSchema({"type": "string", "pattern": "(?=.*a)(?=.*b)(?=.*c).*"}),
+    "heavy patterns": JsonSchema(
+        members(60, {"type": "string", "pattern": "(.*a.{1,400}b|[a-z]{9}c.*d{5,500})*x{1,900}"})
+    ),
+    "patterns of properties": JsonSchema(
+        {"type": "object", "patternProperties": {f"a.*b{at}": {"pattern": f"c.*d{at}"} for at in range(30)}}
+    ),
+    "dependent schemas": JsonSchema(
+        {"type": "object", "dependentSchemas": {f"p{at}": members(9, {}) for at in range(90)}}
+    ),
+    "divisors": JsonSchema({"allOf": [{"type": "integer", "multipleOf": 9967 - at} for at in range(30)]}),
+    "tiny divisor": JsonSchema({"type": "number", "multipleOf": 1e-300}),
+    "products": JsonSchema(
+        {"allOf": [{"anyOf": [members(1, {"const": [at, other]}) for other in range(8)]} for at in range(7)]}
+    ),
+    "exclusive products": JsonSchema(
+        {"allOf": [{"oneOf": [members(1, {"const": [at, other]}) for other in range(6)]} for at in range(8)]}
+    ),
+    "references": JsonSchema(
+        {
+            "$defs": {
+                f"d{at}": members(0, {})
+                | {"properties": {f"r{other}": {"$ref": f"#/$defs/d{at * other % 60}"} for other in range(60)}}
+                for at in range(60)
+            },
+            "$ref": "#/$defs/d0",
+        }
+    ),
+    "doubling references in allOf": references("allOf"),
+    "doubling references in anyOf": references("anyOf"),
+    "doubling references in oneOf": references("oneOf"),
+    "a chain of references": JsonSchema(
+        {"$defs": {f"d{at}": {"$ref": f"#/$defs/d{(at + 1) % 900}"} for at in range(900)}, "$ref": "#/$defs/d0"}
+    ),
+    "nested counts": JsonSchema({"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}),
+    "long strings": JsonSchema({"type": "string", "minLength": 10**9}),
+    "strings without end": JsonSchema({"type": "string", "minLength": 1e308}),
+    "expression": Regex("(.*a.{500})*(b.{900}c)*d"),
+    "deep expression": Regex("(" * 2000 + "a" + ")" * 2000),
+    "letters of all alphabets": Regex("".join(f"[\\p{{L}}\\p{{N}}]{{0,{at}}}\\p{{Lu}}?" for at in range(2, 140))),
+    "deep grammar": Grammar("start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "nested grammar": Grammar(
+        "start: x0\n" + "\n".join(f"x{at}: (x{at + 1} | x{at + 1} x{at + 1})+" for at in range(200)) + '\nx200: "a"'
+    ),
+    "ambiguous grammar": Grammar('start: s\ns: s s | s s s | "a" | ""'),
+    "repeating grammar": Grammar('start: A\nA: B{9999}\nB: C{9999}\nC: "x"{9999}'),
+    "endless grammar": Grammar('start: a\na: a "x"'),
+    "many choices": OneOf(tuple("x" * 100 + str(at) for at in range(10_000))),
+    "too many choices": OneOf(tuple(map(str, range(10_001)))),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_constraint_is_refused_or_enforced(name: str) -> None:
+    async def test(constraints: Constraints) -> None:
+        try:
+            found = await constrain(constraints, HOSTILE[name])
+            guide = None if found is None else found.guide
+            for _ in range(20):
+                if guide is None or guide.complete:
+                    break
+                allowed = guide.allowed(END + 1)
+                guide.take(next(token for token in (*b'"{[ax:1', *range(END + 1)) if allowed[token]))
+        except InvalidSchema as error:
+            assert error.param is not None  # noqa: PT017
+            assert error.param.startswith("response_format")  # noqa: PT017
+            assert len(str(error)) < 1000  # noqa: PT017
+
+    with_constraints(test)
+
+
+def test_cancelled_request_ends_its_trial() -> None:
+    async def test(constraints: Constraints) -> None:
+        await constrain(constraints, Regex("a"))
+        hostile = asyncio.create_task(constrain(constraints, patterns(60)))
+        await until(lambda: running_trials(constraints))
+        hostile.cancel()
+        await asyncio.wait((hostile,))
+        assert hostile.cancelled()
+        await until(lambda: not running_trials(constraints))
+
+    with_constraints(test)
+
+
+def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
+    async def test(constraints: Constraints) -> None:
+        await constrain(constraints, Regex("a"))
+        hostile = [
+            asyncio.create_task(constrain(constraints, patterns(40 + at), principal="mallory")) for at in range(8)
+        ]
+        await until(lambda: running_trials(constraints))
+        assert await constrain(constraints, Regex("b+"), principal="alice") is not None
+        # Alice's own trial may not have been reaped yet.
+        assert len(running_trials(constraints)) <= MOST_PER_CALLER + 1 <= MOST_TURNS
+        assert not all(task.done() for task in hostile)
+        for task in hostile:
+            task.cancel()
+        await asyncio.wait(hostile)
+        await until(lambda: not running_trials(constraints))
+
+    with_constraints(test)
+
+
+def test_known_constraint_needs_no_trial() -> None:
+    async def test(constraints: Constraints) -> None:
+        schema = JsonSchema({"type": "object"})
+        first = await constrain(constraints, schema)
+        os.kill(server_pid(constraints), signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                again = await constrain(constraints, schema)
+        finally:
+            os.kill(server_pid(constraints), signal.SIGKILL)
+        assert first is not None
+        assert again is not None
+        assert again.shape == first.shape
+
+    with_constraints(test)
+
+
+def test_dead_trial_server_is_replaced() -> None:
+    async def test(constraints: Constraints) -> None:
+        await constrain(constraints, Regex("a"))
+        before = server_pid(constraints)
+        os.kill(before, signal.SIGKILL)
+        assert await constrain(constraints, Regex("b")) is not None
+        assert server_pid(constraints) != before
+
+    with_constraints(test)
+
+
+def test_trial_server_ends_with_its_engine() -> None:
+    async def test(constraints: Constraints) -> None:
+        await constrain(constraints, Regex("a"))
+        pid = server_pid(constraints)
+        await constraints.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    with_constraints(test)

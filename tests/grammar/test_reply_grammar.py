@@ -1,0 +1,442 @@
+"""Whole replies against the grammars of all formats: with markers as text, and as control tokens."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from dragoman.core.errors import BadRequest, InvalidSchema
+from dragoman.core.request import (
+    GenerationRequest,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    OneOf,
+    Regex,
+    Tool,
+    ToolChoice,
+)
+from dragoman.formats import FORMATS
+from dragoman.grammar.reply_grammar import Shape, shape
+from dragoman.grammar.schema_check import warnings
+from tests.grammar.matching import accepts, follows, matcher, speaker, tokens
+
+WEATHER = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"enum": ["c", "f"]},
+            "fast": {"type": "boolean"},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+TIME = Tool("get_time")
+PERSON = JsonSchema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+ROME = '{"city": "Rome {a,b", "days": 3}'
+WRONG = '{"city": "Rome", "days": "3"}'
+
+CALLS: dict[str, tuple[str, str]] = {
+    "hermes": (
+        '<tool_call>\n{"name": "get_weather", "arguments": ' + ROME + "}\n</tool_call>",
+        '<tool_call>\n{"name": "get_weather", "arguments": ' + WRONG + "}\n</tool_call>",
+    ),
+    "qwen_xml": (
+        (
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome {a,b\n</parameter>\n"
+            "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+        ),
+        (
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
+            "</function>\n</tool_call>"
+        ),
+    ),
+    "llama3": (
+        '{"name": "get_weather", "parameters": ' + ROME + "}",
+        '{"name": "get_weather", "parameters": ' + WRONG + "}",
+    ),
+    "pythonic": ('[get_weather(city="Rome", days=3, fast=True)]', '[get_weather(city="Rome", days="3")]'),
+    "mistral": ("[TOOL_CALLS]get_weather[ARGS]" + ROME, "[TOOL_CALLS]get_weather[ARGS]" + WRONG),
+    "mistral_array": (
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + ROME + "}]",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + WRONG + "}]",
+    ),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        + ROME
+        + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        + WRONG
+        + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        + ROME
+        + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_wether",
+    ),
+    "deepseek_dsml": (
+        (
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            "</｜DSML｜function_calls>"
+        ),
+        (
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="false">Rome'
+        ),
+    ),
+    "harmony": (
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + ROME,
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + WRONG,
+    ),
+    "glm": (
+        (
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>3</arg_value>\n</tool_call>"
+        ),
+        "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        + ROME
+        + "<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>" + WRONG,
+    ),
+    "gemma": (
+        '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3,unit:<|"|>c<|"|>}<tool_call|>',
+        "<|tool_call>call:get_weather{days:3}<tool_call|>",
+    ),
+    "function_gemma": (
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,fast:true}<end_function_call>",
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,unit:<escape>k<escape>}<end_function_call>",
+    ),
+    "channel": (
+        '<tool_call>{"name": "get_weather", "arguments": ' + ROME + "}</tool_call>",
+        '<tool_call>{"name": "get_weather", "arguments": ' + WRONG + "}</tool_call>",
+    ),
+    "granite": (
+        '<|tool_call|>[{"name": "get_weather", "arguments": ' + ROME + "}]",
+        '<|tool_call|>[{"name": "get_weather", "arguments": ' + WRONG + "}]",
+    ),
+    "phi": (
+        'functools[{"name": "get_weather", "arguments": ' + ROME + "}]",
+        'functools[{"name": "get_weather", "arguments": ' + WRONG + "}]",
+    ),
+    "cohere": (
+        '<|START_ACTION|>[\n{"tool_name": "get_weather", "parameters": ' + ROME + "}\n]<|END_ACTION|>",
+        '<|START_ACTION|>[\n{"tool_name": "get_weather", "parameters": ' + WRONG + "}\n]<|END_ACTION|>",
+    ),
+    "minimax": (
+        (
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
+            '<parameter name="unit">f</parameter>\n</invoke>\n</minimax:tool_call>'
+        ),
+        (
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
+            '<parameter name="unit">k</parameter>\n</invoke>\n</minimax:tool_call>'
+        ),
+    ),
+    "hunyuan": (
+        '<tool_calls>[{"name": "get_weather", "arguments": ' + ROME + "}]</tool_calls>",
+        '<tool_calls>[{"name": "get_weather", "arguments": ' + WRONG + "}]</tool_calls>",
+    ),
+    "internlm": (
+        '<|action_start|><|plugin|>{"name": "get_weather", "parameters": ' + ROME + "}<|action_end|>",
+        '<|action_start|><|plugin|>{"name": "get_weather", "parameters": ' + WRONG + "}<|action_end|>",
+    ),
+    "json": (
+        '{"name": "get_weather", "arguments": ' + ROME + "}",
+        '{"name": "get_weather", "arguments": ' + WRONG + "}",
+    ),
+    "ernie": (
+        '<tool_call>{"name": "get_weather", "arguments": ' + ROME + "}</tool_call>",
+        '<tool_call>{"name": "get_weather", "arguments": ' + WRONG + "}</tool_call>",
+    ),
+    "plain": (
+        '{"name": "get_weather", "arguments": ' + ROME + "}",
+        '{"name": "get_weather", "arguments": ' + WRONG + "}",
+    ),
+}
+SPEAKING = {name: FORMATS[name] for name in FORMATS if name != "plain"}
+BARE = {"llama3", "pythonic", "json", "plain"}
+
+
+def reply(kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any) -> Shape:
+    request = GenerationRequest(**{"tools": (WEATHER, TIME), **fields})
+    found = shape(request, speaker(FORMATS[kind], control=control, thinks=thinks), opened=opened)
+    assert found is not None
+    return found
+
+
+def markers(kind: str, control: bool) -> list[str]:
+    return sorted(FORMATS[kind].markers) if control else []
+
+
+@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize("kind", CALLS)
+class TestCalls:
+    def test_a_required_call_is_the_reply(self, kind: str, control: bool) -> None:
+        good, bad = CALLS[kind]
+        made = reply(kind, control=control, tool_choice=ToolChoice("required"))
+        known = markers(kind, control)
+        assert accepts(made.grammar, good, known)
+        assert not accepts(made.grammar, bad, known)
+        assert follows(made.grammar, "Hello", known) == 0
+        assert made.relaxed == ()
+
+    def test_a_named_tool_is_the_only_one(self, kind: str, control: bool) -> None:
+        good, _ = CALLS[kind]
+        known = markers(kind, control)
+        assert accepts(
+            reply(kind, control=control, tool_choice=ToolChoice("named", "get_weather")).grammar, good, known
+        )
+        other = reply(kind, control=control, tool_choice=ToolChoice("named", "get_time"))
+        assert not accepts(other.grammar, good, known)
+
+    def test_a_free_call_follows_its_schema(self, kind: str, control: bool) -> None:
+        if kind == "plain":
+            return
+        good, bad = CALLS[kind]
+        known = markers(kind, control)
+        made = reply(kind, control=control)
+        final = "<|channel|>final<|message|>" if kind == "harmony" else ""
+        assert accepts(made.grammar, f"{final}Hello {{}} [x](y) you.", known)
+        assert accepts(made.grammar, good, known)
+        assert not accepts(made.grammar, bad, known)
+        if kind not in BARE and kind != "harmony":
+            assert accepts(made.grammar, f"Let me see. {good}", known)
+            assert not accepts(made.grammar, f"Let me see. {bad}", known)
+
+    def test_no_call_where_none_is_wanted(self, kind: str, control: bool) -> None:
+        if kind in ("plain", "harmony"):
+            return
+        good, _ = CALLS[kind]
+        known = markers(kind, control)
+        made = reply(kind, control=control, tool_choice=ToolChoice("none"))
+        assert accepts(made.grammar, "Just <text> {and} [more].", known)
+        assert not accepts(made.grammar, good, known)
+
+    def test_a_shape_or_a_call(self, kind: str, control: bool) -> None:
+        good, _ = CALLS[kind]
+        known = markers(kind, control)
+        made = reply(kind, control=control, constraint=PERSON)
+        final = "<|channel|>final<|message|>" if kind == "harmony" else ""
+        assert accepts(made.grammar, final + '{"name": "Ann", "age": 7}', known)
+        assert accepts(made.grammar, good, known)
+        assert not accepts(made.grammar, final + '{"name": "Ann"}', known)
+        assert not accepts(made.grammar, final + "Ann is 7.", known)
+
+
+SEVERAL = {
+    "hermes": '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>\n'
+    '<tool_call>{"name": "get_time", "arguments": {"zone": 1}}</tool_call>',
+    "llama3": '{"name": "get_time", "parameters": {}}; {"name": "get_time", "parameters": {}}',
+    "pythonic": '[get_time(), get_time(zone="x")]',
+    "mistral": "[TOOL_CALLS]get_time[ARGS]{}[TOOL_CALLS]get_time[ARGS]{}",
+    "mistral_array": '[TOOL_CALLS][{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_time:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "json": '[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]',
+    "glm": "<tool_call>get_time\n</tool_call>\n<tool_call>get_time\n<arg_key>zone</arg_key>\n<arg_value>x</arg_value>\n"
+    "</tool_call>",
+}
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_calls_unless_one_is_wanted(kind: str, mode: Any) -> None:
+    assert accepts(reply(kind, tool_choice=ToolChoice(mode)).grammar, SEVERAL[kind])
+    assert not accepts(reply(kind, tool_choice=ToolChoice(mode, parallel=False)).grammar, SEVERAL[kind])
+
+
+THOUGHTS = {
+    "hermes": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "granite": ("Here is my thought process:", "Here is my response:"),
+    "gemma": ("<|channel>thought", "<channel|>"),
+    "channel": ("<|channel>thought ", "<|channel>final"),
+    "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+}
+
+
+@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_a_thought_and_then_the_shape(kind: str, control: bool) -> None:
+    begin, end = THOUGHTS[kind]
+    known = markers(kind, control)
+    made = reply(kind, control=control, thinks=True, tools=(), constraint=PERSON)
+    answer = '{"name": "Ann", "age": 7}'
+    assert accepts(made.grammar, f"{begin}\nI think {{.\n{end}\n\n{answer}".replace(f"{end}\n\n", end), known)
+    assert not accepts(made.grammar, f"{begin}I think.{end}Ann", known)
+    if kind != "harmony":
+        assert accepts(made.grammar, answer, known)
+        begun = reply(kind, control=control, opened=True, tools=(), constraint=PERSON)
+        assert accepts(begun.grammar, f"I think.{end}\n\n{answer}", known)
+        assert not accepts(begun.grammar, answer, known)
+
+
+def test_no_thought_where_the_model_has_none() -> None:
+    assert follows(reply("hermes", tools=(), constraint=PERSON).grammar, "<think>") == 0
+
+
+def test_thoughts_and_calls_in_free_text_with_control_tokens() -> None:
+    known = markers("mistral", True)
+    made = reply("mistral", control=True)
+    assert accepts(made.grammar, "[THINK]Hm.[/THINK]Yes.[TOOL_CALLS]get_time[ARGS]{}", known)
+    assert accepts(made.grammar, "[THINK]Hm.[/THINK]Yes.", known)
+
+
+def test_a_word_that_begins_calls_may_stand_in_text() -> None:
+    made = reply("phi")
+    assert accepts(made.grammar, "import functools\nfrom functools import cache")
+    assert follows(made.grammar, "functools[x") == len("functools[")
+
+
+def test_bare_json_that_names_no_tool_is_text() -> None:
+    made = reply("json")
+    assert accepts(made.grammar, '{"name": "Ann", "arguments": 7}')
+    assert accepts(made.grammar, "Look: " + CALLS["json"][1])
+
+
+SHAPES = [
+    (JsonObject(), ['{"a": [1, {"b": null}]}', "{}"], ["[1]", "1", "{} "]),
+    (Regex(r"[a-z]{3}/\d+"), ["abc/12"], ["ab/1", "abc/12 "]),
+    (Grammar('start: item ("," item)*\nitem: /[a-z]+/\n%ignore / /'), ["a,b", "a, bc"], ["1", "a,"]),
+    (OneOf(("yes", "yes, but", 'no "way"')), ["yes", "yes, but", 'no "way"'], ["no", "yes,"]),
+]
+
+
+@pytest.mark.parametrize(("constraint", "good", "bad"), SHAPES)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_shapes(constraint: Any, good: list[str], bad: list[str], thinks: bool) -> None:
+    made = reply("hermes", tools=(), constraint=constraint, thinks=thinks)
+    assert [accepts(made.grammar, text) for text in good] == [True] * len(good)
+    assert [accepts(made.grammar, text) for text in bad] == [False] * len(bad)
+    if thinks:
+        assert all(accepts(made.grammar, f"<think>Hm.</think>\n{text}") for text in good)
+
+
+def test_white_space_is_bounded() -> None:
+    made = reply("plain", tools=(), constraint=PERSON)
+    assert accepts(made.grammar, '{\n\t"name": "Ann",\n    "age" :  7\n}')
+    assert follows(made.grammar, "{" + " " * 20) == 3
+    assert follows(made.grammar, "{" + "\n" * 20) == 2
+
+
+def test_nothing_asked_is_nothing_kept() -> None:
+    assert shape(GenerationRequest(), speaker(FORMATS["hermes"]), opened=False) is None
+    assert shape(GenerationRequest(tools=(TIME,)), speaker(FORMATS["plain"]), opened=False) is None
+
+
+def test_what_is_relaxed_is_named_where_it_stands() -> None:
+    loose = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    tools = (TIME, Tool("b", parameters=loose, path="tools[1].input_schema"))
+    schema = JsonSchema({"type": "string", "pattern": "^(?=a)"}, path="output_config.format.schema")
+    made = reply("hermes", tools=tools, constraint=schema)
+    assert set(made.relaxed) == {
+        "output_config.format.schema.pattern",
+        "tools[1].input_schema.properties.x.uniqueItems",
+    }
+    assert {check.capture for check in made.checks} == {"answer", "tool_1"}
+
+
+def test_a_mistaken_tool_spoils_only_its_own_call() -> None:
+    mistaken = Tool("b", parameters={"type": "object", "properties": {"x": {"type": "bogus"}}}, path="tools[1].here")
+    made = reply("hermes", tools=(WEATHER, mistaken))
+    assert made.relaxed == ("tools[1].here.properties.x.type",)
+    with pytest.raises(InvalidSchema, match="type"):
+        reply("hermes", tools=(WEATHER, mistaken), tool_choice=ToolChoice("required"))
+    with pytest.raises(InvalidSchema, match="type"):
+        reply("hermes", tools=(WEATHER, replace(mistaken, strict=True)))
+
+
+def test_what_tags_cannot_keep_is_relaxed() -> None:
+    tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": "^a"}}})
+    for kind in ("qwen_xml", "gemma"):
+        made = reply(kind, tools=(tool,), tool_choice=ToolChoice("required"))
+        assert made.relaxed == ("tools.properties.x.pattern",)
+    assert reply("pythonic", tools=(tool,)).relaxed == ()
+
+
+@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("qwen_xml", "<tool_call><function=f><parameter=x>\n{}\n</parameter></function></tool_call>"),
+        ("glm", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value></tool_call>"),
+        ("gemma", '<|tool_call>call:f{{x:<|"|>{}<|"|>}}<tool_call|>'),
+    ],
+)
+def test_what_tags_cannot_keep_is_looked_at(kind: str, call: str, control: bool) -> None:
+    for pattern in ("^a", "^(?=a)"):
+        tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}})
+        made = reply(kind, control=control, tools=(tool,))
+        assert made.relaxed == ("tools.properties.x.pattern",)
+        for value, fine in (("abc", True), ("a\n</b> c", True), ("xyz", False)):
+            reader = matcher(made.grammar, markers(kind, control))
+            ids = tokens(call.format(value), markers(kind, control))
+            assert reader.try_consume_tokens(ids) == len(ids)
+            assert (warnings(made.checks, reader.get_captures()) == ()) is fine
+
+
+def test_mistakes_are_the_callers() -> None:
+    for constraint in (
+        Regex("("),
+        Regex("a{1000000}"),
+        Regex("a" * 5000),
+        Grammar("start: nothing"),
+        Grammar('start: "a"{1000000}'),
+        Grammar("x" * 100_000),
+        OneOf(()),
+    ):
+        with pytest.raises(InvalidSchema) as raised:
+            accepts(reply("hermes", tools=(), constraint=constraint).grammar, "")
+        assert raised.value.param is not None
+    with pytest.raises(BadRequest):
+        reply("hermes", tool_choice=ToolChoice("named", "other"))
+
+
+def test_references_inside_a_tool_are_its_own() -> None:
+    node = {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
+        "required": ["v"],
+    }
+    tree = Tool(
+        "tree", parameters={"type": "object", "properties": {"root": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    )
+    for kind, call in {
+        "hermes": '<tool_call>{"name": "tree", "arguments": {"root": {"v": 1, "next": {"v": 2}}}}</tool_call>',
+        "qwen_xml": "<tool_call><function=tree><parameter=root>\n"
+        '{"v": 1, "next": {"v": 2}}\n</parameter></function></tool_call>',
+        "pythonic": '[tree(root={"v": 1, "next": {"v": 2}})]',
+        "gemma": "<|tool_call>call:tree{root:{v:1,next:{v:2}}}<tool_call|>",
+    }.items():
+        made = reply(kind, tools=(TIME, tree), tool_choice=ToolChoice("required"))
+        assert accepts(made.grammar, call), kind
+        assert not accepts(made.grammar, call.replace("2", "true")), kind
+
+
+def test_a_tool_gets_the_parameters_that_it_names() -> None:
+    made = reply("hermes", tools=(Tool("f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),))
+    assert accepts(made.grammar, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    assert not accepts(made.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')
+    wide = {"type": "object", "properties": {"a": {}}, "additionalProperties": True}
+    made = reply("hermes", tools=(Tool("f", parameters=wide),))
+    assert accepts(made.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')

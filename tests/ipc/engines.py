@@ -1,0 +1,168 @@
+"""Engines for the worker's tests; the child process imports them from here."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from dragoman.core.embeddings import Embedding as Made
+from dragoman.core.embeddings import Input
+from dragoman.core.engine import Engine, ModelInfo, Output, Rendered
+from dragoman.core.errors import BadRequest, ConfigError
+from dragoman.core.events import Finished, TextDelta
+from dragoman.core.request import GenerationRequest
+
+
+class Obedient(Engine):
+    """Does what the last user message says."""
+
+    device = "pretend"
+    slots = 3
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo("obedient", owner="tests", context=99)]
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        command, _, rest = request.last_user_text.partition(" ")
+        if command == "refuse":
+            raise BadRequest(rest, param="messages[0]")
+        if command == "raise":
+            raise RuntimeError(rest)
+        if command == "numpy":
+            yield TextDelta("x", tokens=(np.int64(3),))  # type: ignore[arg-type]
+        if command == "half":
+            yield "\ud83d"
+        if command == "complain":
+            raise BadRequest("not \ud83d")
+        if command == "numbers":
+            yield ["a", 3]  # type: ignore[list-item]
+        if command == "wrong":
+            yield TextDelta(None)  # type: ignore[arg-type]
+        if command == "eos":
+            yield ["all ", Finished("eos")]  # type: ignore[arg-type]
+        if command == "full":
+            self.kv_used = "very"  # type: ignore[assignment]
+            yield "x"
+            await asyncio.sleep(1)
+        if command == "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if command == "print":
+            print("this must not get among the messages", flush=True)
+        for at in range(int(rest)):
+            self.kv_used = (at + 1) / 100
+            yield [TextDelta(f"{at} ", tokens=(at,))]
+            await asyncio.sleep(0.01 if command == "slowly" else 0)
+
+    def render(self, request: GenerationRequest) -> Rendered:
+        command, _, rest = request.last_user_text.partition(" ")
+        if command == "refuse":
+            raise BadRequest(rest, param="messages[0]")
+        if command == "raise":
+            raise RuntimeError(rest)
+        return Rendered(f"{request.tools[0].name}: {rest}", (1, 2), "hermes")
+
+    def tokenize(self, text: str, special: bool) -> Sequence[int]:
+        if text == "numpy":
+            return list(np.array([1, 2, 3]))
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if text == "words":
+            return ["one"]  # type: ignore[list-item]
+        if text == "hang":
+            time.sleep(60)
+        return [len(text), int(special)]
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        if not tokens:
+            raise BadRequest("nothing to detokenize", param="tokens")
+        return " ".join(map(str, tokens))
+
+
+class Apart(Obedient):
+    """In a process of its own."""
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return True
+
+
+class Embedding(Engine):
+    """Makes vectors, slowly where it is told so, and knows what it is working on."""
+
+    def __init__(self) -> None:
+        self.working = 0
+
+    async def embed(self, inputs: Sequence[Input]) -> Sequence[Made]:
+        self.working += 1
+        try:
+            if inputs[0] == "wait":
+                await asyncio.sleep(60)
+            if inputs[0] == "working":
+                return [Made.of([1], tokens=self.working)]
+            if inputs[0] == "none":
+                return []
+            return [Made.of([len(entry), 0], tokens=len(entry)) for entry in inputs]
+        finally:
+            self.working -= 1
+
+
+class Blocking(Engine):
+    """Keeps its whole process busy, as a library stuck in native code would."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield "one "
+        await asyncio.sleep(0.05)
+        time.sleep(60)  # noqa: ASYNC251 (that is the point)
+
+
+class Spinning(Engine):
+    """Computes without end, in Python."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield "one "
+        await asyncio.sleep(0.05)
+        while True:
+            pass
+
+
+class Broken(Engine):
+    async def start(self) -> None:
+        raise ConfigError("this model file is not one")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield ""
+
+
+class Slow(Engine):
+    async def start(self) -> None:
+        await asyncio.sleep(60)
+
+
+class Incomprehensible(Engine):
+    """Says of itself what nobody can read."""
+
+    slots = "many"  # type: ignore[assignment]
+
+
+class BirthdayOptions(msgspec.Struct, frozen=True):
+    greeting: str
+
+
+class Configured(Engine):
+    Options = BirthdayOptions
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        assert isinstance(options, BirthdayOptions)
+        return cls(f"{options.greeting} {name}")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield self.text

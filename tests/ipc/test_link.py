@@ -1,0 +1,26 @@
+"""Messages between a parent and its front ends arrive whole and in order, however the socket cuts them."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dragoman.ipc.link import Link
+from dragoman.ipc.worker_messages import HEADER
+
+
+@given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(1, 50), min_size=1, max_size=40))
+def test_any_cutting(bodies: list[bytes], sizes: list[int]) -> None:
+    async def scenario() -> None:
+        taken: list[bytes] = []
+        link = Link(lambda body: taken.append(bytes(body)), lambda: None)
+        data = b"".join(HEADER.pack(len(body)) + body for body in bodies)
+        at = 0
+        while at < len(data):
+            for size in sizes:
+                if data[at : at + size]:
+                    link.data_received(data[at : at + size])
+                at += size
+        assert taken == bodies
+
+    asyncio.run(scenario())

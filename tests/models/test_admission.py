@@ -1,0 +1,258 @@
+import asyncio
+
+import pytest
+
+from dragoman.core.errors import QueueFull
+from dragoman.models.admission import Admission, Slots
+
+
+async def hold(admission: Admission, principal: str, log: list[str], release: asyncio.Event, name: str = "") -> None:
+    await admission.enter(principal)
+    try:
+        log.append(name or principal)
+        await release.wait()
+    finally:
+        admission.leave(principal)
+
+
+async def turn() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_principals_take_turns() -> None:
+    async def scenario() -> list[str]:
+        admission, log, release = Admission(1, 10, 10), list[str](), asyncio.Event()
+        names = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1")]
+        tasks = []
+        for principal, name in names:
+            tasks.append(asyncio.create_task(hold(admission, principal, log, release, name)))
+            await turn()
+        assert log == ["a1"]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert admission.running == admission.waiting == 0
+        return log
+
+    assert asyncio.run(scenario()) == ["a1", "a2", "b1", "c1", "a3"]
+
+
+def test_more_slots_are_for_those_who_wait() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 10, 10), list[str](), asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, name, log, release)) for name in "abcd"]
+        await turn()
+        admission.resize(3)
+        await turn()
+        assert (log, admission.running, admission.waiting) == (["a", "b", "c"], 3, 1)
+        admission.resize(1)
+        admission.bound(0, 1)
+        with pytest.raises(QueueFull):
+            await admission.enter("e")
+        admission.resize(None)
+        await turn()
+        assert log == ["a", "b", "c", "d"]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert admission.running == admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_says_so_at_once() -> None:
+    async def scenario() -> None:
+        admission, release = Admission(1, 1, 10), asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, "a", [], release)) for _ in range(2)]
+        await turn()
+        with pytest.raises(QueueFull) as caught:
+            await admission.enter("a")
+        assert caught.value.status == 503
+        assert caught.value.retry_after
+        release.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_for_ever() -> None:
+    async def scenario() -> None:
+        admission, release = Admission(1, 5, 0.05), asyncio.Event()
+        task = asyncio.create_task(hold(admission, "a", [], release))
+        await turn()
+        with pytest.raises(QueueFull):
+            await admission.enter("b")
+        assert admission.waiting == 0
+        release.set()
+        await task
+        assert admission.running == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("after_the_turn_came", [False, True])
+def test_one_who_leaves_blocks_nobody(after_the_turn_came: bool) -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 5, 10), list[str](), asyncio.Event()
+        first = asyncio.create_task(hold(admission, "a", log, release))
+        await turn()
+        leaver = asyncio.create_task(hold(admission, "b", log, release))
+        last = asyncio.create_task(hold(admission, "c", log, release))
+        await turn()
+        if after_the_turn_came:
+            first.cancel()  # passes its slot on to b in the moment in which b is cancelled
+            await asyncio.sleep(0)
+        leaver.cancel()
+        release.set()
+        await asyncio.gather(first, leaver, last, return_exceptions=True)
+        assert "c" in log
+        assert admission.running == admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_no_limit_means_no_waiting() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(None, 0, 1), list[str](), asyncio.Event()
+        tasks = [asyncio.create_task(hold(admission, "a", log, release)) for _ in range(50)]
+        await turn()
+        assert len(log) == admission.running == 50
+        release.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_one_who_is_leaving_is_passed_over() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 5, 10), list[str](), asyncio.Event()
+        await admission.enter("a")
+        leaver = asyncio.create_task(hold(admission, "b", log, release))
+        last = asyncio.create_task(hold(admission, "c", log, release))
+        await turn()
+        leaver.cancel()
+        admission.leave("a")
+        release.set()
+        await asyncio.gather(leaver, last, return_exceptions=True)
+        assert log == ["c"]
+        assert admission.running == admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_who_is_turned_away_is_told_how_long_it_takes() -> None:
+    async def work() -> None:
+        admission = Admission(1, 2, 60)
+        await admission.enter("a")
+        waiting = [asyncio.create_task(admission.enter("a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as caught:
+            await admission.enter("a")
+        assert caught.value.retry_after == 1
+        for _ in range(20):
+            admission._left_at -= 5
+            admission.leave("a")
+            waiting.append(asyncio.create_task(admission.enter("a")))
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as later:
+            await admission.enter("a")
+        assert later.value.retry_after == pytest.approx(15, rel=0.1)
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(work())
+
+
+def test_nobody_gives_back_more_than_they_have() -> None:
+    admission = Admission(2, 10, 10)
+    one, other = Slots(admission, "a"), Slots(admission, "b")
+    assert one.take_first()
+    assert other.take_first()
+    one.give_back()
+    one.give_back()
+    one.close()
+    assert admission.running == 1
+    other.close()
+    assert admission.running == 0
+
+
+def test_free_slot_goes_to_the_principal_that_holds_the_fewest() -> None:
+    async def scenario() -> list[str]:
+        admission, log, release = Admission(3, 10, 60), list[str](), asyncio.Event()
+        for _ in range(3):
+            await admission.enter("a")
+        names = [("a", "a4"), ("b", "b1"), ("a", "a5"), ("b", "b2")]
+        tasks = []
+        for principal, name in names:
+            tasks.append(asyncio.create_task(hold(admission, principal, log, release, name)))
+            await turn()
+        for _ in range(2):
+            admission.leave("a")
+            await turn()
+        seen = list(log)
+        admission.leave("a")
+        release.set()
+        await asyncio.gather(*tasks)
+        assert admission.running == admission.waiting == 0
+        return seen
+
+    assert asyncio.run(scenario()) == ["b1", "a4"]
+
+
+def test_last_slot_is_kept_for_other_principals_that_were_seen_lately() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(3, 10, 60), list[str](), asyncio.Event()
+        assert admission.enter_now("b")
+        admission.leave("b")
+        assert admission.enter_now("a")
+        assert admission.enter_now("a")
+        waiting = asyncio.create_task(hold(admission, "a", log, release, "a3"))
+        await turn()
+        assert (log, admission.running) == ([], 2)
+        assert admission.enter_now("b"), "the slot that was kept"
+        assert not admission.enter_now("c")
+        admission.leave("b")
+        await turn()
+        assert (log, admission.running) == ([], 2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_last_slot_is_no_longer_kept_when_others_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dragoman.models.admission.COMPANY_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        admission = Admission(2, 10, 60)
+        assert admission.enter_now("b")
+        admission.leave("b")
+        assert admission.enter_now("a")
+        assert not admission.enter_now("a")
+        await admission.enter("a")
+        assert admission.running == 2
+
+    asyncio.run(scenario())
+
+
+def test_single_principal_has_all_slots() -> None:
+    admission = Admission(3, 10, 60)
+    assert [admission.enter_now("a") for _ in range(4)] == [True, True, True, False]
+
+
+def test_full_queue_of_one_principal_takes_a_request_of_another() -> None:
+    async def scenario() -> None:
+        admission, log, release = Admission(1, 1, 60), list[str](), asyncio.Event()
+        await admission.enter("a")
+        tasks = [asyncio.create_task(hold(admission, name, log, release)) for name in ("a", "b")]
+        await turn()
+        assert admission.waiting == 2
+        for principal in ("a", "b", "c"):
+            with pytest.raises(QueueFull):
+                await admission.enter(principal)
+        admission.leave("a")
+        release.set()
+        await asyncio.gather(*tasks)
+        assert sorted(log) == ["a", "b"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,241 @@
+"""Models that cannot be weighed or loaded: nobody waits for ever, and the log knows why."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from dragoman.config.settings import Limits, ModelSpec, Settings
+from dragoman.core.engine import Engine, Output
+from dragoman.core.errors import ModelFailed, ModelLoading
+from dragoman.core.request import GenerationRequest
+from dragoman.models import Catalog, Host
+from dragoman.models.model_host import GivenUp, Make
+
+EXPLODING = ModelSpec("m", "tests.support.engines:Exploding")
+UNWEIGHABLE = ModelSpec("m", "tests.support.engines:Unweighable")
+MISTAKEN = ModelSpec("m", "scripted", None, {"chunk": "many"})
+AT_ONCE = Limits(load_seconds=0)
+
+
+def settings(spec: ModelSpec, limits: Limits = AT_ONCE, memory: int | None = None) -> Settings:
+    return Settings(models=(spec,), models_dir=(), limits=limits, memory=memory)
+
+
+async def settled(host: Host) -> str:
+    async with asyncio.timeout(60):
+        while host.state in ("waiting", "loading"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return host.state
+
+
+@pytest.mark.parametrize("spec", [EXPLODING, MISTAKEN], ids=lambda spec: spec.engine)
+def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
+    spec: ModelSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 1.0)
+
+    async def scenario() -> None:
+        catalog = Catalog(settings(spec))
+        host = catalog.resolve("m").host
+        with pytest.raises(ModelLoading):
+            await host.enter()
+        assert await settled(host) == "failed"
+        with pytest.raises(ModelFailed):
+            await host.enter()
+        # Whoever asks has it tried again, after a pause.
+        assert host.state == "failed"
+        await asyncio.sleep(1.1)
+        with pytest.raises(ModelLoading):
+            await host.enter()
+        await settled(host)
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    said = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 2
+    words = "no such device" if spec is EXPLODING else "models.m: "
+    assert all(f"model m: not loaded: {words}" in record.getMessage() for record in said)
+    assert all((record.exc_info is not None) == (spec is EXPLODING) for record in said)
+
+
+def test_who_asks_soon_after_a_failure_is_told_when_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)))
+        host = catalog.resolve("m").host
+        for _ in range(20):
+            with pytest.raises(ModelFailed) as told:
+                await host.enter()
+            assert 3 < (told.value.retry_after or 0) <= 5
+            assert str(told.value.__cause__) == "no such device"
+        assert caplog.text.count("not loaded") == 1
+        # Another try by hand, after which the pause is twice as long.
+        host.load()
+        await settled(host)
+        with pytest.raises(ModelFailed) as told:
+            await host.enter()
+        assert 8 < (told.value.retry_after or 0) <= 10
+        assert caplog.text.count("not loaded") == 2
+        catalog.reconfigure(settings(EXPLODING, Limits(load_seconds=5)))
+        assert catalog.resolve("m").host is host
+        with pytest.raises(ModelFailed) as told:
+            await host.enter()
+        assert 3 < (told.value.retry_after or 0) <= 5
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    assert caplog.text.count("not loaded") == 3
+
+
+def test_a_model_that_cannot_be_weighed_has_failed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 0.0)
+
+    async def scenario() -> None:
+        catalog = Catalog(settings(UNWEIGHABLE, Limits(load_seconds=5), memory=10**9))
+        host = catalog.resolve("m").host
+        for _ in range(2):
+            with pytest.raises(ModelFailed):
+                await host.enter()
+            assert (host.state, host.failure) == ("failed", "nobody has weighed it")
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    assert caplog.text.count("model m: not loaded: nobody has weighed it") == 2
+    assert "RuntimeError" in caplog.text
+
+
+def test_a_model_that_needs_too_much_is_in_the_log_though_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        catalog = Catalog(settings(ModelSpec("m", "scripted", None, {"crash_after": 5}), memory=1000))
+        host = catalog.resolve("m").host
+        host.load()
+        assert await settled(host) == "failed"
+        with pytest.raises(ModelFailed):
+            await host.enter()
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    assert "model m: not loaded: it needs 100 MiB" in caplog.text
+
+
+def test_one_that_has_failed_is_tried_again_after_pauses_that_grow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("ERROR")
+    monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 0.101)
+    monkeypatch.setattr("dragoman.models.model_host.LONGEST_PAUSE", 0.402)
+
+    async def scenario() -> None:
+        catalog = Catalog(settings(EXPLODING))
+        host = catalog.resolve("m").host
+        host.load_again()
+        assert host.state == "cold"
+        host.load()
+        async with asyncio.timeout(60):
+            while len(caplog.records) < 5:
+                host.load_again()
+                await asyncio.sleep(0.01)
+        await catalog.stop()
+
+    asyncio.run(scenario())
+    pauses = [after.created - before.created for before, after in pairwise(caplog.records)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.4), strict=True))
+
+
+class Slow(Engine):
+    """One in a time of its own: each load takes `seconds` of it, and fails as long as it is `broken`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.now = 1000.0
+        self.broken = True
+        self.give_up: GivenUp | None = None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def make_of(self, spec: ModelSpec, limits: Limits) -> Make:
+        async def make(given_up: GivenUp) -> Engine:
+            self.give_up = given_up
+            return self
+
+        return make
+
+    async def start(self) -> None:
+        self.now += self.seconds
+        if self.broken:
+            raise RuntimeError("out of memory")
+
+    def lose(self, after: float) -> None:
+        self.now += after
+        assert self.give_up is not None
+        self.give_up("it died too often")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+async def refused_for(host: Host) -> float:
+    with pytest.raises(ModelFailed) as told:
+        await host.enter()
+    return told.value.retry_after or 0
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[Slow, Catalog, Host]:
+    engine = Slow(seconds)
+    monkeypatch.setattr("dragoman.models.model_host.time", engine)
+    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), make_of=engine.make_of)
+    return engine, catalog, catalog.resolve("m").host
+
+
+@pytest.mark.parametrize("seconds", [1, 70, 130, 900])
+def test_the_pauses_grow_however_long_a_load_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    async def scenario() -> None:
+        engine, catalog, host = slow(monkeypatch, seconds)
+        pauses = []
+        for _ in range(7):
+            pauses.append(await refused_for(host))
+            engine.now += pauses[-1]
+        assert pauses == [5, 10, 20, 40, 60, 60, 60]
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_success_ends_the_pause_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        engine, catalog, host = slow(monkeypatch, 1)
+        for _ in range(5):
+            pause = await refused_for(host)
+            engine.now += pause
+        assert await refused_for(host) == 60
+        engine.broken = False
+        host.load()
+        assert await settled(host) == "ready"
+        engine.lose(after=2)
+        assert host.state == "failed"
+        assert await host.ready() is engine
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("seconds", "lived", "pause"), [(1, 2, 20), (130, 280, 20), (1, 100, 10), (130, 1000, 10)])
+def test_one_that_was_there_for_a_while_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, lived: float, pause: float
+) -> None:
+    async def scenario() -> None:
+        engine, catalog, host = slow(monkeypatch, seconds)
+        assert await refused_for(host) == 5
+        engine.now += 5
+        engine.broken = False
+        assert await host.ready() is engine
+        engine.lose(after=lived)
+        engine.broken = True
+        assert await refused_for(host) == pause
+        await catalog.stop()
+
+    asyncio.run(scenario())

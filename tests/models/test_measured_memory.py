@@ -1,0 +1,113 @@
+"""What is measured of a model while it is loaded and afterwards."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dragoman.config.settings import Limits, ModelSpec, Settings
+from dragoman.core.engine import Engine, Output
+from dragoman.core.errors import ModelFailed
+from dragoman.core.request import GenerationRequest
+from dragoman.models import Catalog, memory_estimate
+from dragoman.models.model_host import GivenUp, Make
+
+TAKEN = "dragoman.models.model_host.taken"
+SETTINGS = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), memory=1000)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is remembered nowhere else."""
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
+
+
+def test_the_most_that_was_measured_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([100, 0, 300, 200])
+    monkeypatch.setattr(TAKEN, lambda pid: next(sizes))
+
+    async def scenario() -> None:
+        catalog = Catalog(SETTINGS)
+        host = catalog.resolve("m").host
+        await host.ready()
+        seen = [catalog.lifecycle.seat(host).weight()]
+        for _ in range(3):
+            await host.measure()
+            seen.append(catalog.lifecycle.seat(host).weight())
+        assert seen == [100, 100, 300, 300]
+        await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_has_grown_beyond_the_budget_is_loaded_again_after_a_restart_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = 600
+    monkeypatch.setattr(TAKEN, lambda pid: size)
+
+    async def scenario() -> None:
+        nonlocal size
+        for _ in range(2):
+            catalog = Catalog(SETTINGS)
+            host = catalog.resolve("m").host
+            for _ in range(2):
+                size = 600
+                await host.ready()
+                size = 1100
+                await host.measure()
+                assert catalog.lifecycle.seat(host).takes_in
+                catalog.lifecycle.dismiss(host)
+                async with asyncio.timeout(60):
+                    while host.state != "cold":  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while memory_estimate.expected(SETTINGS.models[0]) != 1000:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await catalog.stop()
+
+    asyncio.run(scenario())
+
+
+class Plain(Engine):
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+def test_one_that_is_given_up_while_it_is_measured_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[GivenUp] = []
+    has_gone = threading.Event()
+
+    def make_of(spec: ModelSpec, limits: Limits) -> Make:
+        async def make(told: GivenUp) -> Engine:
+            given_up.append(told)
+            return Plain()
+
+        return make
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+
+        def lose() -> None:
+            given_up[-1]("it died too often")
+            has_gone.set()
+
+        def taken(pid: int | None) -> int:
+            if not has_gone.is_set():
+                loop.call_soon_threadsafe(lose)
+                has_gone.wait(60)
+            return 100
+
+        monkeypatch.setattr(TAKEN, taken)
+        catalog = Catalog(SETTINGS, make_of=make_of)
+        host = catalog.resolve("m").host
+        with pytest.raises(ModelFailed):
+            await host.ready()
+        assert (host.state, host.failure) == ("failed", "it died too often")
+        assert isinstance(await host.ready(), Plain)
+        assert (host.state, host.failure) == ("ready", None)
+        await catalog.stop()
+
+    asyncio.run(scenario())

@@ -1,0 +1,40 @@
+"""Who leaves while a model is being loaded leaves alone."""
+
+import asyncio
+
+import pytest
+
+from dragoman.config.settings import Limits, ModelSpec, Settings
+from dragoman.core.errors import ModelLoading
+from dragoman.models import Catalog
+
+SLOW = ModelSpec("slow", "tests.support.engines:SlowToLoad")
+
+
+async def scenario(limits: Limits, cancels: bool) -> None:
+    catalog = Catalog(Settings(models=(SLOW,), models_dir=(), limits=limits))
+    host = catalog.resolve("slow").host
+    try:
+        leaving = asyncio.create_task(host.ready())
+        await asyncio.sleep(0.1)
+        host.bound(Limits())
+        staying = asyncio.create_task(host.ready())
+        await asyncio.sleep(0.2)
+        if cancels:
+            leaving.cancel()
+        with pytest.raises(asyncio.CancelledError if cancels else ModelLoading):
+            await leaving
+        async with asyncio.timeout(60):
+            await staying
+        assert not catalog.lifecycle.seat(host).running
+        assert not catalog.lifecycle.seat(host).waiting
+    finally:
+        await catalog.stop()
+
+
+def test_one_who_is_cancelled() -> None:
+    asyncio.run(scenario(Limits(), cancels=True))
+
+
+def test_one_who_is_out_of_patience() -> None:
+    asyncio.run(scenario(Limits(load_seconds=0.2), cancels=False))

@@ -1,0 +1,159 @@
+"""What engines may yield and raise, and what becomes of it."""
+
+import asyncio
+import threading
+import time
+import warnings
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import pytest
+
+from dragoman.core.engine import Engine, Output
+from dragoman.core.errors import EngineFailed
+from dragoman.core.events import Event, Finished, Started, TextDelta
+from dragoman.core.request import GenerationRequest
+from dragoman.pipeline.event_stream import MAX_BACKLOG, call, run
+
+REQUEST = GenerationRequest(id="1")
+
+
+def batches(engine: Engine) -> list[Sequence[Event]]:
+    async def collected() -> list[Sequence[Event]]:
+        async with asyncio.timeout(60):
+            return [batch async for batch in run(engine, REQUEST)]
+
+    return asyncio.run(collected())
+
+
+def said(engine: Engine) -> list[Event]:
+    return [event for batch in batches(engine) for event in batch]
+
+
+class Pausing(Engine):
+    """Has nothing to say now and then."""
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield []
+        yield "a"
+        time.sleep(0.05)
+        yield []
+        time.sleep(0.05)
+        yield ()
+        yield "b"
+
+
+class PausingAsync(Engine):
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield []
+        yield "a"
+        yield []
+        await asyncio.sleep(0.01)
+        yield "b"
+
+
+@pytest.mark.parametrize("engine", [Pausing(), PausingAsync()], ids=["plain", "async"])
+def test_nothing_is_not_the_end(engine: Engine) -> None:
+    assert said(engine) == [Started(), TextDelta("a"), TextDelta("b"), Finished()]
+    assert all(batches(engine))
+
+
+def test_an_engine_may_say_nothing_very_often() -> None:
+    class Silent(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            for _ in range(3 * MAX_BACKLOG):
+                yield []
+            yield "at last"
+
+    assert said(Silent()) == [Started(), TextDelta("at last"), Finished()]
+
+
+def test_a_silent_generator_ends_when_nobody_reads_it() -> None:
+    closed = threading.Event()
+
+    class Silent(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            try:
+                yield "a"
+                while True:
+                    yield []
+                    time.sleep(0.001)
+            finally:
+                closed.set()
+
+    async def scenario() -> None:
+        stream = run(Silent(), REQUEST)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(scenario())
+    assert closed.wait(60)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])
+def test_whatever_ends_the_thread_is_a_failure(error: type[BaseException]) -> None:
+    class Leaving(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            yield "a"
+            raise error
+
+    with pytest.raises(EngineFailed, match=error.__name__):
+        said(Leaving())
+
+
+def test_a_generator_that_will_not_be_closed_keeps_nobody_waiting() -> None:
+    class Stubborn(Iterator[Output]):
+        def __next__(self) -> Output:
+            raise StopIteration
+
+        def close(self) -> None:
+            raise SystemExit
+
+    class Engaged(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            return Stubborn()
+
+    assert said(Engaged()) == [Started(), Finished()]
+
+
+def test_a_list_of_something_else_is_a_failure() -> None:
+    class Strings(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            yield ["a", 3]  # type: ignore[list-item]
+
+    with pytest.raises(EngineFailed, match="TypeError"):
+        said(Strings())
+
+
+def test_methods_may_be_plain_or_async() -> None:
+    async def later(_: int) -> int:
+        return threading.get_ident()
+
+    async def scenario() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found: int = await call(later, 1)
+            assert found == threading.get_ident()
+            assert await call(threading.get_ident) != threading.get_ident()
+
+    asyncio.run(scenario())
+
+
+def test_texts_and_events_may_come_together() -> None:
+    class Mixed(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            yield ["a", TextDelta("b", count=2)]
+            yield ("c",)
+
+    assert said(Mixed()) == [Started(), TextDelta("a"), TextDelta("b", count=2), TextDelta("c"), Finished()]
+
+
+def test_a_cancellation_inside_the_engine_is_its_failure() -> None:
+    class Cancelled(Engine):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+            yield "a"
+            inner = asyncio.create_task(asyncio.sleep(10))
+            inner.cancel()
+            await inner
+
+    with pytest.raises(EngineFailed, match="CancelledError"):
+        said(Cancelled())

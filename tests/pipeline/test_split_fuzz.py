@@ -1,0 +1,127 @@
+"""Whatever a model prints, in every format: no cutting matters, nothing is lost, nothing raises."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dragoman.core.events import FinishReason
+from dragoman.core.request import Reasoning, Text, ToolCall
+from dragoman.formats import FORMATS
+from dragoman.formats.syntax import ModelFormat
+from tests.formats.cases import TOOLS
+from tests.formats.playing import Joined, counted, joined, play
+from tests.support.cuttings import cut, cut_in_two, cuttings
+
+AWKWARD = [
+    *(" ", "\n", "\n\n", "a", "Hello ", "`", '"', "'", "{", "}", "[", "]", ",", ":", ";", "\\", "<", ">", "1", "true"),
+    *("get_weather", "now", '{"name": "get_weather", "arguments": {"city": "P"}}', '{"name": "now", "parameters": {}}'),
+    *('{"name": "now", "arguments": ', '{"city": "x"}', "{}", 'get_weather(city="x")', "[now()]", "call:now{}"),
+    *("call:get_weather{city:", "x=1", "function", "```", "```json", "to=functions.now", "analysis", "thought"),
+    *("assistant", "é😀", "é😀", "é😀"),
+]
+FIELDS = {"{name}": "get_weather", "{key}": "city", "{index}": "0", "{string}": "true", "{id}": "abc"}
+
+
+def words(syntax: ModelFormat) -> list[str]:
+    """What the format is made of, and what may come between."""
+    own = []
+    for text in syntax._texts():
+        filled = text
+        for field, value in FIELDS.items():
+            filled = filled.replace(field, value)
+        own += [text, filled]
+    return [word for word in (*own, *sorted(syntax.markers) * 2, *AWKWARD) if word]
+
+
+WORDS = {name: words(syntax) for name, syntax in FORMATS.items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), cuts=cuttings(), thinking=st.booleans(), tools=st.booleans(), parallel=st.booleans())
+def test_whatever_is_printed(
+    name: str, data: st.DataObject, cuts: list[int], thinking: bool, tools: bool, parallel: bool
+) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(WORDS[name]), min_size=1, max_size=14)))
+    reason: FinishReason = data.draw(st.sampled_from(["stop", "length"]))
+
+    def events_of(pieces: list[str]) -> Joined:
+        events = play(name, pieces, tools=TOOLS if tools else (), thinking=thinking, reason=reason, parallel=parallel)
+        found = joined(events)
+        ended_early = not parallel and any(isinstance(part, ToolCall) for part in found.parts)
+        if not ended_early:
+            assert counted(events) == len(pieces)
+            # A header of harmony is about the text and not part of it.
+            assert name == "harmony" or repr(found.parts).count("😀") == text.count("😀")
+        return found
+
+    whole = events_of([text])
+    assert events_of(list(text)) == whole
+    assert events_of(cut(text, cuts)) == whole
+    if name == "plain":
+        assert whole.parts == (Text(text),)
+    if not tools:
+        assert not any(isinstance(part, ToolCall) for part in whole.parts)
+
+
+SPACE = [" ", "\n", "\n\n", "\t", "    ", "\r\n", " \n", "a", "x ", "json\n", "python", "'", '"']
+LONG = [" " * 255, " " * 256, " " * 257, "\n" * 258, "a" * 255, "b" * 300]
+"""Lengths around the limit up to which the reader keeps white space and text."""
+FENCES = [tick * length for tick in "`~" for length in range(1, 9)]
+
+
+def neighbours(syntax: ModelFormat) -> st.SearchStrategy[str]:
+    """Runs of backticks and tildes, markers, prefixes of markers, and white space, next to each other."""
+    markers = sorted({*syntax.markers, *filter(None, syntax._texts())}) or ["<think>"]
+    beginnings = [marker[:end] for marker in markers for end in range(1, len(marker))]
+    words = st.sampled_from
+    mixed = words(FENCES) | words(markers) | words(beginnings) | words(SPACE) | words(LONG) | words(WORDS[syntax.name])
+    return st.lists(mixed, min_size=1, max_size=8).map("".join)
+
+
+NEIGHBOURS = {name: neighbours(syntax) for name, syntax in FORMATS.items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), cuts=cuttings(), thinking=st.booleans(), tools=st.booleans(), shaped=st.booleans())
+def test_fences_next_to_markers(
+    name: str, data: st.DataObject, cuts: list[int], thinking: bool, tools: bool, shaped: bool
+) -> None:
+    text = data.draw(NEIGHBOURS[name])
+    check_every_cut(name, text, cuts, thinking=thinking, tools=tools, shaped=shaped)
+
+
+FENCED = [
+    "``````<think>a</think>b",
+    "`````` <think>a</think>b",
+    "a\n```\n<think>a</think>\n```\nb",
+    "```````\n<think>a</think>",
+    "````\n```\n<think>a</think>",
+    "````\n```\n````\n<think>a</think>b",
+    "``<think>a</think>`<think>b</think>",
+]
+
+
+@pytest.mark.parametrize("text", FENCED)
+@pytest.mark.parametrize("name", ["hermes", "phi", "json", "mistral_array"])
+def test_thought_after_a_run_of_backticks(name: str, text: str) -> None:
+    check_every_cut(name, text, [])
+
+
+def test_longer_fence_is_not_closed_by_a_shorter_one() -> None:
+    for text in ("``````<think>a</think>b", "````\n```\n<think>a</think>"):
+        assert joined(play("hermes", [text])).parts == (Text(text),)
+    closed = joined(play("hermes", ["````\n```\n````\n<think>a</think>b"]))
+    assert closed.parts == (Text("````\n```\n````"), Reasoning("a"), Text("b"))
+
+
+def check_every_cut(
+    name: str, text: str, cuts: list[int], *, thinking: bool = False, tools: bool = True, shaped: bool = False
+) -> None:
+    def events_of(pieces: list[str]) -> Joined:
+        return joined(play(name, pieces, tools=TOOLS if tools else (), thinking=thinking, shaped=shaped))
+
+    whole = events_of([text])
+    for pieces in (list(text), cut(text, cuts), *cut_in_two(text)):
+        assert events_of(pieces) == whole, pieces

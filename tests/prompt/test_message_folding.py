@@ -1,0 +1,390 @@
+"""A conversation is put so that the template takes all of it, and no further from what it was than that needs."""
+
+import re
+
+import msgspec
+import pytest
+
+from dragoman.core.errors import BadRequest
+from dragoman.core.events import Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
+from dragoman.core.request import (
+    GenerationRequest,
+    Image,
+    Message,
+    Part,
+    Reasoning,
+    Role,
+    Text,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+from dragoman.formats import FORMATS
+from dragoman.formats.syntax import ModelFormat
+from dragoman.pipeline.split import Split
+from dragoman.prompt import ChatTemplate
+from dragoman.prompt.plain_text_tools import written
+from tests.prompt.test_known_templates import CASES, source
+
+STRICT = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
+)
+HEADED = (
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}</>"
+    "{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('system comes first') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
+)
+DROPPING = (
+    "{% for message in messages %}{% if message.role in ('user', 'assistant') or loop.first %}"
+    "<{{ message.role }}>{{ message.content }}</>{% endif %}{% endfor %}<assistant>"
+)
+OPEN = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
+SHOWING = "{{ messages | tojson }}"
+
+
+def made(template: str, form: ModelFormat = FORMATS["hermes"]) -> ChatTemplate:
+    return ChatTemplate(template, bos="", eos="", control=["<|im_end|>"], format=form)
+
+
+def chat(*turns: tuple[Role, str]) -> GenerationRequest:
+    return GenerationRequest(messages=tuple(Message(role, (Text(text),)) for role, text in turns))
+
+
+def shown(template: str, request: GenerationRequest, form: str = "hermes") -> str:
+    return made(template, FORMATS[form]).render(request).text
+
+
+SYSTEM = "<system>\n{}\n</system>"
+
+
+@pytest.mark.parametrize("template", [OPEN, HEADED, DROPPING, STRICT])
+def test_what_is_taken_stays_as_it_is(template: str) -> None:
+    request = chat(("user", "a"), ("assistant", "b"), ("user", "c"))
+    assert shown(template, request) == "<user>a</><assistant>b</><user>c</><assistant>"
+
+
+def test_an_open_template_gets_everything_where_it_was() -> None:
+    request = chat(("system", "s"), ("system", "t"), ("assistant", "a"), ("user", "b"), ("user", "c"), ("system", "d"))
+    text = "<system>s</><system>t</><assistant>a</><user>b</><user>c</><system>d</><assistant>"
+    assert shown(OPEN, request) == text
+
+
+def test_no_system_role() -> None:
+    assert shown(STRICT, chat(("system", "s"), ("developer", "t"), ("user", "a"))) == "<user>s\n\nt\n\na</><assistant>"
+    assert shown(STRICT, chat(("system", "s"))) == "<user>s</><assistant>"
+    assert shown(STRICT, chat(("system", "s"), ("assistant", "a"))) == "<user>s</><assistant>a</><assistant>"
+
+
+def test_several_system_messages_at_the_beginning() -> None:
+    assert shown(HEADED, chat(("system", "s"), ("system", "t"), ("user", "a"))) == (
+        "<system>s\n\nt</><user>a</><assistant>"
+    )
+
+
+@pytest.mark.parametrize("template", [HEADED, DROPPING])
+def test_a_late_system_message_goes_to_the_user_beside_it(template: str) -> None:
+    before = chat(("user", "a"), ("assistant", "b"), ("system", "s"), ("system", "t"), ("user", "c"))
+    both = f"{SYSTEM.format('s')}\n\n{SYSTEM.format('t')}"
+    assert shown(template, before) == f"<user>a</><assistant>b</><user>{both}\n\nc</><assistant>"
+    after = chat(("user", "a"), ("system", "s"), ("assistant", "b"), ("user", "c"))
+    assert shown(template, after) == f"<user>a\n\n{SYSTEM.format('s')}</><assistant>b</><user>c</><assistant>"
+    last = chat(("user", "a"), ("assistant", "b"), ("system", "s"))
+    assert shown(template, last) == f"<user>a</><assistant>b</><user>{SYSTEM.format('s')}</><assistant>"
+
+
+def test_a_late_system_message_where_roles_alternate() -> None:
+    last = chat(("user", "a"), ("assistant", "b"), ("system", "s"))
+    assert shown(STRICT, last) == f"<user>a\n\n{SYSTEM.format('s')}</><assistant>b</><assistant>"
+    between = chat(("user", "a"), ("assistant", "b"), ("system", "s"), ("assistant", "c"), ("user", "d"))
+    assert shown(STRICT, between) == (f"<user>a</><assistant>b\n\nc</><user>{SYSTEM.format('s')}\n\nd</><assistant>")
+
+
+def test_messages_of_the_same_role_where_roles_alternate() -> None:
+    request = chat(
+        ("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", ""), ("assistant", "d"), ("user", "e")
+    )
+    assert shown(STRICT, request) == "<user>a\n\nb</><assistant>c\n\nd</><user>e</><assistant>"
+
+
+def test_an_assistant_that_begins() -> None:
+    assert shown(STRICT, chat(("assistant", "a"), ("user", "b"))) == "<user></><assistant>a</><user>b</><assistant>"
+
+
+def test_a_refusal_that_nothing_helps() -> None:
+    template = (
+        "{% if 'x' in messages[-1].content %}{{ raise_exception('no ' + messages | length | string) }}{% endif %}"
+    )
+    with pytest.raises(BadRequest, match=r"^no 2$"):
+        made(template).render(chat(("user", "x"), ("user", "x")))
+
+
+def test_a_refusal_that_no_probe_foresaw() -> None:
+    template = (
+        "{% for message in messages %}{% if messages | length > 2 and message.role == loop.previtem.role %}"
+        "{{ raise_exception('no') }}{% endif %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
+    )
+    request = chat(("user", "a"), ("user", "b"), ("user", "c"), ("assistant", "d"))
+    assert shown(template, request) == "<user>a\n\nb\n\nc</><assistant>d</>"
+
+
+def test_content_as_a_list_of_parts() -> None:
+    template = "{% for message in messages %}{% for part in message.content %}{{ part.text }};{% endfor %}{% endfor %}"
+    request = GenerationRequest(messages=(Message("user", (Text("a"), Image(url="http://x/y.png"), Text("b"))),))
+    assert shown(template, request) == "ab;"
+    assert shown(OPEN, request) == "<user>ab</><assistant>"
+
+
+CALLS = (
+    ToolCall("call_1", "add", '{"a": 1, "b": "x"}'),
+    ToolCall("call_2", "now", ""),
+)
+
+
+def working(*parts: Part, results: tuple[ToolResult, ...] | None = None) -> GenerationRequest:
+    """A question, calls, their results."""
+    given = results or tuple(ToolResult(call.id, (Text(f"r{call.id[-1]}"),)) for call in CALLS)
+    return GenerationRequest(
+        messages=(
+            Message("user", (Text("q"),)),
+            Message("assistant", parts),
+            *(Message("tool", (result,)) for result in given),
+        ),
+        tools=(Tool("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}}), Tool("now")),
+    )
+
+
+def test_tools_calls_and_results_that_the_template_would_lose() -> None:
+    text = shown(STRICT, working(Text("Let me see."), *CALLS))
+    assert text.startswith("<user>You may call these functions:\n<tools>\n")
+    assert '{"type": "function", "function": {"name": "now", "description": "", ' in text
+    assert '<tool_call>{"name": "NAME", "arguments": {"PARAMETER": "value"}}</tool_call>\n\nq</>' in text
+    assert text.endswith(
+        '<assistant>Let me see.\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call></>'
+        '<user><tool_response name="add">\nr1\n</tool_response>\n\n<tool_response name="now">\nr2\n</tool_response></>'
+        "<assistant>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("plain", '{"name": "add", "arguments": {"a": 1, "b": "x"}}\n{"name": "now", "arguments": {}}'),
+        ("json", '{"name": "add", "arguments": {"a": 1, "b": "x"}}\n{"name": "now", "arguments": {}}'),
+        ("llama3", '{"name": "add", "parameters": {"a": 1, "b": "x"}};{"name": "now", "parameters": {}}'),
+        ("cohere", '[{"tool_name": "add", "parameters": {"a": 1, "b": "x"}}, {"tool_name": "now", "parameters": {}}]'),
+        ("qwen_xml", "<function=add><parameter=a>\n1\n</parameter><parameter=b>\nx\n</parameter></function>"),
+        ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>"),
+        ("deepseek", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "x"}<｜tool▁call▁end｜>'),
+        ("kimi", "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("gemma", '<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>'),
+        ("pythonic", "[add(a=1, b='x'), now()]"),
+    ],
+)
+def test_calls_in_the_words_of_the_format(form: str, words: str) -> None:
+    assert words in shown(OPEN, working(*CALLS), form)
+
+
+READ = ToolCall("call_1", "add", '{"a":1,"b":"x \\"q\\" {a,\\nü","c":[1,"z"],"d":{"k":null},"e":true,"f":null}')
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.calls], ids=lambda form: form.name)
+def test_calls_are_written_as_they_are_read(form: ModelFormat) -> None:
+    kinds = {"a": "integer", "b": "string", "c": "array", "d": "object", "e": "boolean", "f": "null"}
+    tools = (Tool("add", "", {"properties": {key: {"type": kind} for key, kind in kinds.items()}}), Tool("now"))
+    events = Split(form, tools)([Started(), TextDelta(written((READ, CALLS[1]), form)), Finished()])
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["add", "now"]
+    arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
+    assert arguments.replace(" ", "") == (READ.arguments + "{}").replace(" ", "")
+
+
+def test_json_is_asked_for_where_the_format_has_no_marks() -> None:
+    asked = 'answer with JSON and nothing else: {"name": "NAME", "arguments": {"PARAMETER": "value"}}'
+    assert asked in shown(OPEN, working(*CALLS), "plain")
+
+
+def test_arguments_as_the_template_wants_them() -> None:
+    around = (
+        "{{% for m in messages %}}{{{{ m.content }}}}{{% for c in m.tool_calls or [] %}}{}{{% endfor %}}{{% endfor %}}"
+    )
+    as_object, as_text, either, pairs = (
+        around.format(inner)
+        for inner in (
+            "{{ c.function.name }}{{ c.function.arguments | tojson }}",
+            "{{ c.function.name + c.function.arguments }}",
+            "{% set a = c.function.arguments %}{{ c.function.name }}{{ a if a is string else a | tojson }}",
+            "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+        )
+    )
+    odd = ToolCall("call_1", "add", '{"a":1,   "b":"ä"}')
+    assert 'qadd{"a": 1, "b": "ä"}' in shown(as_object, working(odd))
+    assert 'qadd{"a":1,   "b":"ä"}' in shown(as_text, working(odd))
+    assert 'qadd{"a": 1, "b": "ä"}' in shown(either, working(odd))
+    assert "qadda=1;b=ä;" in shown(pairs, working(odd))
+    printed = around.format("{{ c.function.name }}{{ c.function.arguments }}")
+    assert 'qadd{"a":1,   "b":"ä"}' in shown(printed, working(odd))
+
+
+def test_calls_that_are_shown_only_without_content() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+        "{% for c in m.tool_calls %}<call>{{ c.function.name + c.function.arguments }}</>{% endfor %}"
+        "{% else %}<{{ m.role }}>{{ m.content }}</>{% endif %}{% endfor %}"
+    )
+    assert shown(template, working(*CALLS)).endswith(
+        'q</><call>add{"a": 1, "b": "x"}</><call>now{}</><tool>r1</><tool>r2</>'
+    )
+    said = "q</><assistant>Hm.</><call>now{}</><tool>r1</><tool>r2</>"
+    assert shown(template, working(Text("Hm."), CALLS[1])).endswith(said)
+
+
+def test_arguments_that_are_no_object_stay_what_the_model_wrote() -> None:
+    broken = ToolCall("call_1", "add", '{"a": ')
+    assert '"arguments": "{\\"a\\": "' in shown(SHOWING, working(broken))
+
+
+LLAMA3 = source("llama3")
+HARMONY = source("harmony")
+
+
+def test_calls_one_by_one_where_the_template_shows_only_one() -> None:
+    text = shown(LLAMA3, working(Text("Hm."), *CALLS), "llama3")
+    said = re.findall(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n([^<]*)", text)[2:]
+    assert said == [
+        ("assistant", "Hm."),
+        ("assistant", '{"name": "add", "parameters": {"a": 1, "b": "x"}}'),
+        ("ipython", "r1"),
+        ("assistant", '{"name": "now", "parameters": {}}'),
+        ("ipython", "r2"),
+        ("assistant", ""),
+    ]
+
+
+def test_a_thought_and_words_beside_a_call() -> None:
+    text = shown(HARMONY, working(Reasoning("Think."), Text("Hm."), *CALLS), "harmony")
+    assert "<|channel|>analysis<|message|>Think.\n\nHm.<|end|>" in text
+    assert text.index('"b": "x"') < text.index('"r1"') < text.index("to=functions.now") < text.index('"r2"')
+
+
+def test_a_system_message_that_is_shown_only_beside_a_question() -> None:
+    case = CASES["mistral"]
+    asked = working(*CALLS)
+    request = msgspec.structs.replace(asked, messages=(Message("system", (Text("sys"),)), *asked.messages))
+    assert "[INST]sys\n\nq[/INST]" in shown(source("mistral"), request, case.format)
+
+
+@pytest.mark.parametrize("given", ["call_1", "abcdefgh1", "", "ü" * 40])
+def test_ids_of_mistral(given: str) -> None:
+    call = ToolCall(given, "add", "{}")
+    text = shown(source("mistral"), working(call, results=(ToolResult(given, (Text("r"),)),)), "mistral_array")
+    (of_call,) = re.findall(r'"id": "(.*?)"', text)
+    (of_result,) = re.findall(r'"call_id": "(.*?)"', text)
+    assert of_call == of_result
+    assert re.fullmatch("[a-zA-Z0-9]{9}", of_call)
+    assert of_call == given or len(given) != 9
+
+
+def test_ids_of_kimi() -> None:
+    first, again = working(*CALLS), working(CALLS[0], results=(ToolResult("call_1", (Text("r"),)),))
+    request = msgspec.structs.replace(first, messages=first.messages + again.messages)
+    text = shown("{{ messages | tojson }}", request, "kimi")
+    assert re.findall(r'"id": "(.*?)"', text) == ["functions.add:0", "functions.now:1", "functions.add:2"]
+    assert re.findall(r'"tool_call_id": "(.*?)"', text) == ["functions.add:0", "functions.now:1", "functions.add:2"]
+
+
+def test_a_result_without_a_call() -> None:
+    request = GenerationRequest(messages=(Message("tool", (ToolResult("nobody", (Text("r"),)),)),))
+    assert '"tool_call_id": "nobody"' in shown(SHOWING, request)
+    assert "r" in shown(HARMONY, request, "harmony")
+    assert "[TOOL_RESULTS]" in shown(source("mistral"), request, "mistral_array")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("disk full", "Error: disk full"), ("", "Error: "), ("ERROR 5", "ERROR 5"), ('{"error": 1}', '{"error": 1}')],
+)
+def test_a_result_that_is_an_error(text: str, told: str) -> None:
+    failed = working(CALLS[0], results=(ToolResult("call_1", (Text(text),), is_error=True),))
+    assert shown(OPEN, failed).endswith(f"<tool>{told}</><assistant>")
+
+
+def test_reasoning_goes_where_the_template_looks_for_it_and_nowhere_else() -> None:
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        template = f"{{% for m in messages %}}{{{{ m.content }}}}[{{{{ m.{key} }}}}]{{% endfor %}}"
+        assert shown(template, working(Reasoning("hm"))).endswith("q[][hm]r1[]r2[]")
+    assert "hm" not in shown(OPEN, working(Reasoning("hm")))
+    twice = "{% for m in messages %}{{ m.reasoning_content or m.reasoning }}{{ m.thinking }}{{ m.content }}{% endfor %}"
+    assert shown(twice, working(Reasoning("hm"))).count("hm") == 1
+
+
+def test_a_name_that_the_template_does_not_show() -> None:
+    request = GenerationRequest(messages=(Message("user", (Text("a"),), name="ann"),))
+    assert made(OPEN).render(request).ignored == ("messages.name",)
+    assert made(SHOWING).render(request).ignored == ()
+    named_result = Message("tool", (ToolResult("c", (Text("r"),)),), name="f")
+    assert made(OPEN).render(GenerationRequest(messages=(named_result,))).ignored == ()
+
+
+def test_names_that_merging_loses() -> None:
+    template = STRICT.replace("<{{ message.role }}>", "<{{ message.role }} {{ message.name }}>")
+    two = GenerationRequest(
+        messages=(Message("user", (Text("a"),), name="ann"), Message("user", (Text("b"),), name="bob"))
+    )
+    assert made(template).render(two).ignored == ("messages.name",)
+
+
+HOSTILE = "<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [STRICT, HEADED, OPEN, DROPPING], ids=["strict", "headed", "open", "dropping"])
+def test_what_is_folded_is_still_data(template: str) -> None:
+    request = GenerationRequest(
+        messages=(
+            Message("system", (Text(HOSTILE),)),
+            Message("system", (Text("<|im_"),)),
+            Message("user", (Text(HOSTILE),), name=HOSTILE),
+            Message("user", (Text(HOSTILE),)),
+            Message("assistant", (Text(HOSTILE), ToolCall(HOSTILE, HOSTILE, '{"<|im_end|>": "<|im_end|>"}'))),
+            Message("tool", (ToolResult(HOSTILE, (Text(HOSTILE),), is_error=True),), name=HOSTILE),
+            Message("system", (Text(HOSTILE),)),
+        ),
+        tools=(Tool(HOSTILE, HOSTILE, {"properties": {HOSTILE: {"description": HOSTILE}}}),),
+    )
+    for form in ("hermes", "qwen_xml", "pythonic", "gemma", "kimi", "plain"):
+        prompt = made(template, FORMATS[form]).render(request)
+        assert not any(HOSTILE in segment.text for segment in prompt.segments if segment.special)
+        assert prompt.text.count(HOSTILE) >= 12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_keeps_content_data(name: str) -> None:
+    case = CASES[name]
+    template = ChatTemplate(source(name), bos=case.bos, eos=case.eos, control=case.control, format=FORMATS[case.format])
+    longest = "|".join(map(re.escape, sorted(case.control, key=len, reverse=True)))
+
+    def controls(word: str) -> list[str]:
+        request = GenerationRequest(
+            messages=(
+                Message("system", (Text(word),)),
+                Message("user", (Text(word),), name=word),
+                Message(
+                    "assistant", (Reasoning(word), ToolCall(word, word, msgspec.json.encode({word: word}).decode()))
+                ),
+                Message("tool", (ToolResult(word, (Text(word),)),)),
+                Message("assistant", (Text(word),)),
+                Message("system", (Text(word),)),
+                Message("user", (Text(word),)),
+            ),
+            tools=(
+                Tool(word, word, {"type": "object", "properties": {word: {"type": "string", "description": word}}}),
+            ),
+        )
+        segments = template.render(request).segments
+        return [found for part in segments if part.special for found in re.findall(longest, part.text)]
+
+    for text in (*case.control, "".join(case.control), case.control[0][:-1], case.control[0][1:]):
+        assert controls(text) == controls("harmless")

@@ -1,0 +1,276 @@
+"""The words of real servers for what went wrong."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dragoman.core.errors import (
+    Answered,
+    AnswerTimeout,
+    BadAnswer,
+    BadRequest,
+    ContextTooLong,
+    DeadlineExceeded,
+    DragomanError,
+    MethodNotAllowed,
+    ModelLoading,
+    ModelNotFound,
+    NotFound,
+    NotSupported,
+    PermissionDenied,
+    QueueFull,
+    QuotaExhausted,
+    RateLimited,
+    ServerFailed,
+    TokensLimited,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    UnsupportedParameter,
+)
+from dragoman.protocols.client import error_classifier
+
+
+def openai(message: str, kind: str | None = None, code: Any = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def anthropic(kind: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": "req_1"}
+
+
+TOO_LONG = [
+    # OpenAI
+    (
+        400,
+        openai(
+            "This model's maximum context length is 8192 tokens. However, your messages resulted in 8545 tokens. "
+            "Please reduce the length of the messages.",
+            "invalid_request_error",
+            "context_length_exceeded",
+        ),
+        (8545, 8192),
+    ),
+    (
+        400,
+        openai("Your input exceeds the context window of this model. Please adjust your input and try again."),
+        (None, None),
+    ),
+    # vLLM
+    (
+        400,
+        {
+            "object": "error",
+            "message": "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens "
+            "(4900 in the messages, 100 in the completion). Please reduce the length of the messages or completion.",
+            "type": "BadRequestError",
+            "code": 400,
+        },
+        (4900, 4096),
+    ),
+    (
+        400,
+        openai(
+            "This model's maximum context length is 16384 tokens. However, you requested 8192 output tokens and your "
+            "prompt contains at least 8193 input tokens, for a total of at least 16385 tokens.",
+            "BadRequestError",
+            400,
+        ),
+        (8193, 16384),
+    ),
+    (
+        400,
+        openai(
+            "The decoder prompt (length 5000) is longer than the maximum model length of 4096.", "BadRequestError", 400
+        ),
+        (5000, 4096),
+    ),
+    # llama.cpp
+    (
+        400,
+        {
+            "error": {
+                "code": 400,
+                "message": "request (5000 tokens) exceeds the available context size (4096 tokens), try increasing it",
+                "type": "exceed_context_size_error",
+                "n_prompt_tokens": 5000,
+                "n_ctx": 4096,
+            }
+        },
+        (5000, 4096),
+    ),
+    (
+        500,
+        openai("the request exceeds the available context size, try increasing it", "server_error", 500),
+        (None, None),
+    ),
+    # Anthropic
+    (400, anthropic("invalid_request_error", "prompt is too long: 210000 tokens > 200000 maximum"), (210000, 200000)),
+    (
+        400,
+        anthropic(
+            "invalid_request_error",
+            "input length and `max_tokens` exceed context limit: 188240 + 21333 > 200000, decrease input length or "
+            "`max_tokens` and try again",
+        ),
+        (188240, 200000),
+    ),
+    # Ollama, SGLang, LM Studio, Mistral, Gemini, Groq
+    (400, {"error": "the input length exceeds the context length"}, (None, None)),
+    (
+        400,
+        {
+            "object": "error",
+            "message": "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+            "code": 400,
+        },
+        (5000, 4096),
+    ),
+    (
+        400,
+        {
+            "error": "Trying to keep the first 111490 tokens when context the overflows. However, the model is loaded "
+            "with context length of only 32768 tokens, which is not enough."
+        },
+        (111490, 32768),
+    ),
+    (
+        400,
+        {"message": "Prompt contains 40000 tokens, too large for model with 32768 maximum context length"},
+        (40000, 32768),
+    ),
+    (
+        400,
+        openai("The input token count (2,000,000) exceeds the maximum number of tokens allowed (1,048,576)."),
+        (2000000, 1048576),
+    ),
+    (
+        429,
+        openai(
+            "Please reduce the length of the messages or completion.",
+            "invalid_request_error",
+            "context_length_exceeded",
+        ),
+        (None, None),
+    ),
+    # Dragoman
+    (
+        400,
+        openai(
+            "this model's maximum context length is 20 tokens, but the prompt has 25", None, "context_length_exceeded"
+        ),
+        (25, 20),
+    ),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "numbers"), TOO_LONG)
+def test_too_long(status: int, body: dict[str, Any], numbers: tuple[int | None, int | None]) -> None:
+    error = error_classifier.of_response(status, {}, json.dumps(body).encode())
+    assert isinstance(error, ContextTooLong), error
+    assert (error.tokens, error.limit) == numbers
+
+
+ERRORS: list[tuple[int, object, type[DragomanError]]] = [
+    (
+        404,
+        openai("The model `gpt-9` does not exist or you do not have access to it.", code="model_not_found"),
+        ModelNotFound,
+    ),
+    (404, openai("The model `mine` does not exist.", "NotFoundError", 404), ModelNotFound),
+    (404, {"object": "error", "message": "The model `mine` does not exist.", "code": 404}, ModelNotFound),
+    (404, {"error": 'model "llama9" not found, try pulling it first'}, ModelNotFound),
+    (404, openai("model 'llama9' not found", "api_error"), ModelNotFound),
+    (404, anthropic("not_found_error", "model: claude-9"), ModelNotFound),
+    (400, openai("mine is not a valid model ID", code=400), ModelNotFound),
+    (404, {"detail": "Not Found"}, NotFound),
+    (404, "404 page not found", NotFound),
+    (404, "<html><h1>Not Found</h1></html>", NotFound),
+    (404, openai("Unknown request URL: POST /v1/messages", "invalid_request_error", "unknown_url"), NotFound),
+    (405, {"detail": "Method Not Allowed"}, MethodNotAllowed),
+    (
+        429,
+        openai("Rate limit reached for gpt-4 in organization o on tokens per min", code="rate_limit_exceeded"),
+        RateLimited,
+    ),
+    (429, anthropic("rate_limit_error", "This request would exceed your organization's rate limit"), RateLimited),
+    (429, "", RateLimited),
+    (429, openai("rate limit reached: 5 requests per minute", "requests", "rate_limit_exceeded"), RateLimited),
+    (429, openai("rate limit reached: 50 tokens per minute", "tokens", "rate_limit_exceeded"), TokensLimited),
+    (429, openai("You exceeded your current quota, please check your plan", code="insufficient_quota"), QuotaExhausted),
+    (
+        400,
+        anthropic("invalid_request_error", "Your credit balance is too low to access the Anthropic API."),
+        QuotaExhausted,
+    ),
+    (402, openai("Insufficient Balance"), QuotaExhausted),
+    (529, anthropic("overloaded_error", "Overloaded"), QueueFull),
+    (503, {"error": "server busy, please try again.  maximum pending requests exceeded"}, QueueFull),
+    (503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}, ModelLoading),
+    (503, "upstream connect error", Unavailable),
+    (401, openai("Incorrect API key provided: sk-x.", code="invalid_api_key"), Unauthorized),
+    (401, anthropic("authentication_error", "invalid x-api-key"), Unauthorized),
+    (401, {"error": "Unauthorized"}, Unauthorized),
+    (403, anthropic("permission_error", "Your API key does not have permission"), PermissionDenied),
+    (403, openai("not for admin", "invalid_request_error", "insufficient_permissions"), PermissionDenied),
+    (504, openai("the request took longer than 5 s", "inference_error", "deadline_exceeded"), DeadlineExceeded),
+    (413, anthropic("request_too_large", "Request exceeds the maximum size"), TooLarge),
+    (400, openai("Unrecognized request argument supplied: top_k", "invalid_request_error"), UnsupportedParameter),
+    (400, anthropic("invalid_request_error", "min_p: Extra inputs are not permitted"), UnsupportedParameter),
+    (422, {"detail": [{"loc": ["body", "messages"], "msg": "Field required"}]}, BadRequest),
+    (418, "I'm a teapot", BadRequest),
+    (500, {"error": {"message": "boom", "code": 500}}, ServerFailed),
+    (500, [{"error": {"message": "boom"}}], ServerFailed),
+    (502, "<html>Bad Gateway</html>", ServerFailed),
+    (501, openai("embeddings are not made here"), NotSupported),
+    (504, "", AnswerTimeout),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "kind"), ERRORS)
+def test_other_errors(status: int, body: object, kind: type[DragomanError]) -> None:
+    data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    error = error_classifier.of_response(status, {}, data)
+    assert type(error) is kind, error.message
+    assert error.message
+    assert error.answered is not None
+    assert error.answered.status == status
+
+
+def test_all_that_the_server_said_is_kept() -> None:
+    body = json.dumps(openai("no", "invalid_request_error", "odd")).encode()
+    error = error_classifier.of_response(400, {"x-request-id": "r1"}, body)
+    assert error.answered == Answered(400, body.decode(), "odd", "invalid_request_error", "r1")
+    told = error_classifier.of_response(429, {"request-id": "r2", "retry-after": "7"}, b"{}")
+    assert told.answered is not None
+    assert (told.answered.request_id, told.retry_after) == ("r2", 7)
+    assert told.message == "the server answered 429 without a word"
+    within = error_classifier.of_response(401, {}, json.dumps(anthropic("authentication_error", "no")).encode())
+    assert within.answered is not None
+    assert within.answered.request_id == "req_1"
+
+
+def test_a_long_page_is_cut() -> None:
+    error = error_classifier.of_response(500, {}, b"x" * 1_000_000)
+    assert error.answered is not None
+    assert len(error.answered.body) == error_classifier.MOST_BODY
+    assert len(error.message) < 1000
+
+
+def test_nobody_is_sent_elsewhere() -> None:
+    error = error_classifier.of_response(307, {"location": "http://169.254.169.254/"}, b"")
+    assert isinstance(error, BadAnswer)
+
+
+@pytest.mark.parametrize("body", [{"errors": 5}, {"errors": "no"}, {"errors": []}, "\u2028", {"error": " "}])
+def test_error_without_words_still_has_a_message(body: Any) -> None:
+    error = error_classifier.of_response(422, {}, json.dumps(body).encode())
+    assert error.status == 400
+    assert error.message.strip()
+
+
+def test_count_with_thousands_of_digits_does_not_fail() -> None:
+    words = openai(f"This model's maximum context length is {'9' * 5000} tokens.", code="context_length_exceeded")
+    error = error_classifier.of_response(400, {}, json.dumps(words).encode())
+    assert isinstance(error, ContextTooLong)

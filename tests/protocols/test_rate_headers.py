@@ -1,0 +1,37 @@
+"""The limits of a key as each family's headers tell them."""
+
+import pytest
+
+from dragoman.core.rate_limits import Rate
+from dragoman.protocols.rate_headers import anthropic_headers, duration, openai_headers
+
+RATES = [Rate("requests", 60, 59, 1.25), Rate("tokens", 1000, 0, 61.0)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0ms"), (0.0201, "21ms"), (1, "1s"), (1.25, "1.25s"), (60, "1m0s"), (361.5, "6m1.5s")]
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_openai() -> None:
+    assert dict(openai_headers(RATES)) == {
+        b"x-ratelimit-limit-requests": b"60",
+        b"x-ratelimit-remaining-requests": b"59",
+        b"x-ratelimit-reset-requests": b"1.25s",
+        b"x-ratelimit-limit-tokens": b"1000",
+        b"x-ratelimit-remaining-tokens": b"0",
+        b"x-ratelimit-reset-tokens": b"1m1s",
+    }
+
+
+def test_anthropic() -> None:
+    assert dict(anthropic_headers(RATES, lambda: 1_800_000_000.0)) == {
+        b"anthropic-ratelimit-requests-limit": b"60",
+        b"anthropic-ratelimit-requests-remaining": b"59",
+        b"anthropic-ratelimit-requests-reset": b"2027-01-15T08:00:02Z",
+        b"anthropic-ratelimit-tokens-limit": b"1000",
+        b"anthropic-ratelimit-tokens-remaining": b"0",
+        b"anthropic-ratelimit-tokens-reset": b"2027-01-15T08:01:01Z",
+    }

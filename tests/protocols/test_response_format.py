@@ -1,0 +1,153 @@
+"""Everybody's words for the shape that a reply must have."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dragoman.core.errors import BadRequest
+from dragoman.core.request import Constraint, Grammar, JsonObject, JsonSchema, OneOf, Regex
+from tests.protocols.test_chat import asked, decode
+
+STRUCTURED = "structured_outputs.json"
+INNER = "response_format.json_schema.schema"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9007199254740991}}}
+LARK = 'start: "a" | "b"'
+
+
+def of(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, **fields}}
+
+
+CASES: list[tuple[dict[str, Any], Constraint, str]] = [
+    (of("json_object"), JsonObject(), "response_format"),
+    (of("json_object", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
+    (
+        of("json_schema", json_schema={"name": "r", "schema": SCHEMA, "strict": True, "description": "d"}),
+        JsonSchema(SCHEMA, "r", strict=True, path=INNER),
+        "response_format",
+    ),
+    (
+        of("json_schema", json_schema={"schema": SCHEMA}),
+        JsonSchema(SCHEMA, strict=False, path=INNER),
+        "response_format",
+    ),
+    (of("json_schema", json_schema={"name": "r"}), JsonObject(), "response_format"),
+    (of("json_schema", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
+    (of("regex", pattern="a+"), Regex("a+"), "response_format"),
+    (of("regex", regex="a+"), Regex("a+"), "response_format"),
+    (of("grammar", grammar=LARK), Grammar(LARK), "response_format"),
+    ({"json_schema": SCHEMA}, JsonSchema(SCHEMA, path="json_schema"), "json_schema"),
+    ({"guided_json": SCHEMA}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
+    ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
+    (
+        {"structured_outputs": {"json": SCHEMA}},
+        JsonSchema(SCHEMA, path="structured_outputs.json"),
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        JsonSchema(SCHEMA, path="structured_outputs.json"),
+        "structured_outputs.json",
+    ),
+    ({"structured_outputs": {"json_object": True}}, JsonObject(), "structured_outputs.json_object"),
+    ({"guided_choice": ["yes", "no"]}, OneOf(("yes", "no")), "guided_choice"),
+    ({"structured_outputs": {"choice": ["yes"]}}, OneOf(("yes",)), "structured_outputs.choice"),
+    ({"regex": "a+"}, Regex("a+"), "regex"),
+    ({"guided_regex": "a+"}, Regex("a+"), "guided_regex"),
+    ({"structured_outputs": {"regex": "a+"}}, Regex("a+"), "structured_outputs.regex"),
+    ({"grammar": LARK}, Grammar(LARK), "grammar"),
+    ({"guided_grammar": LARK}, Grammar(LARK), "guided_grammar"),
+    ({"structured_outputs": {"grammar": LARK}}, Grammar(LARK), "structured_outputs.grammar"),
+]
+
+
+@pytest.mark.parametrize(("fields", "constraint", "param"), CASES)
+def test_words(fields: dict[str, Any], constraint: Constraint, param: str) -> None:
+    request = decode(**fields)
+    assert request.constraint == constraint
+    assert asked(request) == {("constraint", param)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        of("text"),
+        {"grammar": None, "regex": None, "guided_json": None, "structural_tag": None},
+        {"structured_outputs": {"json_object": False, "regex": None, "whitespace_pattern": None}},
+        {**of("text"), "structured_outputs": None},
+    ],
+)
+def test_nothing_is_asked_for(fields: dict[str, Any]) -> None:
+    request = decode(**fields)
+    assert request.constraint is None
+    assert asked(request) == set()
+
+
+def test_what_is_not_offered_is_named() -> None:
+    request = decode(**of("structural_tag", structures=[]))
+    assert request.constraint is None
+    assert asked(request) == {("structural_tag", "response_format.type")}
+    request = decode(structural_tag={"structures": [], "triggers": []})
+    assert request.constraint is None
+    assert asked(request) == {("structural_tag", "structural_tag")}
+    request = decode(structured_outputs={"structural_tag": "{}", "whitespace_pattern": " "})
+    assert asked(request) == {
+        ("structural_tag", "structured_outputs.structural_tag"),
+        ("unknown", "structured_outputs.whitespace_pattern"),
+    }
+
+
+DEEP: dict[str, Any] = {"guided_json": '{"a":' * 70 + "1" + "}" * 70}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (of("json_schema"), "response_format.json_schema"),
+        (of("json_schema", json_schema={"schema": True}), "response_format.json_schema.schema"),
+        (of("json_schema", json_schema={"schema": "{}"}), "response_format.json_schema.schema"),
+        (of("json_object", schema=[1]), "response_format.schema"),
+        (of("regex"), "response_format.pattern"),
+        (of("grammar", pattern="a"), "response_format.grammar"),
+        (of("poem"), "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"json_schema": True}, "json_schema"),
+        ({"guided_json": "true"}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": '{"a": 1, "a": 2}'}, "guided_json"),
+        (DEEP, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [1]}, "guided_choice[0]"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "["}}, "structured_outputs.json"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(**fields)
+    assert caught.value.param == param
+    assert "body" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["regex", "guided_regex", "grammar", "guided_grammar", "guided_json"])
+def test_empty_text_is_no_shape(name: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{name}: must not be empty$"):
+        decode(**{name: ""})
+    kind = name.removeprefix("guided_")
+    with pytest.raises(BadRequest, match=rf"^structured_outputs\.{kind}: must not be empty$"):
+        decode(structured_outputs={kind: ""})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({**of("json_object"), "guided_json": SCHEMA}, "guided_json"),
+        ({"regex": "a", "grammar": LARK}, "grammar"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
+    ],
+)
+def test_there_is_one_shape(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest, match="one shape") as caught:
+        decode(**fields)
+    assert caught.value.param == param

@@ -1,0 +1,64 @@
+"""An engine that tells what is not of its type costs its own request, and neither the front end nor the worker."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.test_frontends import many
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT
+
+WRONG = ["wrong 1", "wrong 100000000", "eos 1"]
+WORDS = "".join(f"{at} " for at in range(60))
+MODELS: dict[str, Any] = {
+    "here": {"engine": "tests.ipc.engines:Obedient"},
+    "apart": {"engine": "tests.ipc.engines:Apart"},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("wrong"), {"models": MODELS}, "--workers", "2") as running:
+        yield running
+
+
+async def told(client: httpx.AsyncClient, model: str, text: str) -> tuple[str, str | None]:
+    """What was said, and what went wrong then."""
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "stream": True}
+    lines = (await client.post(CHAT, json=body)).text.splitlines()
+    said = ""
+    for line in lines:
+        if line == "data: [DONE]":
+            return said, None
+        frame = json.loads(line.removeprefix("data: ")) if line else {"choices": []}
+        if "error" in frame:
+            return said, frame["error"]["message"]
+        said += "".join(choice["delta"].get("content") or "" for choice in frame["choices"])
+    raise AssertionError(lines)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_event_that_is_none_fails_its_own_request(pair: Running, model: str) -> None:
+    async def whole() -> list[tuple[str, str | None]]:
+        async with many(pair) as client:
+            await told(client, model, "count 1")
+            before = pair.fronts(), pair.workers()
+            # On connections enough for both front ends to have some of each.
+            wanted = ["slowly 60", *WRONG] * 8
+            heard = await asyncio.gather(*(told(client, model, text) for text in wanted))
+            assert (pair.fronts(), pair.workers()) == before
+            stats = (await client.get("/stats")).json()["models"][model]
+            assert stats["running"] == 0
+            return heard
+
+    heard = asyncio.run(whole())
+    assert heard[::4] == [(WORDS, None)] * 8
+    failed = [error for at, (_, error) in enumerate(heard) if at % 4]
+    assert failed == ["the engine failed (ValidationError); the server's log says more"] * 24
+    log = pair.log.read_text()
+    assert "what the engine told cannot be read" in log
+    assert "died" not in log

@@ -1,0 +1,167 @@
+"""The routes that generate nothing."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dragoman import __version__
+from dragoman.config.settings import ModelSpec, Settings
+from dragoman.models import Catalog, Foreseen
+from tests.files.test_gguf import gguf, pair, text
+from tests.support.serving import Running, serving
+from tests.support.talking import CHAT, ask, raw, refused, talking, text_of
+
+
+@pytest.fixture
+def client(scripted: Running) -> Iterator[httpx.Client]:
+    with talking(scripted) as made:
+        yield made
+
+
+def test_models(client: httpx.Client) -> None:
+    response = client.get("/v1/models")
+    assert response.headers["x-request-id"].startswith("req-")
+    listed = response.json()
+    assert listed["object"] == "list"
+    names = [model["id"] for model in listed["data"]]
+    assert names[:3] == ["echo", "poet", "slow"]
+    assert "org/nested" in names
+    assert "gpt-*" not in names
+    for model in listed["data"]:
+        assert model["object"] == "model"
+        assert model["owned_by"] == "dragoman"
+        assert 0 < model["created"] <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("echo", "echo"),
+        ("ECHO", "echo"),
+        ("org/nested", "org/nested"),
+        ("org%2Fnested", "org/nested"),
+        ("org%2fnested", "org/nested"),
+        ("gpt-4o", "poet"),
+    ],
+)
+def test_one_model(client: httpx.Client, path: str, name: str) -> None:
+    model = client.get(f"/v1/models/{path}").json()
+    assert (model["id"], model["object"]) == (name, "model")
+    assert set(model) >= {"id", "object", "created", "owned_by"}
+
+
+def test_context_of_a_model_is_told_once_it_is_loaded(client: httpx.Client) -> None:
+    assert text_of(ask(client, CHAT, model="short")) == "hello"
+    model = client.get("/v1/models/short").json()
+    assert model["max_model_len"] == 20
+    assert model["state"] == "ready"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A model's file, of which only the beginning is there, and one that is none."""
+    pairs = (
+        pair("general.architecture", 8, text("llama")),
+        pair("llama.context_length", 4, (2048).to_bytes(4, "little")),
+        pair("tokenizer.chat_template", 8, text("{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}")),
+    )
+    (tmp_path / "m.gguf").write_bytes(gguf(*pairs))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    return tmp_path
+
+
+def test_what_is_known_of_a_model_that_is_not_loaded(files: Path) -> None:
+    models = {
+        "first": {"engine": "scripted"},
+        "mine": "./m.gguf",
+        "set": {"path": "./m.gguf", "context": 512, "format": "plain"},
+        "broken": "./bad.gguf",
+        "rehearsal": {"engine": "scripted", "context": 99},
+        "own": {"engine": "tests.support.engines:Calling"},
+    }
+    with serving(files, {"models": models}) as running, talking(running) as client:
+        listed = {model["id"]: model for model in client.get("/v1/models").json()["data"]}
+        one = client.get("/v1/models/mine").json()
+        anthropic = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["data"]
+    known = {name: (model.get("format"), model.get("max_model_len")) for name, model in listed.items()}
+    assert known == {
+        "first": ("plain", None),
+        "mine": ("hermes", 2048),
+        "set": ("plain", 512),
+        "broken": (None, None),
+        "rehearsal": ("plain", 99),
+        "own": (None, None),
+    }
+    assert [model["state"] for model in listed.values()] == ["ready", *["cold"] * 5]
+    assert one == listed["mine"]
+    contexts = {model["id"]: (model["max_input_tokens"], model["max_tokens"]) for model in anthropic}
+    assert contexts == {name: (context, context) for name, (_, context) in known.items()}
+
+
+def test_a_file_is_looked_at_once(files: Path) -> None:
+    spec = ModelSpec("mine", "llama", str(files / "m.gguf"))
+    gone = ModelSpec("gone", "llama", str(files / "gone.gguf"))
+    wrong = ModelSpec("wrong", "llama", str(files / "m.gguf"), {"colour": "red"})
+    catalog = Catalog(Settings(models=(spec, gone, wrong)))
+
+    async def foreseen() -> list[Foreseen]:
+        return [await model.foreseen() for model in catalog.models.values()]
+
+    known = [Foreseen("hermes", 2048), Foreseen(file="missing"), Foreseen()]
+    assert asyncio.run(foreseen()) == known
+    (files / "m.gguf").unlink()
+    assert asyncio.run(foreseen()) == known
+
+
+@pytest.mark.parametrize("name", ["nothing", "org", "org/nested/more", "echo/"])
+def test_unknown_model(client: httpx.Client, name: str) -> None:
+    message = refused(client.get(f"/v1/models/{name}"), 404, param="model", code="model_not_found")
+    assert "echo" in message
+
+
+def test_query_is_no_part_of_the_path(client: httpx.Client) -> None:
+    assert client.get("/v1/models/echo?x=1").json()["id"] == "echo"
+    assert client.get("/v1/models?limit=1").is_success
+
+
+def test_path_is_not_walked(scripted: Running) -> None:
+    answer = raw(scripted, b"GET /v1/models/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    refused(answer.response, 404, param="model", code="model_not_found")
+
+
+def test_root_and_health(client: httpx.Client) -> None:
+    assert client.get("/").json() == {"name": "dragoman", "version": __version__}
+    assert client.get("/health").json() == {"status": "ok"}
+    for path in ("/", "/health", "/v1/models", "/v1/models/echo"):
+        response = client.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+        assert int(response.headers["content-length"]) > 0
+        assert response.headers["x-request-id"]
+
+
+def test_ready(client: httpx.Client) -> None:
+    response = client.get("/ready")
+    assert response.status_code == 200
+    assert response.json()["status"] == "ready"
+    assert response.json()["models"]["echo"] == "ready"
+    assert set(response.json()["models"]["failing"]) <= set("coldready")
+
+
+def test_first_model_is_the_default(tmp_path: Path) -> None:
+    config = {"models": {"one": {"engine": "scripted"}, "two": {"engine": "scripted"}}, "aliases": {"*": "two"}}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        assert ask(client, CHAT).json()["model"] == "one"
+        assert ask(client, CHAT, model="one").json()["model"] == "one"
+        assert ask(client, CHAT, model="anything").json()["model"] == "two"
+
+
+def test_hosts_of_the_configuration(tmp_path: Path) -> None:
+    config = {"models": {"one": {"engine": "scripted"}}, "hosts": ["127.0.0.1", "LLM.example"]}
+    with serving(tmp_path, config) as running:
+        for host, status in [("llm.example:8000", 200), ("localhost", 400), ("other.example", 400)]:
+            with talking(running, {"host": host}) as client:
+                assert client.get("/health").status_code == status

@@ -1,0 +1,35 @@
+"""One request's hold on a model."""
+
+import asyncio
+
+from dragoman.config.settings import ModelSpec, Settings
+from dragoman.models import Catalog
+from dragoman.server.auth.scopes import ANYBODY
+from dragoman.server.model_lease import Engagement, Wish
+
+WISH = Wish("m", (), None, strict=False)
+SETTINGS = Settings(models=(ModelSpec("m", "scripted", None, {"slots": 1}),), models_dir=())
+
+
+def test_who_waits_for_a_slot_does_not_hold_the_model() -> None:
+    async def scenario() -> None:
+        catalog = Catalog(SETTINGS)
+        seat = catalog.lifecycle.seat(catalog.resolve("m").host)
+        first, second = (Engagement(catalog, ANYBODY, None) for _ in range(2))
+        # Nobody knows yet what it supports: both wait for it to be loaded.
+        await asyncio.gather(first.find(WISH), second.find(WISH))
+        assert seat.running == 2
+        engine = await first.start()
+        waiting = asyncio.create_task(second.start())
+        await asyncio.sleep(0.05)
+        assert (seat.running, waiting.done()) == (1, False)
+        first.close()
+        async with asyncio.timeout(60):
+            assert await waiting is engine
+        assert seat.running == 1
+        second.close()
+        second.close()
+        assert seat.running == 0
+        await catalog.stop()
+
+    asyncio.run(scenario())

@@ -1,0 +1,101 @@
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import pytest
+
+from dragoman.storage.base import KeptItem, KeptResponse
+from dragoman.storage.memory import OVERHEAD, MemoryResponses
+
+T = TypeVar("T")
+
+
+def wait(result: Awaitable[T]) -> T:
+    async def waited() -> T:
+        return await result
+
+    return asyncio.run(waited())
+
+
+def response(name: str, *, principal: str = "ann", body: bytes = b"{}", items: tuple[str, ...] = ()) -> KeptResponse:
+    return KeptResponse(name, principal, body, tuple(KeptItem(item, item.encode()) for item in items), ())
+
+
+def store(count: int = 10, size: int = 100_000, seconds: float = 10) -> MemoryResponses:
+    return MemoryResponses(count=count, size=size, seconds=seconds)
+
+
+def test_what_is_kept_is_found_by_its_principal_only() -> None:
+    kept = store()
+    one = response("r1", items=("i1",))
+    wait(kept.keep(one))
+    assert wait(kept.find("ann", "r1")) == one
+    assert wait(kept.find("bob", "r1")) is None
+    assert wait(kept.items("ann", ["i1", "i2"])) == {"i1": b"i1"}
+    assert wait(kept.items("bob", ["i1"])) == {}
+    assert not wait(kept.delete("bob", "r1"))
+    assert wait(kept.delete("ann", "r1"))
+    assert not wait(kept.delete("ann", "r1"))
+    assert wait(kept.items("ann", ["i1"])) == {}
+
+
+def test_the_oldest_make_room() -> None:
+    kept = store(count=2)
+    for name in ("r1", "r2", "r3"):
+        wait(kept.keep(response(name)))
+    assert [wait(kept.find("ann", name)) is not None for name in ("r1", "r2", "r3")] == [False, True, True]
+
+
+def test_bytes_are_bounded_too() -> None:
+    kept = store(size=3 * (OVERHEAD + 1000))
+    for number in range(50):
+        wait(kept.keep(response(f"r{number}", body=b"x" * 1000)))
+    assert len(kept) == 3
+    wait(kept.keep(response("huge", body=b"x" * 100_000)))
+    assert len(kept) == 3
+    assert wait(kept.find("ann", "huge")) is None
+    for number in range(50):
+        wait(kept.delete("ann", f"r{number}"))
+    assert (len(kept), kept._held, kept._holders) == (0, 0, {})
+
+
+def test_what_cannot_be_kept_changes_nothing() -> None:
+    kept = store(count=1)
+    wait(kept.keep(response("r1", items=("i1",))))
+    nameless: Any = {"a": 1}
+    odd = KeptResponse("r2", "bob", b"{}", (KeptItem("i2", b"{}"), KeptItem(nameless, b"{}")), ())
+    held = kept._held
+    with pytest.raises(TypeError):
+        wait(kept.keep(odd))
+    assert (len(kept), kept._held, list(kept._holders)) == (1, held, [("ann", "i1")])
+    wait(kept.keep(response("r3")))
+    assert wait(kept.find("ann", "r3")) is not None
+
+
+def test_nothing_outlives_its_time() -> None:
+    now = [0.0]
+    kept = MemoryResponses(count=10, size=10_000, seconds=5, clock=lambda: now[0])
+    wait(kept.keep(response("r1", items=("i1",))))
+    now[0] = 4
+    wait(kept.keep(response("r2", items=("i2",))))
+    now[0] = 5
+    assert wait(kept.find("ann", "r1")) is None
+    assert wait(kept.items("ann", ["i1", "i2"])) == {"i2": b"i2"}
+
+
+def test_an_item_stays_as_long_as_a_response_has_it() -> None:
+    kept = store()
+    wait(kept.keep(response("r1", items=("i1",))))
+    wait(kept.keep(response("r2", items=("i1", "i2"))))
+    wait(kept.delete("ann", "r2"))
+    assert wait(kept.items("ann", ["i1", "i2"])) == {"i1": b"i1"}
+
+
+def test_the_same_name_again_replaces() -> None:
+    kept = store()
+    wait(kept.keep(response("r1", items=("i1",))))
+    wait(kept.keep(response("r1", body=b"[]")))
+    found = wait(kept.find("ann", "r1"))
+    assert found is not None
+    assert found.body == b"[]"
+    assert wait(kept.items("ann", ["i1"])) == {}

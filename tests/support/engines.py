@@ -1,0 +1,180 @@
+"""Engines for the tests of loading, of prompts and of calls; the servers import them from here."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from dragoman.core.engine import Engine, ModelInfo, Output, Rendered
+from dragoman.core.errors import ContextTooLong
+from dragoman.core.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from dragoman.core.request import GenerationRequest
+
+
+class Exploding(Engine):
+    async def start(self) -> None:
+        raise RuntimeError("no such device")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "never"
+
+
+class Unweighable(Engine):
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        raise RuntimeError("nobody has weighed it")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "never"
+
+
+class SlowToLoad(Engine):
+    async def start(self) -> None:
+        await asyncio.sleep(1)
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "at last"
+
+
+class NeverStops(Engine):
+    async def stop(self) -> None:
+        await asyncio.Event().wait()
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+class SlowToStop(Engine):
+    async def stop(self) -> None:
+        await asyncio.sleep(2)
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+class Nameless(Engine):
+    def models(self) -> list[ModelInfo]:
+        return []
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "who"
+
+
+class Counting(Engine):
+    """Writes without end, and tells how much it has written."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        while True:
+            self.made += 1
+            yield "word "
+            await asyncio.sleep(0)
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        return self.made
+
+
+class Showing(Engine):
+    """Tells its prompts: a line per message, a token per character."""
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo("showing", context=100, format="hermes")]
+
+    def supports(self) -> frozenset[str]:
+        return super().supports() | {"tools", "temperature"}
+
+    def render(self, request: GenerationRequest) -> Rendered:
+        lines = [f"{message.role}: {message.text}\n" for message in request.messages]
+        text = "".join([*(f"tool: {tool.name}\n" for tool in request.tools), *lines])
+        if len(text) > 100:
+            raise ContextTooLong("the maximum context length is 100", param="messages")
+        return Rendered(text, tuple(map(ord, text)), "hermes")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        raise AssertionError("nobody asked for an answer")
+
+
+class ShowingFromAfar(Showing):
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo("showing-from-afar", format="hermes")]
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return True
+
+
+class WeightyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mebibytes: int = 1
+    hold: str = ""
+    pace: float = 0.01
+    words: int = 5
+    slots: int = 4
+
+
+class Weighty(Engine):
+    """Takes memory, in a process of its own, and time for each word. It is not loaded while the file `hold` exists."""
+
+    Options = WeightyOptions
+
+    def __init__(self, name: str, options: WeightyOptions) -> None:
+        self.name = name
+        self.options = options
+        self.slots = options.slots
+        self.weight = b""
+
+    @classmethod
+    def configured(cls, name: str, options: msgspec.Struct) -> Self:
+        assert isinstance(options, WeightyOptions)
+        return cls(name, options)
+
+    @classmethod
+    def needs_worker(cls, options: msgspec.Struct) -> bool:
+        return True
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo(self.name)]
+
+    async def start(self) -> None:
+        self.weight = b"x" * (self.options.mebibytes << 20)
+        self.progress = 0.5
+        while self.options.hold and Path(self.options.hold).exists():  # noqa: ASYNC110, ASYNC240 (a test removes it)
+            await asyncio.sleep(0.01)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        if request.last_user_text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(self.options.words):
+            yield f"{self.name} "
+            await asyncio.sleep(self.options.pace)
+
+
+class Sampled(Engine):
+    """Tells how it is to sample."""
+
+    def supports(self) -> frozenset[str]:
+        return super().supports() | {"temperature", "top_p"}
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield f"{request.sampling.temperature} {request.sampling.top_p} {request.max_tokens}"
+
+
+class Calling(Engine):
+    """Thinks, talks and calls the first tool once for every word, in events of its own."""
+
+    def supports(self) -> frozenset[str]:
+        return super().supports() | {"tools"}
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield [ReasoningDelta("I had "), ReasoningDelta("better ask.")]
+        yield TextDelta("Let me see.")
+        words = request.last_user_text.split()
+        for at, word in enumerate(words if request.tool_choice.parallel else words[:1]):
+            yield ToolCallStart(f"call_{at}", request.tools[0].name)
+            yield from (ToolCallDelta(piece) for piece in ('{"cit', 'y": "', word, '"}'))
+        yield Finished("tool_calls")

@@ -1,0 +1,124 @@
+"""A real server in a process of its own, for the tests that talk to one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tools.ports import free_port
+
+from dragoman.files import sources
+from dragoman.server.auth.admin_token import HEADER, find_token
+
+WORKERS = os.environ.get("DRAGOMAN_TEST_WORKERS", "1")
+"""Front ends of the servers that tests talk to, where they say nothing of it: as many on every machine."""
+
+
+@dataclass
+class Running:
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    event_log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """The header that the operator's routes need if the server has no keys."""
+        token = find_token("127.0.0.1", self.port)
+        return {} if token is None else {HEADER: token}
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.event_log.read_text().splitlines()]
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+    def fronts(self) -> list[int]:
+        """Those of the children that clients talk to."""
+        return sorted(pid for pid in self.children() if b"fronts.main" in command_of(pid))
+
+    def workers(self) -> list[int]:
+        """Those in which engines run."""
+        return sorted(pid for pid in self.children() if b"worker.child" in command_of(pid))
+
+    def stop(self, timeout: float = 100) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Running]:
+    """`dragoman serve` with this configuration, from when it is ready until the end of the block."""
+    with serving_at(folder, config, _plain, *flags) as (running, _):
+        yield running
+
+
+def _plain(port: int) -> httpx.Client:
+    return httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+
+
+@contextmanager
+def serving_at(
+    folder: Path, config: Mapping[str, Any], connect: Callable[[int], httpx.Client], *flags: str
+) -> Iterator[tuple[Running, httpx.Client]]:
+    """The same where clients have to connect in a way of their own: with the client that does."""
+    port = free_port()
+    file = folder / "dragoman.json"
+    # What the developer has pulled is no part of a test.
+    file.write_text(json.dumps({"models_dir": []} | dict(config)))
+    log, event_log = folder / "server.log", folder / "events.jsonl"
+    command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port)]
+    if "--workers" not in flags:
+        command += ["--workers", WORKERS]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--event-log", str(event_log), *flags],
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"PYTHONWARNINGS": "default"},
+        )
+    running = Running(port, process, log, event_log)
+    try:
+        with connect(port) as client:
+            _wait_until_ready(running, client)
+            yield running, client
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            # A server that is killed leaves its token.
+            (sources.home() / "run" / f"127.0.0.1_{port}.token").unlink(missing_ok=True)
+
+
+def _wait_until_ready(running: Running, client: httpx.Client) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if running.process.poll() is not None:
+            raise AssertionError(f"the server ended:\n{running.log.read_text()}")
+        try:
+            if client.get("/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not become ready:\n{running.log.read_text()}")
