@@ -4,7 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.config.settings import Flags, Settings, load_settings
+from dragoman.config.loading import Flags, load_settings
+from dragoman.config.settings import Settings
 
 
 def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None = None) -> Settings:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config.settings import Flags, ModelSpec, Settings, load_settings
+from dragoman.config.loading import Flags, load_settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from tests.config.loading import load, placeless
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config.settings import Flags, load_settings
+from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from tests.config.loading import load
 

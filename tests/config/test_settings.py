@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config.settings import Flags, Limits, ModelSpec, SamplingDefaults, Settings, load_settings
+from dragoman.config.loading import Flags, load_settings
+from dragoman.config.model_spec import ModelSpec, SamplingDefaults
+from dragoman.config.settings import Limits, Settings
 from dragoman.core.errors import ConfigError
 from tests.config.loading import load, placeless
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx
 
-from dragoman.config.settings import ModelSpec, Settings
-from dragoman.server.app import App, create_app
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
+from dragoman.server.app import App
+from dragoman.server.factory import create_app
 from tests.support.bad_server import BadServer
 
 CHAT = "/v1/chat/completions"

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dragoman.config.settings import Flags, load_settings
+from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Logprobs
 from dragoman.engines.llama import hardware

@@ -8,17 +8,19 @@ from typing import Any
 import httpx
 import pytest
 
+from dragoman.config.loading import Flags, load_settings
+from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import KeyLimits, Keys
-from dragoman.config.settings import Flags, ModelSpec, Settings, load_settings
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.events import Started, TextDelta
 from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.pipeline.event_stream import run
-from dragoman.server.app import create_app
 from dragoman.server.auth.admin_token import HEADER
-from dragoman.server.handlers.stats import described
+from dragoman.server.factory import create_app
+from dragoman.server.run_description import describe_run
 from tests.engines.asking import ask, ask_all, sent, upstream_app
 from tests.support.bad_server import (
     CHAT,
@@ -75,7 +77,7 @@ def test_a_password_in_an_address_is_told_to_the_server_alone(
     drained, shown = asyncio.run(talk())
     assert '"drained"' in drained
     assert server.url.replace("://", "://***@") in shown
-    assert "hidden" not in drained + shown + caplog.text + json.dumps(described(app))
+    assert "hidden" not in drained + shown + caplog.text + json.dumps(describe_run(app.settings, []))
     # "me:hidden"
     assert "\r\nauthorization: basic bwu6aglkzgvu\r\n" in server.heads[-1]
 

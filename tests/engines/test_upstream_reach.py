@@ -6,8 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dragoman.config.settings import Flags, ModelSpec, Settings, load_settings
-from dragoman.server.app import App, create_app
+from dragoman.config.loading import Flags, load_settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
+from dragoman.server.factory import build_app, create_app
 from dragoman.server.http.server import tls_context
 from tests.engines.asking import ask, ask_all, sent, upstream_app
 from tests.server.test_connections import certified
@@ -142,4 +144,4 @@ def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.yaml"
     file.write_text("models: {cloud: {engine: upstream, url: 'http://a', models: all}}\naliases: {gpt: cloud/gpt-9}\n")
     settings = load_settings(str(file), Flags(), {})
-    assert App(settings).catalog.resolve("gpt").name == "cloud/gpt-9"
+    assert build_app(settings).catalog.resolve("gpt").name == "cloud/gpt-9"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dragoman.config.settings import ModelSpec
+from dragoman.config.model_spec import ModelSpec
 from dragoman.engines.vllm.options import VllmOptions, arguments
 from dragoman.engines.vllm.preflight import mistakes
 from dragoman.models.static_info import foreseen, wrong_files

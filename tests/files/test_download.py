@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dragoman.cli import main
-from dragoman.config.settings import Flags, load_settings
+from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.files import sources
 from dragoman.files.download import place_of

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from dragoman.config.settings import ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, ModelNotFound
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.models import Catalog

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config.settings import Limits, ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed
 from dragoman.core.request import GenerationRequest

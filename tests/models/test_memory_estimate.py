@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config.settings import ModelSpec
+from dragoman.config.model_spec import ModelSpec
 from dragoman.core.errors import ConfigError
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.memory_fit import DEFAULT_MEMORY_SHARE

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dragoman.config.settings import Limits, ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Limits, Settings
 from dragoman.core.errors import ModelNotFound
 from dragoman.files.discovery import Discovery
 from dragoman.models import Catalog

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from dragoman.config.settings import Limits, ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Limits, Settings
 from dragoman.core.errors import ModelLoading
 from dragoman.models import Catalog
 

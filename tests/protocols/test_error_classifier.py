@@ -29,7 +29,7 @@ from dragoman.core.errors import (
     Unavailable,
     UnsupportedParameter,
 )
-from dragoman.protocols.client import error_classifier
+from dragoman.protocols.client import error_classifier, reply_fields
 
 
 def openai(message: str, kind: str | None = None, code: Any = None) -> dict[str, Any]:
@@ -274,3 +274,13 @@ def test_count_with_thousands_of_digits_does_not_fail() -> None:
     words = openai(f"This model's maximum context length is {'9' * 5000} tokens.", code="context_length_exceeded")
     error = error_classifier.of_response(400, {}, json.dumps(words).encode())
     assert isinstance(error, ContextTooLong)
+
+
+def test_error_body_that_is_not_utf8() -> None:
+    error = error_classifier.of_response(500, {}, b"\xff\xed{")
+    assert isinstance(error, ServerFailed)
+
+
+def test_reply_that_is_not_utf8() -> None:
+    with pytest.raises(BadAnswer, match="no JSON"):
+        reply_fields.parse(b'{"choices": "\xed"}')

@@ -23,7 +23,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 
-from dragoman.config.settings import Flags, load_settings
+from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.ray import app, application
 

@@ -11,9 +11,9 @@ import pytest
 from dragoman import Engine, create_app
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Output
+from dragoman.core.ids import new_id
 from dragoman.core.request import GenerationRequest
 from dragoman.server.app import App
-from dragoman.server.handlers.generation import new_id
 from tests.support.talking import CHAT, SMALLEST, frames
 
 START, BODY = "http.response.start", "http.response.body"

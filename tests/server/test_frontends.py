@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from dragoman.config.settings import Flags, load_settings
+from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.server.serve import default_workers
 from tests.server.test_connections import listened_on

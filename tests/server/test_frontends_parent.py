@@ -18,13 +18,15 @@ from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.ipc.worker_process import Follower
-from dragoman.server.app import ONLY_ENGINES, App
+from dragoman.server.app import App
 from dragoman.server.auth.quotas import Lease
 from dragoman.server.auth.token_estimate import Estimate
+from dragoman.server.factory import ENGINES_ONLY, build_app
 from dragoman.server.frontends.messages import Answer, Engage, Engaged, Enter, Entered, Refused, Relay
 from dragoman.server.frontends.parent import Desk
 from dragoman.server.frontends.remote import Parent, RemoteResponses, relayed
 from dragoman.server.model_lease import Wish
+from dragoman.server.routes import ROUTES
 from dragoman.storage.base import KeptResponse
 from dragoman.storage.memory import MemoryResponses
 
@@ -86,7 +88,7 @@ def test_a_worker_that_cannot_be_started_is_told_at_once() -> None:
         engine = Unborn()
         engine.failure = OSError(errno.EMFILE, "too many open files")
         engine.born.set()
-        async with linked(App(ONLY_ENGINES, [engine])) as parent:
+        async with linked(build_app(ENGINES_ONLY, [engine])) as parent:
             await engage(parent)
             async with aclosing(parent.generate(ID, GenerationRequest())) as stream, asyncio.timeout(SOON):
                 with pytest.raises(EngineFailed, match="OSError"):
@@ -98,7 +100,7 @@ def test_a_worker_that_cannot_be_started_is_told_at_once() -> None:
 def test_what_nobody_wants_any_more_is_not_begun_when_its_worker_is_there() -> None:
     async def scenario() -> None:
         engine = Unborn()
-        async with linked(App(ONLY_ENGINES, [engine])) as parent, asyncio.timeout(SOON):
+        async with linked(build_app(ENGINES_ONLY, [engine])) as parent, asyncio.timeout(SOON):
             await engage(parent)
             choices = [asyncio.ensure_future(anext(parent.generate(ID, GenerationRequest()))) for _ in range(3)]
             keys = [await engine.asked.get() for _ in choices]
@@ -121,7 +123,7 @@ def test_tokens_of_a_front_end_that_died_are_spent_and_its_place_is_not() -> Non
     headers = {b"authorization": b"", b"x-api-key": b"a"}
 
     async def scenario() -> None:
-        app = App(settings, [ScriptedEngine()])
+        app = build_app(settings, [ScriptedEngine()])
         async with linked(app) as parent, asyncio.timeout(SOON):
             assert isinstance(await parent.ask(Enter(ID, b"", b"a")), Entered)
             await engage(parent, Estimate(100, 1, 500))
@@ -135,7 +137,7 @@ def test_tokens_of_a_front_end_that_died_are_spent_and_its_place_is_not() -> Non
 
 def test_a_request_that_cannot_be_read_is_nobody_else_s_trouble() -> None:
     async def scenario() -> None:
-        app = App(ONLY_ENGINES, [ScriptedEngine()])
+        app = build_app(ENGINES_ONLY, [ScriptedEngine()])
         async with linked(app) as parent, asyncio.timeout(SOON):
             await engage(parent)
             unreadable: Any = {"model": 7}
@@ -154,7 +156,7 @@ def test_what_cannot_be_done_with_a_request_is_nobody_else_s_trouble() -> None:
             raise RuntimeError("nobody expected this")
 
     async def scenario() -> None:
-        async with linked(Lawless(ONLY_ENGINES, [ScriptedEngine()])) as parent, asyncio.timeout(SOON):
+        async with linked(Lawless(ROUTES, ENGINES_ONLY, [ScriptedEngine()])) as parent, asyncio.timeout(SOON):
             for number in range(2):
                 answer = await parent.ask(Enter(f"chatcmpl-{number}", b"", b""))
                 assert isinstance(answer, Refused)
@@ -174,7 +176,7 @@ def test_what_the_parent_cannot_answer_is_refused() -> None:
             raise RuntimeError("nor this")
 
     async def scenario() -> None:
-        app = Broken(ONLY_ENGINES, [ScriptedEngine()])
+        app = Broken(ROUTES, ENGINES_ONLY, [ScriptedEngine()])
         app.responses = Forgetful(count=1, size=1, seconds=1)
         async with linked(app) as parent, asyncio.timeout(SOON):
             with pytest.raises(EngineFailed, match="internal error"):
@@ -192,7 +194,10 @@ def test_an_engine_that_says_of_itself_what_is_none_is_refused_and_nobody_else(
         tells_calls: Any = "now and then"
 
     async def scenario() -> None:
-        async with linked(App(ONLY_ENGINES, [Odd("odd"), ScriptedEngine("even")])) as parent, asyncio.timeout(SOON):
+        async with (
+            linked(build_app(ENGINES_ONLY, [Odd("odd"), ScriptedEngine("even")])) as parent,
+            asyncio.timeout(SOON),
+        ):
             told: asyncio.Queue[Answer] = asyncio.Queue()
             for model in ("odd", "even"):
                 parent.hear(model, told.put_nowait)

@@ -22,7 +22,7 @@ from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.ipc.link import Link
 from dragoman.ipc.worker_messages import HEADER
-from dragoman.server.app import App
+from dragoman.server.factory import build_app
 from dragoman.server.frontends import parent
 from dragoman.server.frontends.messages import Listening, encode
 from dragoman.server.frontends.parent import Desk
@@ -162,7 +162,7 @@ def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pyt
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
-        app = App(settings)
+        app = build_app(settings)
         crew = Crew(app, places(settings, 1))
 
         async def connect_while_reloading(link: Link, end: socket.socket) -> None:
@@ -201,7 +201,7 @@ def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
-        app = App(settings)
+        app = build_app(settings)
         crew = Crew(app, places(settings, 2))
         async with asyncio.timeout(60):
             await crew.started()
@@ -234,7 +234,7 @@ def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
-        app = App(settings)
+        app = build_app(settings)
         crew = Crew(app, places(settings, 1))
         async with asyncio.timeout(60):
             first = await stopped(crew, set())
@@ -262,7 +262,7 @@ def test_one_that_hangs_while_another_does_not_listen_yet_is_replaced_too(monkey
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
-        app = App(settings)
+        app = build_app(settings)
         crew = Crew(app, places(settings, 2))
         async with asyncio.timeout(60):
             late = await stopped(crew, set())
@@ -288,7 +288,7 @@ def test_where_all_of_them_hang_the_server_gives_up(
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
-        app = App(settings)
+        app = build_app(settings)
         crew = Crew(app, places(settings, 1))
         async with asyncio.timeout(60):
             with pytest.raises(ConfigError, match="3 front ends in a row did not listen; try again"):
@@ -304,7 +304,7 @@ def test_what_one_that_has_been_ended_still_says_does_not_count() -> None:
     async def scenario() -> None:
         told: list[str] = []
         one = Desk(
-            App(Settings(models_dir=())), lambda: None, lambda: told.append("listens"), lambda: told.append("end")
+            build_app(Settings(models_dir=())), lambda: None, lambda: told.append("listens"), lambda: told.append("end")
         )
         one.end("hangs")
         one.end("hangs still")
@@ -322,7 +322,7 @@ def test_one_that_does_not_adopt_new_keys_in_time_is_replaced(
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
-        app = App(settings)
+        app = build_app(settings)
         crew = Crew(app, places(settings, 2))
         async with asyncio.timeout(60):
             await crew.started()
@@ -344,7 +344,7 @@ def test_a_place_that_nobody_mans_any_more_is_the_end(monkeypatch: pytest.Monkey
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
-        app = App(settings)
+        app = build_app(settings)
         crew = Crew(app, places(settings, 1))
         with pytest.raises(RuntimeError, match="nobody expected this"):
             await crew.until(asyncio.Event())

@@ -5,7 +5,7 @@ import asyncio
 from uvicorn.server import ServerState
 
 from dragoman.engines.scripted import ScriptedEngine
-from dragoman.server.app import create_app
+from dragoman.server.factory import create_app
 from dragoman.server.http.connection import guarded
 from dragoman.server.serve import Server
 

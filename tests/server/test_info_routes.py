@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from dragoman import __version__
-from dragoman.config.settings import ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
 from dragoman.models import Catalog, Foreseen
 from tests.files.test_gguf import gguf, pair, text
 from tests.support.serving import Running, serving

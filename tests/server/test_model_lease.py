@@ -2,7 +2,8 @@
 
 import asyncio
 
-from dragoman.config.settings import ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
 from dragoman.models import Catalog
 from dragoman.server.auth.scopes import ANYBODY
 from dragoman.server.model_lease import Engagement, Wish

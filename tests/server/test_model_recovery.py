@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from dragoman import create_app
-from dragoman.config.settings import ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
 from tests.server.test_own_engine import Late, talk
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dragoman.config.settings import Limits, ModelSpec, Settings
-from dragoman.server.app import App
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Limits, Settings
+from dragoman.server.factory import build_app
 from tests.support.serving import Running, serving
 from tests.support.talking import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
 
@@ -264,7 +265,7 @@ def test_what_needs_a_restart_stays_as_it_was_in_all_of_its_places() -> None:
     after = Settings(models=(ModelSpec("n", "scripted"),), models_dir=(), limits=limits, port=1, strict=True)
 
     async def scenario() -> None:
-        app = App(before, reread=lambda: after)
+        app = build_app(before, reread=lambda: after)
         told = await app.reload()
         assert told.restart_needed == ("port", "limits.body_seconds", "limits.stall_seconds")
         assert app.settings.limits == Limits(stall_seconds=5, queue=3)

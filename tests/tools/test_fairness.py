@@ -61,7 +61,7 @@ def test_unknown_engine_is_refused() -> None:
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 2
     assert "no such engine: gpt; there are scripted, smollm2" in done.stderr

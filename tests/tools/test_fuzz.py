@@ -20,7 +20,7 @@ from tools.server import Server
 
 from tests.support.serving import Running
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHAT = Request("POST", "/v1/chat/completions", headers=(("content-type", "application/json"),))
 STREAM = msgspec.structs.replace(CHAT, stream=True)
 MESSAGES = Request("POST", "/v1/messages")

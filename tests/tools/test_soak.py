@@ -27,7 +27,7 @@ def run_soak(*arguments: str, seconds: float) -> str:
         text=True,
         timeout=600,
         check=False,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_THREAD_LIMIT": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

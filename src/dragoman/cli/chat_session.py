@@ -8,7 +8,7 @@ import msgspec
 
 from dragoman.cli.chat_screen import Screen
 from dragoman.client.sync_client import Client
-from dragoman.core.errors import ConfigError, DragomanError, StepLimitReached
+from dragoman.core.errors import DECODE_ERRORS, ConfigError, DragomanError, StepLimitReached
 from dragoman.core.request import Message, Text
 
 Tools = Sequence[Callable[..., Any]]
@@ -103,7 +103,7 @@ class Session:
         path = _path(rest, "/load")
         try:
             saved = msgspec.json.decode(path.read_bytes(), type=Saved)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise ConfigError(f"{path} is no saved chat: {error}") from error
         self.model, self.system, self.messages = saved.model, saved.system, saved.messages
         self._screen.line(f"{len(self.messages)} messages, with {self.model or 'the server’s own choice'}")

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from dragoman.config.locations import Mistake
-from dragoman.config.settings import ModelSpec, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines.upstream.options import UpstreamOptions, key_of
 from dragoman.models.static_info import unfit, unreadable_files, wrong_files

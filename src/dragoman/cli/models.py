@@ -12,8 +12,9 @@ import msgspec
 from dragoman.cli import admin_client
 from dragoman.cli.admin_client import Server
 from dragoman.cli.settings import settings_of
+from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import shown_size
-from dragoman.config.settings import ModelSpec, Settings
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.engines.llama.tuning.layout import in_use

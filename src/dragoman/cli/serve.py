@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dragoman.cli import layout
 from dragoman.cli.diagnostics import in_the_way, unservable
 from dragoman.cli.settings import look_here
-from dragoman.config.settings import Flags, Loaded, Mistake, Settings, load
+from dragoman.config.loading import Flags, Loaded, load
+from dragoman.config.locations import Mistake
+from dragoman.config.settings import Settings
 from dragoman.config.warnings import doubts
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError

@@ -3,7 +3,8 @@
 import os
 import sys
 
-from dragoman.config.settings import Flags, Loaded, Settings, load
+from dragoman.config.loading import Flags, Loaded, load
+from dragoman.config.settings import Settings
 
 
 def look_here() -> None:

@@ -7,20 +7,17 @@ traces  := ("http" | "https") "://" host [":" port] [path]
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dragoman.config.locations import Mistake
-
-if TYPE_CHECKING:
-    from dragoman.config.settings import Settings
+from dragoman.config.settings import Settings
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?/?")
 
 
-def wrong_forms(settings: "Settings") -> Iterator[Mistake]:
+def wrong_forms(settings: Settings) -> Iterator[Mistake]:
     if not _HOST.fullmatch(settings.host):
         yield Mistake("host", f"expected a name or an address to listen on, as 127.0.0.1, got {settings.host!r}")
     for at, name in enumerate(settings.hosts or ()):

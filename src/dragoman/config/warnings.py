@@ -14,7 +14,8 @@ from dragoman.engines import engine_class
 from dragoman.files import sources
 
 if TYPE_CHECKING:
-    from dragoman.config.settings import ModelSpec, Settings
+    from dragoman.config.model_spec import ModelSpec
+    from dragoman.config.settings import Settings
 
 _WILD = re.compile(r"[*?]")
 

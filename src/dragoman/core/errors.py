@@ -53,6 +53,8 @@ MAX_VALUE = 200
 """Characters of a caller's value, or of the path of a field, in an error."""
 ENCODE_ERRORS = (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError)
 """What encoding a value for another process may raise: integers above 64 bits, lone surrogates, deep nesting."""
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError)
+"""What decoding JSON or MessagePack may raise: a wrong format or type, invalid UTF-8, deep nesting."""
 
 
 def cut(text: str, length: int = MAX_VALUE) -> str:

@@ -18,8 +18,6 @@ from typing import Any
 
 import msgspec
 
-from dragoman.config.sections import Telemetry
-
 TEXT = "%(levelname)s %(name)s: %(message)s"
 STYLE = "DRAGOMAN_LOG_STYLE"
 """How a child process hears of it, before it can hear anything else."""
@@ -28,9 +26,9 @@ INDENT = "    "
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
-def configure(settings: Telemetry) -> None:
+def configure(line_format: str, level: str) -> None:
     """Also for the processes that this one starts, which write to the same place."""
-    os.environ[STYLE] = f"{settings.log_format} {settings.log_level}"
+    os.environ[STYLE] = f"{line_format} {level}"
     configure_as_parent()
 
 

@@ -36,7 +36,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import httpx
 import msgspec
 
-from dragoman.core.errors import ConfigError, cut
+from dragoman.core.errors import DECODE_ERRORS, ConfigError, cut
 from dragoman.core.urls import basic_authorization
 from dragoman.files.gguf import MAGIC, check_gguf
 
@@ -356,7 +356,7 @@ def _beside(place: Path, ending: str) -> Path:
 def _kept(place: Path) -> Kept | None:
     try:
         return msgspec.json.decode(_beside(place, "json").read_bytes(), type=Kept)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.engine import ModelInfo, Rendered
-from dragoman.core.errors import ContextTooLong, DragomanError, by_name
+from dragoman.core.errors import DECODE_ERRORS, ContextTooLong, DragomanError, by_name
 from dragoman.core.events import Event
 from dragoman.core.request import GenerationRequest
 from dragoman.engines.step_delivery import Portion
@@ -211,7 +211,7 @@ def readable(progress: msgspec.Raw) -> Progress:
     """The same; where it cannot be read, the end of its generation."""
     try:
         return unpack(progress)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         return Progress(head_of(progress).id, ended=True, failure=_unreadable(error))
 
 
@@ -219,7 +219,7 @@ def head_of(progress: msgspec.Raw) -> Head:
     return _head.decode(progress)
 
 
-def _unreadable(error: msgspec.MsgspecError) -> Failure:
+def _unreadable(error: Exception) -> Failure:
     log.error("what the engine told cannot be read", exc_info=error)
     return Failure.of(failed(error))
 
@@ -245,7 +245,7 @@ def decode_to_passer(body: bytes) -> ToPasser:
     return message
 
 
-def decode_in_parts(body: bytes, error: msgspec.MsgspecError) -> PackedStep | Answer:
+def decode_in_parts(body: bytes, error: Exception) -> PackedStep | Answer:
     """What could not be decoded as a whole, because of an error."""
     message: PackedStep | AnswerHead = _parts.decode(body)
     return message if isinstance(message, PackedStep) else Answer(message.id, failure=_unreadable(error))

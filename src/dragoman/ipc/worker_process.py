@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from dragoman.core.errors import (
+    DECODE_ERRORS,
     ENCODE_ERRORS,
     BadRequest,
     DragomanError,
@@ -169,14 +170,14 @@ class ChildProcess:
         self.heard = time.monotonic()
         try:
             return self._decoded(body)
-        except msgspec.MsgspecError:
+        except DECODE_ERRORS:
             log.exception("a message of the engine's process could not be read")
             return None
 
     def _decoded(self, body: bytes) -> ToParent | ToPasser:
         try:
             return decode_to_passer(body) if self.followed else decode_to_parent(body)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             return decode_in_parts(body, error)
 
     def deliver(self, message: Step | PackedStep | Answer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import ConfigError
+from dragoman.core.errors import DECODE_ERRORS, ConfigError
 from dragoman.loadtest.connection import Broken, Connections, Feed
 from dragoman.loadtest.figures import Sample, Usage
 
@@ -90,7 +90,7 @@ class Reading:
         self.streams = True
         try:
             frame = FRAMES.decode(data)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             self.error = self.error or f"a frame that is none of chat completions: {error}"
             return
         if frame.error is not None:
@@ -114,7 +114,7 @@ def words_of(body: bytes) -> str:
     """The message of an error body, whichever shape it has; else the body itself."""
     try:
         return words_in(msgspec.json.decode(body))
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         return words_in(body.decode(errors="replace"))
 
 
@@ -191,7 +191,7 @@ class Target:
     def _first(self, body: bytes) -> str:
         try:
             listing = msgspec.json.decode(body, type=Listing)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise ConfigError(f"--url {self.url}: what answers there is no list of models") from error
         if not listing.data:
             raise ConfigError(f"--url {self.url}: no model is listed there; name one with --model")

@@ -24,8 +24,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dragoman.config.model_spec import FOLDER_ENGINE
-from dragoman.config.settings import Limits, ModelSpec, Settings
+from dragoman.config.model_spec import FOLDER_ENGINE, ModelSpec
+from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, ModelNotFound, NotSupported
 from dragoman.engines import engine_class

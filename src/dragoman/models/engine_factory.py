@@ -5,7 +5,8 @@ from functools import partial
 
 import msgspec
 
-from dragoman.config.settings import Limits, ModelSpec
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Limits
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.config.settings import ModelSpec
+from dragoman.config.model_spec import ModelSpec
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class

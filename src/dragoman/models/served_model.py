@@ -2,8 +2,7 @@
 
 import asyncio
 
-from dragoman.config.model_spec import NO_DEFAULTS, SamplingDefaults
-from dragoman.config.settings import ModelSpec
+from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec, SamplingDefaults
 from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import ConfigError, DragomanError
 from dragoman.files.discovery import Found

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.config.settings import Mistake, ModelSpec
+from dragoman.config.locations import Mistake
+from dragoman.config.model_spec import ModelSpec
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.files import sources

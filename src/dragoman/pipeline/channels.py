@@ -12,16 +12,28 @@ Rules
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from dragoman.formats.syntax import Calls, Channels, JsonCall
-from dragoman.pipeline.text_buffer import Found, Reading, markers
+from dragoman.core.request import Tool
+from dragoman.formats.syntax import Calls, Channels, JsonCall, ModelFormat
+from dragoman.pipeline.event_writer import Writer
+from dragoman.pipeline.text_buffer import Found, Reading, Source, markers
 from dragoman.pipeline.tool_calls import json
 
-if TYPE_CHECKING:
-    from dragoman.pipeline.split import Split
-
 Emit = Callable[[str], None]
+
+
+class SplitReader(Protocol):
+    """What this module uses of `split.Split`."""
+
+    syntax: ModelFormat
+    source: Source
+    writer: Writer
+    tools: dict[str, Tool]
+    openings: frozenset[str]
+
+    def section(self, found: Found, emit: Emit, *, strict: bool) -> Reading[None]: ...
+
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _HEADER = re.compile(r"\A(?:<\|start\|>)?(?:assistant)?\s*(?:to=\S*\s*)?(?:<\|channel\|>\s*\w*)?")
@@ -29,7 +41,7 @@ IMPLIED = ("to=functions.", "assistant<|", "assistant to=")
 """How the rest of a header begins that the prompt has begun."""
 
 
-def read_channels(split: "Split", channels: Channels, thinking: bool) -> Reading[None]:
+def read_channels(split: SplitReader, channels: Channels, thinking: bool) -> Reading[None]:
     source, writer = split.source, split.writer
     known = markers(
         *(channels.open, channels.start, channels.message, *channels.ends), *split.syntax.silent, *split.openings
@@ -53,7 +65,7 @@ def read_channels(split: "Split", channels: Channels, thinking: bool) -> Reading
             emit = yield from header(split, channels, found, emit)
 
 
-def _implied_header(split: "Split", channels: Channels) -> Reading[Emit]:
+def _implied_header(split: SplitReader, channels: Channels) -> Reading[Emit]:
     """The prompt may have begun a message, so that the reply begins with the rest of its header."""
     source, writer = split.source, split.writer
     source.record()
@@ -66,7 +78,7 @@ def _implied_header(split: "Split", channels: Channels) -> Reading[Emit]:
     return (yield from _header(split, channels, Found(channels.start), writer.text))
 
 
-def _named(split: "Split", channels: Channels, found: Found, emit: Emit) -> Reading[Emit]:
+def _named(split: SplitReader, channels: Channels, found: Found, emit: Emit) -> Reading[Emit]:
     """The channel that a name alone switches to."""
     source = split.source
     spaces = ""
@@ -82,7 +94,7 @@ def _named(split: "Split", channels: Channels, found: Found, emit: Emit) -> Read
     return split.writer.thought if name.lower() in channels.hidden else split.writer.text
 
 
-def _header(split: "Split", channels: Channels, found: Found, emit: Emit) -> Reading[Emit]:
+def _header(split: SplitReader, channels: Channels, found: Found, emit: Emit) -> Reading[Emit]:
     """What a header announces; the text of a call is read at once."""
     words: list[str] = []
     end = yield from split.source.until(markers(channels.message, *channels.ends), words.append)
@@ -101,7 +113,7 @@ def _header(split: "Split", channels: Channels, found: Found, emit: Emit) -> Rea
     return emit
 
 
-def _call(split: "Split", channels: Channels, name: str, emit: Emit) -> Reading[None]:
+def _call(split: SplitReader, channels: Channels, name: str, emit: Emit) -> Reading[None]:
     source, writer = split.source, split.writer
     if (yield from source.next()) != "{":
         writer.warn("what looked like a tool call could not be read and was left as text")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.core.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta, ToolCallStart
 from dragoman.core.request import Tool
 from dragoman.pipeline.text_buffer import Source
@@ -115,7 +116,7 @@ class Writer:
     def _check(self, arguments: str) -> None:
         try:
             msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError):
+        except DECODE_ERRORS:
             if not self._source.cut:
                 self.warn("the arguments of a tool call are not JSON")
 

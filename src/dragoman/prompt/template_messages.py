@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.core.request import Message, Reasoning, Tool, ToolCall, ToolResult
 from dragoman.prompt.template_capabilities import Habits
 
@@ -69,7 +70,7 @@ def arguments_of(call: ToolCall) -> Any:
         return {}
     try:
         parsed = msgspec.json.decode(call.arguments)
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return call.arguments
     return parsed if isinstance(parsed, dict) else call.arguments
 

@@ -10,8 +10,10 @@ import msgspec
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
+from dragoman.config.loading import Flags, load_settings
+from dragoman.config.model_spec import ModelSpec
 from dragoman.config.ray_options import Replicas
-from dragoman.config.settings import Flags, Limits, ModelSpec, Settings, load_settings
+from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
@@ -21,6 +23,7 @@ from dragoman.ray.engine import ReplicaEngine
 from dragoman.ray.replica import Replica
 from dragoman.ray.request_id_header import Renamed
 from dragoman.server.app import App
+from dragoman.server.factory import build_app
 
 ARGUMENTS = ("config", "entrance_cpus")
 ONGOING = 16
@@ -111,7 +114,7 @@ def _app(settings: Settings, names: Mapping[str, str]) -> App:
             return made_here(spec, limits)
         return _made_there(spec, serve.get_deployment_handle(names[spec.name], here))
 
-    app = App(settings, make_of=make_of)
+    app = build_app(settings, make_of=make_of)
     for model in app.catalog.models.values():
         model.host.load()
     return app

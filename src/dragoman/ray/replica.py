@@ -8,7 +8,8 @@ the worker is given up, the replica says that it is not well, and Serve takes an
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dragoman.config.settings import Limits, ModelSpec
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Limits
 from dragoman.formats import named
 from dragoman.ipc.worker_main import answered, failure_of
 from dragoman.ipc.worker_messages import Answer

@@ -16,10 +16,10 @@ from dragoman.server.auth.admin_token import new_token
 from dragoman.server.auth.quotas import Lease
 from dragoman.server.auth.scopes import Caller
 from dragoman.server.base_app import Door
-from dragoman.server.handlers import stats
 from dragoman.server.http_exchange import Exchange
 from dragoman.server.model_lease import Engagement, named
-from dragoman.server.routes import Route
+from dragoman.server.routing import Route, RouteTable
+from dragoman.server.run_description import describe_run
 from dragoman.server.telemetry import Telemetry
 from dragoman.storage.base import ResponseStore
 from dragoman.storage.memory import MemoryResponses
@@ -62,16 +62,13 @@ def with_fixed(settings: Settings, begun: Settings) -> Settings:
     )
 
 
-ONLY_ENGINES = Settings(models_dir=())
-"""Who serves engines of their own does not expect others beside them."""
-
-
 class App(Door):
     telemetry: Telemetry
     responses: ResponseStore
 
     def __init__(
         self,
+        routes: RouteTable,
         settings: Settings,
         engines: Sequence[Engine] = (),
         reread: Reread | None = None,
@@ -79,7 +76,7 @@ class App(Door):
     ) -> None:
         """`reread` gives the settings as they are written down now; `make_of` engines that are not made here."""
         self.catalog = Catalog(settings, engines, make_of)
-        super().__init__(settings, Telemetry(settings.telemetry, settings.event_log))
+        super().__init__(routes, settings, Telemetry(settings.telemetry, settings.event_log))
         self.responses = _response_store(settings.limits)
         self.created = int(time.time())
         self.started = time.monotonic()
@@ -165,7 +162,8 @@ class App(Door):
 
     def start(self) -> None:
         self._started = True
-        self.telemetry.start(stats.described(self))
+        names = [model.name for model in self.catalog.models.values()]
+        self.telemetry.start(describe_run(self.settings, names))
 
     async def stop(self) -> None:
         if self._stopped:
@@ -178,8 +176,3 @@ class App(Door):
 
 def _response_store(limits: Limits) -> ResponseStore:
     return MemoryResponses(count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds)
-
-
-def create_app(*engines: Engine, settings: Settings | None = None) -> App:
-    """An ASGI app that serves the engines given and the models of the settings; it mounts into any other ASGI app."""
-    return App(settings or ONLY_ENGINES, engines)

@@ -14,27 +14,29 @@ from collections.abc import Awaitable
 from dragoman.config.settings import Settings
 from dragoman.core import loop_guard
 from dragoman.core.errors import ConfigError, DragomanError, NotSupported, Unavailable
+from dragoman.core.ids import new_id
 from dragoman.protocols.registry import family
 from dragoman.server.auth.access import Access
 from dragoman.server.auth.scopes import scope_of
 from dragoman.server.deadlines import Watch
-from dragoman.server.handlers import responses, stats
-from dragoman.server.handlers.generation import new_id
 from dragoman.server.http.cors import Origins, is_preflight
 from dragoman.server.http.proxies import Proxies
+from dragoman.server.http.websocket import refuse_websocket
 from dragoman.server.http_exchange import Exchange, Receive, Scope, Send
 from dragoman.server.model_lease import Engaging
-from dragoman.server.routes import ROUTES, Route, methods_at, no_route
+from dragoman.server.routing import Route, RouteTable, no_route
 from dragoman.server.telemetry import Recorder
 from dragoman.storage.base import Keeping
 
 STOPPING = "the server is stopping"
+METRICS_PATH = "/metrics"
 
 
 class Door(ABC):
     responses: Keeping
 
-    def __init__(self, settings: Settings, telemetry: Recorder) -> None:
+    def __init__(self, routes: RouteTable, settings: Settings, telemetry: Recorder) -> None:
+        self.routes = routes
         self.settings = settings
         self.watch = Watch(settings.limits)
         self.telemetry = telemetry
@@ -93,7 +95,7 @@ class Door(ABC):
             await self._lifespan(receive, send)
             return
         if scope["type"] != "http":
-            await responses.refuse_websocket(scope, receive, send)
+            await refuse_websocket(scope, receive, send)
             return
         if not self._started:
             self.start()
@@ -118,8 +120,8 @@ class Door(ABC):
                 self.telemetry.request(exchange.record)
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        methods = methods_at(exchange.path)
-        if exchange.path not in ROUTES:
+        methods = self.routes.methods_at(exchange.path)
+        if exchange.path not in self.routes.paths:
             # A caller may have put a key into the path by mistake.
             exchange.record.route = f"{exchange.method} {self._access.redact(exchange.path)[:100]}"
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -153,7 +155,7 @@ class Door(ABC):
 
     def _is_open(self, path: str, route: Route | None) -> bool:
         is_open = route is not None and route.is_open
-        return is_open or (path == stats.METRICS and self.settings.telemetry.metrics == "open")
+        return is_open or (path == METRICS_PATH and self.settings.telemetry.metrics == "open")
 
     def _let_in(self, exchange: Exchange) -> None:
         """Who is asking, and whether it may."""

@@ -4,8 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from dragoman.config.locations import Mistake
 from dragoman.config.sections import Keys, Tls
-from dragoman.config.settings import Mistake, Settings
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.server.auth.jwt import KEY_FILE, Signed
 from dragoman.server.http.server import tls_context

@@ -21,8 +21,9 @@ from dragoman.core.errors import ConfigError, DragomanError, ModelLoading, Model
 from dragoman.core.logs import configure
 from dragoman.engines.llama.hardware import cpus
 from dragoman.models import Host
-from dragoman.server.app import ONLY_ENGINES, App, Reread
+from dragoman.server.app import App, Reread
 from dragoman.server.auth.admin_token import TokenFile
+from dragoman.server.factory import ENGINES_ONLY, build_app
 from dragoman.server.frontends.sockets import places
 from dragoman.server.frontends.supervisor import Crew
 from dragoman.server.http.server import Listener, SocketFile, settle, unix_socket
@@ -36,7 +37,7 @@ MOST_WORKERS, CPUS_PER_WORKER = 4, 4
 
 def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
     """Serve engines of your own until the process is told to stop. `host` and `port` win over the settings."""
-    settings = settings or ONLY_ENGINES
+    settings = settings or ENGINES_ONLY
     key = os.environ.get("DRAGOMAN_API_KEY")
     if key and not settings.api_keys:
         settings = msgspec.structs.replace(settings, api_keys=(key,))
@@ -55,10 +56,10 @@ def run(
     """
     check_exposure(settings)
     check_place(settings)
-    configure(settings.telemetry)
+    configure(settings.telemetry.log_format, settings.telemetry.log_level)
     for words in (*warnings, *remarks(settings)):
         log.warning("%s", words)
-    app = App(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
+    app = build_app(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         count = settings.workers or default_workers(cpus())
         runner.run(_serve(app) if count == 1 else _serve_by_fronts(app, count))

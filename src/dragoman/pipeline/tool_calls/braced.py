@@ -11,6 +11,7 @@ import re
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import Braced, Calls
 from dragoman.pipeline.text_buffer import Reading, Source, markers
 from dragoman.pipeline.tool_calls.json import quoted, raw
@@ -113,7 +114,7 @@ def _scalar(source: Source, sink: Sink) -> Reading[bool]:
         return False
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         text = quoted(text.strip('"'))
     sink.arguments(text)
     return True

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import Calls, JsonCall
 from dragoman.pipeline.text_buffer import Reading, Source, markers
 from dragoman.pipeline.tool_calls.sink import NAME, Bounded, Malformed, Sink
@@ -247,7 +248,7 @@ def string(source: Source, most: int | None = None) -> Reading[str]:
     yield from _string(source, kept.append if most is None else Bounded(source, kept, most))
     try:
         text: str = msgspec.json.decode("".join(kept), type=str)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise Broken from error
     return text
 

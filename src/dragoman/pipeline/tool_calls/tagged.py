@@ -13,6 +13,7 @@ Rules
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import FIELD, Calls, Tagged
 from dragoman.pipeline.text_buffer import Markers, Reading, Source, markers
 from dragoman.pipeline.tool_calls.json import quoted
@@ -151,6 +152,6 @@ def _as_json(text: str, kind: Kind) -> str:
         return _PYTHON[stripped]
     try:
         msgspec.json.decode(stripped)
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return quoted(text)
     return stripped

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import BadAnswer, StreamCutOff
+from dragoman.core.errors import DECODE_ERRORS, BadAnswer, StreamCutOff
 from dragoman.core.events import Event
 from dragoman.core.request import (
     Constraint,
@@ -209,7 +209,7 @@ class Reader(DraftReader):
             return None
         try:
             return _plain_chunks.decode(frame.data).choices[0].delta.content
-        except (msgspec.DecodeError, RecursionError):
+        except DECODE_ERRORS:
             return None  # another reads it with more patience
 
     def whole(self, body: Mapping[str, Any]) -> list[Event]:

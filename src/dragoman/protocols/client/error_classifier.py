@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core.errors import (
+    DECODE_ERRORS,
     Answered,
     AnswerTimeout,
     BadAnswer,
@@ -201,7 +202,7 @@ def of_response(status: int, headers: Mapping[str, str], body: bytes) -> Dragoma
     text = body[:MOST_BODY].decode("utf-8", "replace")
     try:
         told = tell(msgspec.json.decode(body))
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         told = Told("" if text.lstrip().startswith("<") else excerpt(text.strip()))
     request_id = headers.get("x-request-id") or headers.get("request-id") or told.request_id
     answered = Answered(status, text, told.code, told.type, request_id)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.protocols.sse import Decoder, Frame
 
 PROBE = "what a mould is tried with"
@@ -44,7 +45,7 @@ class Mould:
         quoted = piece[self._begin : self._end]
         try:
             texts = [_text.decode(quoted)] if b"\n" not in quoted else self._several(quoted)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DECODE_ERRORS:
             return None
         self._hits += 1
         return texts

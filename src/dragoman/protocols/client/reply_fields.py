@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import BadAnswer
+from dragoman.core.errors import DECODE_ERRORS, BadAnswer
 from dragoman.core.events import TokenLogprob
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "reasoning_text")
@@ -33,7 +33,7 @@ Said = tuple[Literal["text", "thought"], str]
 def parse(text: str | bytes) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         if _ESCAPED.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
             return _parse_halves(text)
         raise BadAnswer(f"the server sent what is no JSON: {excerpt(text)!r}") from error

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import MalformedToolCall
+from dragoman.core.errors import DECODE_ERRORS, MalformedToolCall
 from dragoman.core.events import Event, ToolCallDelta, ToolCallStart
 from dragoman.core.request import ToolCall
 
@@ -55,7 +55,7 @@ def is_object(text: str) -> bool:
         return False
     try:
         msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return False
     return True
 

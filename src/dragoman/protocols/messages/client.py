@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import BadAnswer, StreamCutOff
+from dragoman.core.errors import DECODE_ERRORS, BadAnswer, StreamCutOff
 from dragoman.core.events import Event
 from dragoman.core.request import (
     GenerationRequest,
@@ -140,7 +140,7 @@ def _thought(part: Reasoning) -> list[Block]:
 def _input(arguments: str) -> Any:
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         return {"INVALID_JSON": arguments}
 
 
@@ -213,7 +213,7 @@ class Reader(DraftReader):
             return None
         try:
             return _plain_events.decode(frame.data).delta.text
-        except (msgspec.DecodeError, RecursionError):
+        except DECODE_ERRORS:
             return None
 
     def frame(self, frame: Frame) -> list[Event]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import DragomanError
+from dragoman.core.errors import DECODE_ERRORS, DragomanError
 from dragoman.core.events import (
     Event,
     Finished,
@@ -208,7 +208,7 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
         return {}
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         return {"INVALID_JSON": arguments}
     return msgspec.Raw(arguments.encode())
 

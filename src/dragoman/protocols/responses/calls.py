@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.protocols.responses import custom_tool_text
 
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
@@ -114,7 +115,7 @@ def _told(kind: Kind, arguments: str) -> dict[str, Any] | None:
     tell = TELLERS.get(kind)
     try:
         return None if tell is None else tell(arguments)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return None
 
 

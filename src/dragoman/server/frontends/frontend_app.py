@@ -16,7 +16,7 @@ from dragoman.server.frontends.remote import (
     relayed,
 )
 from dragoman.server.http_exchange import Exchange
-from dragoman.server.routes import Route
+from dragoman.server.routing import Route, RouteTable
 
 END_SECONDS = 5.0
 """For what was cancelled to be told, when the front end stops."""
@@ -24,8 +24,8 @@ LOOK_SECONDS = 0.02
 
 
 class FrontEnd(Door):
-    def __init__(self, settings: Settings, parent: Parent) -> None:
-        super().__init__(settings, Reporting(parent, settings))
+    def __init__(self, routes: RouteTable, settings: Settings, parent: Parent) -> None:
+        super().__init__(routes, settings, Reporting(parent, settings))
         self.responses = RemoteResponses(parent)
         self._parent = parent
 

@@ -300,7 +300,7 @@ def decode_to_front(body: memoryview) -> ToFront:
     return message
 
 
-def decode_in_parts(body: memoryview, error: msgspec.MsgspecError) -> PassedStep | Refused:
+def decode_in_parts(body: memoryview, error: Exception) -> PassedStep | Refused:
     """What could not be decoded as a whole, because of an error."""
     head = _head.decode(body)
     if head.tag not in ANSWERS:

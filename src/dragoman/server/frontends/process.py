@@ -25,6 +25,7 @@ from dragoman.server.frontends.frontend_app import FrontEnd
 from dragoman.server.frontends.messages import Begin, Configured, Hurry, Stopping
 from dragoman.server.frontends.remote import Command, Parent
 from dragoman.server.http.server import Listener, settle
+from dragoman.server.routes import ROUTES
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -60,7 +61,7 @@ class _Process:
     def _do(self, command: Command) -> None:
         if isinstance(command, Begin):
             self.parent.number(command.number)
-            self._front = FrontEnd(command.settings, self.parent)
+            self._front = FrontEnd(ROUTES, command.settings, self.parent)
             self.server = _Server(self._front, self.parent)
             self._begun.set()
         elif isinstance(command, Configured):

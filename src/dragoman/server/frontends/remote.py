@@ -10,7 +10,7 @@ import msgspec
 from dragoman.config.settings import Settings
 from dragoman.core import loop_guard
 from dragoman.core.engine import Engine, ModelInfo
-from dragoman.core.errors import BadRequest
+from dragoman.core.errors import DECODE_ERRORS, BadRequest
 from dragoman.core.event_queue import Mailbox
 from dragoman.core.events import Event
 from dragoman.core.rate_limits import Rate
@@ -101,7 +101,7 @@ class Parent:
         message: ToFront | PassedStep
         try:
             message = decode_to_front(body)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             message = decode_in_parts(body, error)
         if isinstance(message, Step):
             self._deliver(message)

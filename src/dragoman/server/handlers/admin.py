@@ -7,18 +7,15 @@ They need a key with the scope `admin`. Where no keys are configured they need t
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING
 
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized
 from dragoman.models import Host, Model
 from dragoman.protocols import admin as wire
+from dragoman.server.app import App
 from dragoman.server.auth.admin_token import HEADER, has_token
 from dragoman.server.auth.scopes import ANYBODY
 from dragoman.server.http_exchange import Exchange
-
-if TYPE_CHECKING:
-    from dragoman.server.app import App
 
 ROOT = "/admin/models"
 LOOK_SECONDS = 0.05
@@ -26,7 +23,7 @@ UNLOAD_SECONDS = 5.0
 """How long the answer waits for a model to go."""
 
 
-async def models(app: "App", exchange: Exchange) -> None:
+async def models(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     await app.catalog.look()
     seen = [model for model in app.catalog.listed() if exchange.caller.may_ask(model.name)]
@@ -36,7 +33,7 @@ async def models(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(wire.encode_fleet(served, sum(used.values()), app.catalog.lifecycle.budget))
 
 
-async def change(app: "App", exchange: Exchange) -> None:
+async def change(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     # Its body means nothing; but no web page of another origin can send one that passes.
     await exchange.decoded(app.settings.limits, bytes)
@@ -48,7 +45,7 @@ async def change(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(wire.encode_served(await _served(app, model)), 200 if done else 202)
 
 
-async def reload(app: "App", exchange: Exchange) -> None:
+async def reload(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     await exchange.decoded(app.settings.limits, bytes)
     try:
@@ -71,7 +68,7 @@ async def _load(model: Model) -> bool:
     return True
 
 
-async def _unload(app: "App", model: Model) -> bool:
+async def _unload(app: App, model: Model) -> bool:
     """Whether the model is unloaded. Its running requests finish first, however long they take; a load is aborted."""
     host, before = model.host, model.host.engine
     app.catalog.lifecycle.dismiss(host)
@@ -88,7 +85,7 @@ def _has_gone(host: Host, before: Engine | None) -> bool:
     return host.state != "unloading" and (host.engine is None or host.engine is not before)
 
 
-async def _served(app: "App", model: Model) -> wire.ServedModel:
+async def _served(app: App, model: Model) -> wire.ServedModel:
     host = model.host
     seat = app.catalog.lifecycle.seat(host)
     is_here = host.engine is not None and not host.is_returning
@@ -109,7 +106,7 @@ async def _served(app: "App", model: Model) -> wire.ServedModel:
     )
 
 
-def check_operator(app: "App", exchange: Exchange) -> None:
+def check_operator(app: App, exchange: Exchange) -> None:
     """Require the admin token if no key is needed. The scope of a key has been checked already."""
     if exchange.caller is not ANYBODY or has_token(exchange.headers, app.admin_token):
         return

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,12 +22,10 @@ from dragoman.pipeline.event_stream import call
 from dragoman.pipeline.generate import check
 from dragoman.protocols.embeddings import server as wire_embeddings
 from dragoman.protocols.rerank import server as wire_rerank
+from dragoman.server.app import App
 from dragoman.server.auth.token_estimate import estimated_text
 from dragoman.server.handlers.generation import silent_engine
 from dragoman.server.http_exchange import Exchange
-
-if TYPE_CHECKING:
-    from dragoman.server.app import App
 
 PART_INPUTS = 64
 PART_SIZE = 8 * 1024
@@ -37,7 +34,7 @@ INPUT = re.compile(r"input\[(?P<at>\d+)\]")
 """As an engine names one."""
 
 
-async def embeddings(app: "App", exchange: Exchange) -> None:
+async def embeddings(app: App, exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
@@ -45,7 +42,7 @@ async def embeddings(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, made))
 
 
-async def rerank(app: "App", exchange: Exchange) -> None:
+async def rerank(app: App, exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
@@ -55,7 +52,7 @@ async def rerank(app: "App", exchange: Exchange) -> None:
 
 
 async def _embed(
-    app: "App",
+    app: App,
     exchange: Exchange,
     model: Model,
     request: EmbeddingRequest | RerankRequest,

@@ -11,11 +11,9 @@ Rules
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,13 +25,10 @@ from dragoman.core.request import GenerationRequest
 from dragoman.pipeline.generate import Take, cannot_honour, check_limits, generate
 from dragoman.protocols.registry import Encoder, Protocol, Telling
 from dragoman.server.auth.token_estimate import Estimate, estimated, estimated_prompt
+from dragoman.server.base_app import Door
 from dragoman.server.http_exchange import Exchange
 from dragoman.server.model_lease import Engaging, Wish
 from dragoman.server.telemetry.meter import Meter
-
-if TYPE_CHECKING:
-    from dragoman.server.base_app import Door
-
 
 log = logging.getLogger("dragoman.prompts")
 log_run = logging.getLogger("dragoman.server")
@@ -43,28 +38,14 @@ Begin = Callable[[GenerationRequest], Take]
 OF_THE_MODEL = frozenset({429, 500, 502, 503, 504})
 """Statuses of errors that another model may not have."""
 
-ID_BYTES = 12
-_drawn: list[str] = []
-"""Ids that nobody has yet: to ask the system for chance costs about the same for one and for many."""
-# A process that is copied must not hand out the ids of the other.
-os.register_at_fork(after_in_child=_drawn.clear)
 
-
-def new_id(prefix: str) -> str:
-    """By its id a response is found again: nobody may guess it."""
-    if not _drawn:
-        chance = os.urandom(64 * ID_BYTES)
-        _drawn.extend(chance[at : at + ID_BYTES].hex() for at in range(0, len(chance), ID_BYTES))
-    return prefix + _drawn.pop()
-
-
-async def answer(door: "Door", exchange: Exchange, protocol: Protocol) -> None:
+async def answer(door: Door, exchange: Exchange, protocol: Protocol) -> None:
     decoded = await exchange.decoded(door.settings.limits, protocol.decode)
     await reply_to(door, exchange, decoded, protocol)
 
 
 async def reply_to(
-    door: "Door", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
+    door: Door, exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
 ) -> None:
     """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
     if decoded.delivery.stream:
@@ -86,7 +67,7 @@ def with_defaults(request: GenerationRequest, defaults: SamplingDefaults | None)
     return msgspec.structs.replace(request, sampling=defaults.fill(request.sampling), max_tokens=most)
 
 
-async def _run(door: "Door", exchange: Exchange, decoded: GenerationRequest, begin: Begin) -> GenerationRequest:
+async def _run(door: Door, exchange: Exchange, decoded: GenerationRequest, begin: Begin) -> GenerationRequest:
     """The generation, by the model or by one that stands in for it; the request as that one got it."""
     engagement, record = door.engagement(exchange), exchange.record
     estimate = None if exchange.lease is None else estimated(decoded, exchange.weight)
@@ -113,7 +94,7 @@ async def _run(door: "Door", exchange: Exchange, decoded: GenerationRequest, beg
 
 
 async def _run_by(
-    door: "Door",
+    door: Door,
     exchange: Exchange,
     engagement: Engaging,
     decoded: GenerationRequest,
@@ -142,7 +123,7 @@ async def _run_by(
 
 
 async def _found(
-    door: "Door", exchange: Exchange, engagement: Engaging, decoded: GenerationRequest, estimate: Estimate | None
+    door: Door, exchange: Exchange, engagement: Engaging, decoded: GenerationRequest, estimate: Estimate | None
 ) -> GenerationRequest:
     """The request as its model gets it."""
     record = exchange.record
@@ -159,7 +140,7 @@ async def _found(
     return msgspec.structs.replace(filled, id=record.id, model=found.model, principal=record.principal)
 
 
-def _collector(door: "Door", exchange: Exchange, collection: Collection) -> Take:
+def _collector(door: Door, exchange: Exchange, collection: Collection) -> Take:
     def take(choice: int, events: Sequence[Event]) -> None:
         _note(door, exchange, choice, events)
         collection.add(choice, events)
@@ -168,7 +149,7 @@ def _collector(door: "Door", exchange: Exchange, collection: Collection) -> Take
 
 
 async def _stream(
-    door: "Door", exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None
+    door: Door, exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None
 ) -> None:
     frames = _Frames(door, exchange, telling)
     failure: Exception | None
@@ -198,7 +179,7 @@ class _Frames:
 
     encoder: Encoder
 
-    def __init__(self, door: "Door", exchange: Exchange, telling: Telling) -> None:
+    def __init__(self, door: Door, exchange: Exchange, telling: Telling) -> None:
         self._door = door
         self._exchange = exchange
         self._telling = telling
@@ -224,7 +205,7 @@ def silent_engine(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine was silent for {seconds:g} s")
 
 
-def _note(door: "Door", exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
+def _note(door: Door, exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
     exchange.note_progress()
     assert exchange.meter is not None
     exchange.meter.note(choice, events, exchange.heard)

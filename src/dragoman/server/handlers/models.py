@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported
@@ -12,23 +11,21 @@ from dragoman.pipeline.event_stream import call
 from dragoman.protocols import models as wire_models
 from dragoman.protocols import tokenize as wire_tokens
 from dragoman.protocols.registry import ANTHROPIC
+from dragoman.server.app import App
 from dragoman.server.handlers.generation import silent_engine
 from dragoman.server.handlers.upstreams import is_out
 from dragoman.server.http_exchange import Exchange
 
-if TYPE_CHECKING:
-    from dragoman.server.app import App
 
-
-async def root(app: "App", exchange: Exchange) -> None:
+async def root(app: App, exchange: Exchange) -> None:
     await exchange.reply_json({"name": "dragoman", "version": __version__})
 
 
-async def health(app: "App", exchange: Exchange) -> None:
+async def health(app: App, exchange: Exchange) -> None:
     await exchange.reply_json({"status": "ok"})
 
 
-async def ready(app: "App", exchange: Exchange) -> None:
+async def ready(app: App, exchange: Exchange) -> None:
     """Ready: the default model can answer, at once or, where it has been unloaded in between, after a moment.
 
     One that has failed, or whose process has died and is being started again, cannot, unless another answers for it.
@@ -60,7 +57,7 @@ def _state(model: Model) -> str:
     return "out" if model.host.state == "ready" and is_out(model.host.engine) else model.host.state
 
 
-async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
+async def _listed(app: App, model: Model) -> wire_models.ListedModel:
     engine = model.host.engine
     known = model.info if engine is not None else await model.foreseen()
     return wire_models.ListedModel(
@@ -79,7 +76,7 @@ async def _listed(app: "App", model: Model) -> wire_models.ListedModel:
     )
 
 
-async def models(app: "App", exchange: Exchange) -> None:
+async def models(app: App, exchange: Exchange) -> None:
     await app.catalog.look()
     seen = [
         model for entry in app.catalog.listed() for model in await entry.all() if exchange.caller.may_ask(model.name)
@@ -91,14 +88,14 @@ async def models(app: "App", exchange: Exchange) -> None:
         await exchange.reply_json(wire_models.encode_models(listed))
 
 
-async def one_model(app: "App", exchange: Exchange) -> None:
+async def one_model(app: App, exchange: Exchange) -> None:
     model = await app.model(exchange, exchange.path.removeprefix("/v1/models/"))
     is_anthropic = exchange.family is ANTHROPIC
     encode = wire_models.encode_anthropic_model if is_anthropic else wire_models.encode_model
     await exchange.reply_json(encode(await _listed(app, model)))
 
 
-async def tokenize(app: "App", exchange: Exchange) -> None:
+async def tokenize(app: App, exchange: Exchange) -> None:
     asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_text)
     async with _tokenizer(app, exchange, asked.model) as (model, engine):
         tokens = await call(engine.tokenize, asked.text, asked.special)
@@ -106,7 +103,7 @@ async def tokenize(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(wire_tokens.encode_tokens(tokens, context))
 
 
-async def detokenize(app: "App", exchange: Exchange) -> None:
+async def detokenize(app: App, exchange: Exchange) -> None:
     asked = await exchange.decoded(app.settings.limits, wire_tokens.decode_tokens)
     async with _tokenizer(app, exchange, asked.model) as (_, engine):
         text = await call(engine.detokenize, asked.tokens)
@@ -114,7 +111,7 @@ async def detokenize(app: "App", exchange: Exchange) -> None:
 
 
 @asynccontextmanager
-async def _tokenizer(app: "App", exchange: Exchange, name: str) -> AsyncIterator[tuple[Model, Engine]]:
+async def _tokenizer(app: App, exchange: Exchange, name: str) -> AsyncIterator[tuple[Model, Engine]]:
     """The model and its engine, if it tells its tokens, with the time it has for it running."""
     model = await app.model(exchange, name)
     async with model.host.engaged() as engine:

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,14 +13,12 @@ from dragoman.pipeline.generate import check
 from dragoman.protocols import messages
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.protocols.render import encode_prompt
+from dragoman.server.app import App
 from dragoman.server.handlers.generation import silent_engine
 from dragoman.server.http_exchange import Exchange
 
-if TYPE_CHECKING:
-    from dragoman.server.app import App
 
-
-async def render(app: "App", exchange: Exchange) -> None:
+async def render(app: App, exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, PROTOCOLS["chat"].decode)
     async with _prepared(app, exchange, decoded) as (engine, supports, request):
         if "render" not in supports:
@@ -30,12 +27,12 @@ async def render(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(encode_prompt(request.model, shown.text, shown.tokens, shown.format))
 
 
-async def messages_count(app: "App", exchange: Exchange) -> None:
+async def messages_count(app: App, exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, messages.decode_count)
     await exchange.reply_json(messages.encode_count(await count_prompt(app, exchange, decoded)))
 
 
-async def count_prompt(app: "App", exchange: Exchange, decoded: GenerationRequest) -> int:
+async def count_prompt(app: App, exchange: Exchange, decoded: GenerationRequest) -> int:
     async with _prepared(app, exchange, decoded) as (engine, supports, request):
         if "count_tokens" in supports:
             return await call(engine.count_tokens, request)
@@ -46,7 +43,7 @@ async def count_prompt(app: "App", exchange: Exchange, decoded: GenerationReques
 
 @asynccontextmanager
 async def _prepared(
-    app: "App", exchange: Exchange, decoded: GenerationRequest
+    app: App, exchange: Exchange, decoded: GenerationRequest
 ) -> AsyncIterator[tuple[Engine, frozenset[str], GenerationRequest]]:
     """The engine, what it supports and what it is asked, checked as it would be to be answered."""
     model = await app.model(exchange, decoded.model)

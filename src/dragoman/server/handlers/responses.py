@@ -9,7 +9,7 @@ Rules
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,29 +21,26 @@ from dragoman.core.errors import (
     NotSupported,
     PreviousResponseNotFound,
     TooLarge,
-    UpgradeRequired,
     quote,
 )
-from dragoman.protocols import openai, responses
+from dragoman.protocols import responses
 from dragoman.protocols.json_body import LARGE_BODY
+from dragoman.server.app import App
+from dragoman.server.base_app import Door
 from dragoman.server.handlers.generation import reply_to
 from dragoman.server.handlers.prompts import count_prompt
 from dragoman.server.http.bodies import run_in_body_thread
-from dragoman.server.http_exchange import Exchange, Receive, Scope, Send
+from dragoman.server.http.websocket import RESPONSES_PATH, upgrade_required
+from dragoman.server.http_exchange import Exchange
 from dragoman.storage.base import KeptItem, KeptResponse
 
-if TYPE_CHECKING:
-    from dragoman.server.app import App
-    from dragoman.server.base_app import Door
-
-ROOT = "/v1/responses"
 INPUT_ITEMS, CANCEL = "input_items", "cancel"
 MANY_ITEMS = 500
 """Small items take longer than their bytes tell."""
 T = TypeVar("T")
 
 
-async def create(door: "Door", exchange: Exchange) -> None:
+async def create(door: Door, exchange: Exchange) -> None:
     question = await _question(door, exchange)
     telling = responses.Telling(question.shown, time.time)
     settle = partial(_settle, door, exchange, question.shown, telling)
@@ -55,12 +52,12 @@ async def create(door: "Door", exchange: Exchange) -> None:
         raise
 
 
-async def count(app: "App", exchange: Exchange) -> None:
+async def count(app: App, exchange: Exchange) -> None:
     question = await _question(app, exchange)
     await exchange.reply_json(responses.encode_count(await count_prompt(app, exchange, question.request)))
 
 
-async def _question(door: "Door", exchange: Exchange) -> responses.Question:
+async def _question(door: Door, exchange: Exchange) -> responses.Question:
     asking = await exchange.decoded(door.settings.limits, responses.read)
     principal = exchange.record.principal
     earlier: tuple[KeptItem, ...] = ()
@@ -93,7 +90,7 @@ def _decoded(asking: responses.Asking, earlier: Sequence[KeptItem], found: Mappi
     return responses.decode(asking, [msgspec.json.decode(item.body) for item in earlier], referenced)
 
 
-async def _settle(door: "Door", exchange: Exchange, shown: responses.Shown, telling: responses.Telling) -> None:
+async def _settle(door: Door, exchange: Exchange, shown: responses.Shown, telling: responses.Telling) -> None:
     response = telling.response
     if response is None or not shown.keep:
         return
@@ -115,7 +112,7 @@ def _items(items: list[dict[str, Any]]) -> tuple[KeptItem, ...]:
     return tuple(KeptItem(item["id"], msgspec.json.encode(item)) for item in items)
 
 
-async def show(app: "App", exchange: Exchange) -> None:
+async def show(app: App, exchange: Exchange) -> None:
     """A response, or what it answered."""
     response_id, below = _named(exchange)
     if below not in ("", INPUT_ITEMS):
@@ -130,7 +127,7 @@ async def show(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(msgspec.Raw(kept.body))
 
 
-async def delete(app: "App", exchange: Exchange) -> None:
+async def delete(app: App, exchange: Exchange) -> None:
     response_id, below = _named(exchange)
     if below:
         raise NotFound(f"there is nothing at {exchange.path[:100]}")
@@ -139,7 +136,7 @@ async def delete(app: "App", exchange: Exchange) -> None:
     await exchange.reply_json(responses.encode_deleted(response_id))
 
 
-async def cancel(app: "App", exchange: Exchange) -> None:
+async def cancel(app: App, exchange: Exchange) -> None:
     response_id, below = _named(exchange)
     if below != CANCEL:
         raise NotFound(f"there is nothing at {exchange.path[:100]}")
@@ -149,43 +146,21 @@ async def cancel(app: "App", exchange: Exchange) -> None:
 
 def _named(exchange: Exchange) -> tuple[str, str]:
     """The id in the path, and what follows it."""
-    response_id, _, below = exchange.path.removeprefix(f"{ROOT}/").partition("/")
+    response_id, _, below = exchange.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
     return response_id, below
 
 
-async def _kept(app: "App", exchange: Exchange, response_id: str) -> KeptResponse:
+async def _kept(app: App, exchange: Exchange, response_id: str) -> KeptResponse:
     kept = await app.responses.find(exchange.record.principal, response_id)
     if kept is None:
         raise NotFound(f"no response {quote(response_id)} is kept here")
     return kept
 
 
-async def no_websocket(app: "App", exchange: Exchange) -> None:
+async def no_websocket(app: App, exchange: Exchange) -> None:
     """A client that would rather talk through a WebSocket turns to HTTP when it hears this."""
     if exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
         exchange.extra_headers.append((b"allow", b"POST"))
-        raise MethodNotAllowed(f"{ROOT} takes POST, not {exchange.method}")
+        raise MethodNotAllowed(f"{RESPONSES_PATH} takes POST, not {exchange.method}")
     exchange.extra_headers.append((b"upgrade", b"HTTP/1.1"))
-    raise _upgrade()
-
-
-def _upgrade() -> UpgradeRequired:
-    return UpgradeRequired(f"there is no WebSocket here; send the request with POST to {ROOT}")
-
-
-async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
-    """The same where the server that this app is mounted in has made a WebSocket of it."""
-    await receive()
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path != ROOT or "websocket.http.response" not in scope.get("extensions", {}):
-        await send({"type": "websocket.close"})
-        return
-    error = _upgrade()
-    body = msgspec.json.encode(openai.encode_error(error))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"upgrade", b"HTTP/1.1"),
-        (b"content-length", b"%d" % len(body)),
-    ]
-    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})
+    raise upgrade_required(RESPONSES_PATH)

@@ -1,39 +1,30 @@
-"""How the server stands: `/metrics` for Prometheus, `/stats` for people and scripts, and what a run began with."""
+"""The state of the server: `/metrics` for Prometheus, `/stats` for people and scripts."""
 
 import os
-import re
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from dragoman.config.settings import Settings
 from dragoman.core.errors import NotFound
-from dragoman.core.urls import public
 from dragoman.core.version import __version__
 from dragoman.models import Model
 from dragoman.models.process_memory import resident
+from dragoman.server.app import App
+from dragoman.server.base_app import METRICS_PATH
 from dragoman.server.http_exchange import Exchange
 from dragoman.server.telemetry.exposition import CONTENT_TYPE, Standing, exposition
 from dragoman.server.telemetry.metrics import Histogram, ModelMetrics
 
-if TYPE_CHECKING:
-    from dragoman.server.app import App
 
-METRICS = "/metrics"
-HIDDEN = "***"
-SECRET = re.compile(r"(?i)(secret|password|passwd|credential|api_?keys?|access_?token|auth_?token|bearer)")
-
-
-async def metrics(app: "App", exchange: Exchange) -> None:
+async def metrics(app: App, exchange: Exchange) -> None:
     if app.settings.telemetry.metrics == "off":
-        raise NotFound(f"there is nothing at {METRICS}")
+        raise NotFound(f"there is nothing at {METRICS_PATH}")
     page = exposition(app.telemetry.metrics, await standings(app), _memory(), app.catalog.lifecycle.budget)
     await exchange.reply(page, CONTENT_TYPE)
 
 
-async def stats(app: "App", exchange: Exchange) -> None:
+async def stats(app: App, exchange: Exchange) -> None:
     counted = app.telemetry.metrics
     standing = await standings(app)
     await exchange.reply_json(
@@ -49,7 +40,7 @@ async def stats(app: "App", exchange: Exchange) -> None:
     )
 
 
-async def standings(app: "App") -> dict[str, Standing]:
+async def standings(app: App) -> dict[str, Standing]:
     """Of the models of the configuration and of those that lie in the folders."""
     return {model.name: await _standing(model) for model in app.catalog.listed()}
 
@@ -96,29 +87,3 @@ def _spread(histogram: Histogram) -> dict[str, float | None]:
 def _memory() -> int | None:
     """Bytes that the server's own process has; None where the system does not tell."""
     return resident(os.getpid()) or None
-
-
-def described(app: "App") -> dict[str, Any]:
-    """What this run began with."""
-    specs = app.settings.models
-    return {
-        "models": [model.name for model in app.catalog.models.values()],
-        "engines": {name: spec.engine for spec in specs for name in spec.names},
-        "config": without_secrets(app.settings),
-    }
-
-
-def without_secrets(settings: Settings) -> Any:
-    """As much of it as anybody may read: of keys how many there are, of what is called a secret that it is one.
-
-    An address loses the user and the password that may be in it.
-    """
-    return _hidden(msgspec.to_builtins(settings)) | {"api_keys": len(settings.api_keys)}
-
-
-def _hidden(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: HIDDEN if SECRET.search(str(name)) else _hidden(inner) for name, inner in value.items()}
-    if isinstance(value, str):
-        return public(value)
-    return [_hidden(inner) for inner in value] if isinstance(value, list | tuple) else value

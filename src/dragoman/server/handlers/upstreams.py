@@ -1,16 +1,14 @@
 """The operator's view of the servers behind models: which there are, and which of them get nothing new."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from dragoman.core.errors import ConfigError, NotFound, quote
+from dragoman.engines.upstream.pool import PlaceState
 from dragoman.protocols import upstreams as wire
+from dragoman.server.app import App
 from dragoman.server.handlers.admin import check_operator
 from dragoman.server.http_exchange import Exchange
-
-if TYPE_CHECKING:
-    from dragoman.engines.upstream.pool import PlaceState
-    from dragoman.server.app import App
 
 
 @runtime_checkable
@@ -22,12 +20,12 @@ class Pooled(Protocol):
     def drain(self, url: str, drained: bool) -> None: ...
 
 
-async def show(app: "App", exchange: Exchange) -> None:
+async def show(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     await exchange.reply_json(wire.encode(_listed(app)))
 
 
-async def drain(app: "App", exchange: Exchange) -> None:
+async def drain(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     asked = await exchange.decoded(app.settings.limits, wire.decode)
     engine = await (await app.model(exchange, asked.model)).host.ready()
@@ -46,7 +44,7 @@ def is_out(engine: object) -> bool:
     return bool(states) and all(place.state in ("out", "draining", "drained") for place in states)
 
 
-def _listed(app: "App") -> list[wire.ListedPlace]:
+def _listed(app: App) -> list[wire.ListedPlace]:
     return [
         wire.ListedPlace(model.name, place.url, place.state, place.running, place.failures, place.weight, place.rank)
         for model in app.catalog.models.values()

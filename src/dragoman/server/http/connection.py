@@ -27,8 +27,8 @@ from uvicorn.server import ServerState
 
 from dragoman.config.settings import Limits
 from dragoman.core.errors import DragomanError, RequestTimeout
+from dragoman.core.ids import new_id
 from dragoman.protocols.registry import Family, family
-from dragoman.server.handlers.generation import new_id
 from dragoman.server.http.http1 import ChunkedBody, FixedBody, RequestHead, parse_target
 from dragoman.server.http.response import Headers, Response
 from dragoman.server.http_exchange import DIRECT, Scope

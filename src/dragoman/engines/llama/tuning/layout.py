@@ -30,7 +30,7 @@ from typing import Literal
 
 import msgspec
 
-from dragoman.core.errors import ConfigError
+from dragoman.core.errors import DECODE_ERRORS, ConfigError
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.library import SUPPORTED
 from dragoman.engines.llama.tuning.messages import Failed, Made, Message, Progress, Tried
@@ -159,7 +159,7 @@ class _Shelf:
         try:
             choice = msgspec.json.decode(self.record.read_bytes(), type=Choice)
             return choice if choice.circumstances == self._circumstances() else None
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (OSError, *DECODE_ERRORS):
             # Nothing, or nothing that can be read.
             return None
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from dragoman.core.errors import DECODE_ERRORS
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.library import SUPPORTED
@@ -125,7 +126,7 @@ def _key(model_file: Path, cpus: int) -> str:
 def _remembered(memo: Path) -> Threads | None:
     try:
         found = msgspec.json.decode(memo.read_bytes(), type=Threads)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *DECODE_ERRORS):
         return None
     return found if min(found.single, found.many) >= 1 else None
 
