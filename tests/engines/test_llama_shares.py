@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engines.llama.scheduler import share, share_between, shortest_first
+from dragoman.engines.llama.scheduler import REST_ROWS, cap_beside_finished, share, share_between, shortest_first
 
 
 @given(wants=st.lists(st.integers(0, 500), max_size=12), budget=st.integers(1, 512))
@@ -45,3 +45,10 @@ def test_sharing_between_principals_gives_out_as_much(wants: list[tuple[str, int
 
 def test_nobody_gets_more_by_asking_more_often() -> None:
     assert share_between(["ann", "ann", "ann", "bob"], [1000] * 4, 120) == [60, 0, 0, 60]
+
+
+def test_a_step_in_which_a_prompt_of_one_principal_ends_has_few_rows_of_others() -> None:
+    owners, wants = ["ann", "ann", "bob"], [1000, 1000, 10]
+    assert cap_beside_finished(owners, wants, [60, 0, 10]) == [REST_ROWS, 0, 10]
+    assert cap_beside_finished(owners, wants, [60, 5, 5]) == [60, 5, 5]
+    assert cap_beside_finished(["ann", "ann"], [1000, 10], [100, 10]) == [100, 10]
