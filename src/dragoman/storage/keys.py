@@ -38,6 +38,8 @@ CREATE TABLE IF NOT EXISTS keys (
 WRITE_SECONDS = 10.0
 READ_SECONDS = 0.05
 """The server reads between two requests: it does not wait for a writer, it looks again later."""
+FIRST_READ_SECONDS = 10.0
+"""At its start the server waits for a writer: without the keys it cannot serve."""
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -149,6 +151,7 @@ class KeyReader:
         self._path = path
         self._connection: sqlite3.Connection | None = None
         self._seen: tuple[int, int, int] | None = None
+        self._has_read = False
 
     def __enter__(self) -> "KeyReader":
         return self
@@ -178,6 +181,9 @@ class KeyReader:
             self.close()
             raise StorageUnavailable("the keys cannot be read now; try again later") from error
         self._seen = mark
+        if not self._has_read:
+            self._has_read = True
+            self._connection.execute(f"PRAGMA busy_timeout = {READ_SECONDS * 1000:.0f}")
         return keys
 
     def _mark(self) -> tuple[int, int, int] | None:
@@ -189,9 +195,9 @@ class KeyReader:
             file = stat.st_dev, stat.st_ino
             if self._connection is None or self._seen is None or self._seen[:2] != file:
                 self.close()
-                self._connection = sqlite3.connect(
-                    f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=READ_SECONDS, check_same_thread=False
-                )
+                address = f"{self._path.absolute().as_uri()}?mode=ro"
+                timeout = READ_SECONDS if self._has_read else FIRST_READ_SECONDS
+                self._connection = sqlite3.connect(address, uri=True, timeout=timeout, check_same_thread=False)
             (version,) = self._connection.execute("PRAGMA data_version").fetchone()
         except FileNotFoundError:
             return None
