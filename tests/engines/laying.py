@@ -124,7 +124,7 @@ def trials() -> Iterator[int]:
     """The processes that try a layout for this one, which has others: servers of other tests."""
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
-            if b"llama.trial" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"tuning.trial" in Path(f"/proc/{child}/cmdline").read_bytes():
                 yield int(child)
 
 
