@@ -1,6 +1,6 @@
-"""Completions of a prompt, as one who asks. The replies are read as those of a chat: only where the text is differs.
+"""Client side of completions: encodes requests. Replies are read like those of a chat.
 
-The prompt is not asked for again (`echo`): who wants it has it.
+`echo` is not sent: the caller already has the prompt.
 """
 
 from typing import Any
