@@ -83,6 +83,6 @@ def test_duplicate_key_is_rejected(encode: Callable[[str], bytes], key: str, tex
 @given(st.lists(st.text(alphabet=st.sampled_from('a",\\\uffff\n{}😀 ')), min_size=1, max_size=6))
 @example(['a",', "b"])
 @example(["a\\", '","', ""])
-def test_between_texts_keeps_texts_apart(texts: list[str]) -> None:
-    framed = b'["' + json_body.between_texts(texts, b'","') + b'"]'
+def test_encode_texts_keeps_texts_apart(texts: list[str]) -> None:
+    framed = b'["' + json_body.encode_texts(texts, b'","') + b'"]'
     assert json.loads(framed) == texts

@@ -172,41 +172,41 @@ def _check_surrogates(root: object) -> None:
         pending += _children(node)
 
 
-def convert(parsed: dict[str, Any], shape: type[StructT], at: str = "") -> StructT:
-    """Convert an object to a struct; `at` is the path of the object within the body."""
+def convert(parsed: dict[str, Any], struct: type[StructT], path: str = "") -> StructT:
+    """Convert an object to a struct; `path` is the path of the object within the body."""
     try:
-        return msgspec.convert(parsed, shape)
+        return msgspec.convert(parsed, struct)
     except msgspec.ValidationError as error:
-        raise bad_field(error, at) from None
+        raise field_error(error, path) from None
 
 
 def missing(path: str) -> BadRequest:
     return BadRequest(f"{path}: required, but missing", param=path)
 
 
-def bad_field(error: msgspec.ValidationError, at: str) -> BadRequest:
-    """Turn a msgspec error inside the field `at` into a `BadRequest` with the full path."""
+def field_error(error: msgspec.ValidationError, base: str) -> BadRequest:
+    """Turn a msgspec error inside the field `base` into a `BadRequest` with the full path."""
     message = str(error)
     match = _ERROR.match(message)
     what, path = (match["what"], match["path"]) if match else (message, None)
     what = cut(what, MAX_VALUE + MAX_PREFIX)
-    missing = re.search(r"missing required field `(.*)`", what)
-    param = (at + (path or "$").removeprefix("$")).removeprefix(".")
-    if missing:
-        param = f"{param}.{missing[1]}".lstrip(".")
+    missing_name = re.search(r"missing required field `(.*)`", what)
+    param = (base + (path or "$").removeprefix("$")).removeprefix(".")
+    if missing_name:
+        param = f"{param}.{missing_name[1]}".lstrip(".")
         what = "required, but missing"
     return BadRequest(f"{param}: {what[0].lower()}{what[1:]}" if param else what, param=param or None)
 
 
-def at(parsed: dict[str, Any], path: str) -> Any:
+def get_path(parsed: dict[str, Any], path: str) -> Any:
     """Return the value of a field or of a nested field such as `thinking.type`; None if it is absent."""
     outer, dot, inner = path.partition(".")
     value = parsed.get(outer)
     return value.get(inner) if dot and value is not None else value
 
 
-def unknown_fields(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> list[str]:
-    known = _field_names(shape)
+def unknown_fields(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> list[str]:
+    known = _field_names(struct)
     unknown = [name for name in parsed if name not in known]
     if len(unknown) > MAX_UNKNOWN:
         raise BadRequest(f"the request has {len(unknown)} unknown fields; at most {MAX_UNKNOWN} are accepted")
@@ -214,20 +214,20 @@ def unknown_fields(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> list[
 
 
 @cache
-def _field_names(shape: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(shape.__struct_encode_fields__)
+def _field_names(struct: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(struct.__struct_encode_fields__)
 
 
-SEPARATOR = "\uffff"
-"""A noncharacter that JSON does not escape."""
+_NONCHARACTER = "\uffff"
+"""JSON does not escape it, and text should not contain it."""
 
 
-def between_texts(texts: Sequence[str], between: bytes) -> bytes:
-    """Encode all texts as JSON string contents in one call, joined by the given bytes."""
+def encode_texts(texts: Sequence[str], separator: bytes) -> bytes:
+    """Encode all texts as JSON string contents in one call, joined by `separator`."""
     if len(texts) == 1:
         return msgspec.json.encode(texts[0])[1:-1]
-    joined = SEPARATOR.join(texts)
-    if joined.count(SEPARATOR) >= len(texts):
-        # A text contains the separator, so encode each text separately.
-        return between.join([msgspec.json.encode(text)[1:-1] for text in texts])
-    return msgspec.json.encode(joined)[1:-1].replace(SEPARATOR.encode(), between)
+    joined = _NONCHARACTER.join(texts)
+    if joined.count(_NONCHARACTER) >= len(texts):
+        # A text contains the noncharacter, so encode each text separately.
+        return separator.join([msgspec.json.encode(text)[1:-1] for text in texts])
+    return msgspec.json.encode(joined)[1:-1].replace(_NONCHARACTER.encode(), separator)

@@ -30,22 +30,15 @@ _weights[list(b"[{")] = CONTAINER_WEIGHT
 def has_more_elements(text: bytes, limit: int) -> bool:
     if len(text) * CONTAINER_WEIGHT <= limit:
         return False
-    return _count_with_strings(text) > limit and _count(text, limit) > limit
-
-
-def _count_with_strings(text: bytes) -> int:
-    """Return an upper bound: characters inside strings are counted too."""
-    return text.count(b",") + text.count(b":") + CONTAINER_WEIGHT * (text.count(b"[") + text.count(b"{"))
-
-
-def _count(text: bytes, limit: int) -> int:
-    """Return the number of elements, or any number above the limit."""
+    # An upper bound that includes the characters inside strings.
+    if text.count(b",") + text.count(b":") + CONTAINER_WEIGHT * (text.count(b"[") + text.count(b"{")) <= limit:
+        return False
     total = 0
     for chunk in _outside_strings(text):
         total += int(_weights[chunk].sum())
         if total > limit:
-            break
-    return total
+            return True
+    return False
 
 
 def count_keys(text: bytes) -> int:

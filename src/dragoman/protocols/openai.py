@@ -14,7 +14,7 @@ from dragoman.core.errors import BadRequest, DragomanError, quote
 from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
 from dragoman.core.rate_limits import Rate
 from dragoman.core.request import Asked, GenerationRequest, RepetitionPenalty, Sampling
-from dragoman.protocols.json_body import bad_field, between_texts, unknown_fields
+from dragoman.protocols.json_body import encode_texts, field_error, unknown_fields
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -34,7 +34,7 @@ def decode_token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
     try:
         return msgspec.convert(entries, tuple[TokenId, ...])
     except msgspec.ValidationError as error:
-        raise bad_field(error, path) from None
+        raise field_error(error, path) from None
 
 
 def decode_limit(query: Mapping[str, str], default: int, most: int) -> int:
@@ -45,7 +45,7 @@ def decode_limit(query: Mapping[str, str], default: int, most: int) -> int:
     raise BadRequest(f"limit: expected a number from 1 to {most}", param="limit")
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class ChatStreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
@@ -65,32 +65,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     n: Count | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ChatStreamOptions | None = None
     user: str | None = None
 
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_bias")
 """Fields with the same name on the wire, in `Sampling` and among the engine features."""
-
 LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
-
-NEUTRAL: dict[str, object] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "top_p": 1,
-    "min_p": 0,
-}
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "top_p": 1, "min_p": 0}
 """Values without effect, which every engine supports."""
+OTHER_FEATURES = ("logit_bias", "stop", "stop_token_ids", "ignore_eos")
 
 
 def keep_seconds(retention: Retention | None) -> float:
@@ -108,16 +92,9 @@ def labels(fields: SamplingFields) -> dict[str, Any]:
 
 def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:
     """Return the features that the fields request. Fields in neither `fields` nor `others` are unknown."""
-    given = [(name, getattr(fields, name)) for name in SAMPLING if name in parsed]
-    asked = [Asked(name, name) for name, value in given if value is not None and value != NEUTRAL.get(name)]
-    if fields.logit_bias:
-        asked.append(Asked("logit_bias", "logit_bias"))
-    if fields.stop:
-        asked.append(Asked("stop", "stop"))
-    if fields.stop_token_ids:
-        asked.append(Asked("stop_token_ids", "stop_token_ids"))
-    if fields.ignore_eos:
-        asked.append(Asked("ignore_eos", "ignore_eos"))
+    present = {name: getattr(fields, name) for name in SAMPLING if name in parsed}
+    asked = [Asked(name, name) for name, value in present.items() if value is not None and value != NEUTRAL.get(name)]
+    asked += [Asked(name, name) for name in OTHER_FEATURES if getattr(fields, name)]
     if fields.n is not None and fields.n > 1:
         asked.append(Asked("choices", "n"))
     unknown = [name for name in unknown_fields(parsed, type(fields)) if name not in others]
@@ -125,18 +102,10 @@ def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Contain
 
 
 def sampling(fields: SamplingFields) -> Sampling:
-    return Sampling(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        # Some clients send -1 for no limit.
-        top_k=0 if fields.top_k == -1 else fields.top_k,
-        min_p=fields.min_p,
-        seed=fields.seed,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        logit_bias=_biases(fields.logit_bias or {}),
-    )
+    values = {name: getattr(fields, name) for name in SAMPLING}
+    if fields.top_k == -1:
+        values["top_k"] = 0  # Some clients send -1 for no limit.
+    return Sampling(**values, logit_bias=_biases(fields.logit_bias or {}))
 
 
 def _biases(wire: dict[str, float]) -> dict[int, float]:
@@ -153,11 +122,15 @@ def _biases(wire: dict[str, float]) -> dict[int, float]:
 def stops(wire: str | list[str] | None) -> tuple[str, ...]:
     decoded = () if wire is None else (wire,) if isinstance(wire, str) else tuple(wire)
     for stop in decoded:
-        if not stop:
-            raise BadRequest("stop: a stop string must not be empty", param="stop")
-        if len(stop) > MAX_STOP_LENGTH:
-            raise BadRequest(f"stop: a stop string must not exceed {MAX_STOP_LENGTH} characters", param="stop")
+        check_stop(stop, "stop")
     return decoded
+
+
+def check_stop(stop: str, path: str) -> None:
+    if not stop:
+        raise BadRequest(f"{path}: a stop string must not be empty", param=path)
+    if len(stop) > MAX_STOP_LENGTH:
+        raise BadRequest(f"{path}: a stop string must not exceed {MAX_STOP_LENGTH} characters", param=path)
 
 
 def encode_usage(usage: Usage) -> dict[str, Any]:
@@ -230,7 +203,7 @@ class StreamEncoder(ABC):
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
         head, between, tail = self._templates.get(choice) or self._build_template(choice)
-        return head + between_texts(texts, between) + tail
+        return head + encode_texts(texts, between) + tail
 
     def _build_template(self, choice: int) -> tuple[bytes, bytes, bytes]:
         """Return the bytes before the first text, between two texts and after the last, including quotes."""

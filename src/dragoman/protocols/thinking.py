@@ -87,7 +87,7 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
     switch = _first(parsed, SWITCHES, asked)
     effort = _first(parsed, EFFORTS, asked)
     budget = _first(parsed, BUDGETS, asked)
-    if json_body.at(parsed, "reasoning.exclude"):
+    if json_body.get_path(parsed, "reasoning.exclude"):
         asked.append(Asked("unknown", "reasoning.exclude"))
     if switch is None and (effort == "none" or budget == 0):
         switch = False
@@ -102,7 +102,7 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
 
 def _first(parsed: dict[str, Any], paths: Sequence[str], asked: list[Asked]) -> Any:
     """Return the first value that is set. Every path with a value is added to `asked`."""
-    values = {path: NORMALIZED.get(value := json_body.at(parsed, path), value) for path in paths}
+    values = {path: NORMALIZED.get(value := json_body.get_path(parsed, path), value) for path in paths}
     found = [path for path in paths if values[path] is not None]
     asked += [Asked("thinking", path) for path in found]
     return values[found[0]] if found else None

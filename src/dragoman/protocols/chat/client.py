@@ -54,21 +54,28 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         "model": request.model or None,
         "messages": [encoded for message in request.messages for encoded in _messages(message)],
         "tools": [_tool(tool) for tool in request.tools] or None,
-        "max_tokens": request.max_tokens,
-        "stop": list(request.stop) or None,
-        "stop_token_ids": list(request.stop_token_ids) or None,
-        "ignore_eos": request.ignore_eos or None,
         "documents": [dict(document) for document in request.documents] or None,
-        **request_fields.sampling(request.sampling),
+        **generation_fields(request, stream),
         **_tool_choice(request.tool_choice, request.tools),
         **_thinking(request.thinking, request.template_options),
         **_response_format(request.constraint),
         **_logprobs(request.logprobs),
         **request.labels,
     }
-    if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
     return {name: value for name, value in body.items() if value is not None}
+
+
+def generation_fields(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    """Encode the fields that chat completions and completions share; None marks an absent field."""
+    return {
+        "max_tokens": request.max_tokens,
+        "stop": list(request.stop) or None,
+        "stop_token_ids": list(request.stop_token_ids) or None,
+        "ignore_eos": request.ignore_eos or None,
+        **request_fields.sampling(request.sampling),
+        "stream": stream or None,
+        "stream_options": {"include_usage": True} if stream else None,
+    }
 
 
 def _messages(message: Message) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
     _note_unsupported(fields, parsed, asked)
     constraints = _response_format(fields.response_format)
     for path, decoder in DECODERS.items():
-        value = json_body.at(parsed, path)
+        value = json_body.get_path(parsed, path)
         if value == "":
             raise BadRequest(f"{path}: must not be empty", param=path)
         if value is not None and value is not False:

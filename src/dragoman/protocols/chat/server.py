@@ -66,7 +66,7 @@ def decode(body: bytes) -> GenerationRequest:
     messages = [conversation.decode(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
     _note_options(fields, asked)
     offered, choice = tools.decode(parsed, asked)
-    options = fields.stream_options or openai.StreamOptions()
+    options = fields.stream_options or openai.ChatStreamOptions()
     return GenerationRequest(
         model=fields.model or "",
         messages=tuple(messages),
@@ -100,12 +100,7 @@ def _check(fields: ChatFields) -> None:
 
 
 def _note_options(fields: ChatFields, asked: list[Asked]) -> None:
-    if fields.logprobs:
-        asked.append(Asked("logprobs", "logprobs"))
-    if fields.documents:
-        asked.append(Asked("documents", "documents"))
-    if fields.store:
-        asked.append(Asked("store", "store"))
+    asked += [Asked(name, name) for name in ("logprobs", "documents", "store") if getattr(fields, name)]
     if fields.service_tier not in (None, "auto", "default"):
         asked.append(Asked("service_tier", "service_tier"))
 

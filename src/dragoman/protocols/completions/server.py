@@ -37,7 +37,7 @@ def decode(body: bytes) -> GenerationRequest:
     fields = json_body.convert(parsed, CompletionFields)
     prompts = _prompts(fields.prompt)
     _check(fields, prompts)
-    options = fields.stream_options or openai.StreamOptions()
+    options = fields.stream_options or openai.ChatStreamOptions()
     echo = bool(fields.echo)
     asked = [*_asked(fields, prompts), *openai.asked_fields(fields, parsed, response_format.FIELDS)]
     return GenerationRequest(

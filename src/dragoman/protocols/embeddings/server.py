@@ -42,40 +42,26 @@ def place(request: EmbeddingRequest, at: int) -> str:
     return f"input[{at}]" if request.listed else "input"
 
 
-def unknown_features(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> tuple[Asked, ...]:
-    return tuple(Asked("unknown", name) for name in json_body.unknown_fields(parsed, shape) if parsed[name] is not None)
+def unknown_features(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> tuple[Asked, ...]:
+    return tuple(
+        Asked("unknown", name) for name in json_body.unknown_fields(parsed, struct) if parsed[name] is not None
+    )
 
 
 def _inputs(field: str | list[Any]) -> tuple[Input, ...]:
-    if isinstance(field, str):
-        return (_text(field, "input"),)
-    if not field:
-        raise BadRequest("input: must not be empty", param="input")
-    if isinstance(field[0], int):
-        return (_token_ids(field, "input"),)
+    if isinstance(field, str) or not field or isinstance(field[0], int):
+        return (_input(field, "input"),)
     if len(field) > MAX_INPUTS:
         raise BadRequest(f"input: at most {MAX_INPUTS} texts in one request, not {len(field)}", param="input")
-    return tuple(_one_input(entry, f"input[{at}]") for at, entry in enumerate(field))
+    return tuple(_input(entry, f"input[{at}]") for at, entry in enumerate(field))
 
 
-def _one_input(entry: object, path: str) -> Input:
-    if isinstance(entry, str):
-        return _text(entry, path)
-    if isinstance(entry, list):
-        return _token_ids(entry, path)
-    raise BadRequest(f"{path}: expected a string or a list of token ids", param=path)
-
-
-def _text(text: str, path: str) -> str:
-    if not text:
+def _input(entry: object, path: str) -> Input:
+    if not isinstance(entry, str | list):
+        raise BadRequest(f"{path}: expected a string or a list of token ids", param=path)
+    if not entry:
         raise BadRequest(f"{path}: must not be empty", param=path)
-    return text
-
-
-def _token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
-    if not entries:
-        raise BadRequest(f"{path}: must not be empty", param=path)
-    return decode_token_ids(entries, path)
+    return entry if isinstance(entry, str) else decode_token_ids(entry, path)
 
 
 def encode_reply(request: EmbeddingRequest, embeddings: Sequence[Embedding]) -> dict[str, Any]:

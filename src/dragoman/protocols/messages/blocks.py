@@ -22,6 +22,7 @@ from dragoman.protocols import json_body
 
 Block = dict[str, Any]
 Content = str | list[Block]
+Decoder = Callable[[Block, str, list[Asked]], Part | None]
 SIGNATURE_PREFIX = "dgm1."
 _SIGNATURE_KEY = b"dragoman thought signature 1"
 """The same for every server, so that a conversation can continue on another one. A signature detects changes only."""
@@ -117,33 +118,26 @@ def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) 
     return decoder(block, path, asked)
 
 
-def _text(block: Block, path: str, asked: list[Asked]) -> Part:
-    return Text(json_body.convert(block, TextBlock, path).text)
-
-
 def _image(block: Block, path: str, asked: list[Asked]) -> Part:
     source = json_body.convert(block, ImageBlock, path).source
     if source.type == "url" and source.url is not None:
-        asked.append(Asked("images", path))
-        return Image(url=source.url)
-    if source.type == "base64" and source.data is not None:
-        asked.append(Asked("images", path))
-        return Image(_bytes(source.data, f"{path}.source.data"), source.media_type)
-    return _unsupported_source(source, path, asked)
-
-
-def _bytes(data: str, path: str) -> bytes:
-    try:
-        return base64.b64decode(data, validate=True)
-    except ValueError:
-        raise BadRequest(f"{path}: invalid base64", param=path) from None
+        image = Image(url=source.url)
+    elif source.type == "base64" and source.data is not None:
+        try:
+            image = Image(base64.b64decode(source.data, validate=True), source.media_type)
+        except ValueError:
+            raise BadRequest(f"{path}.source.data: invalid base64", param=f"{path}.source.data") from None
+    else:
+        return _unsupported_source(source, path, asked)
+    asked.append(Asked("images", path))
+    return image
 
 
 def _unsupported_source(source: ContentSource, path: str, asked: list[Asked]) -> Part:
     """Return an empty text for a source that would have to be read from a file."""
-    needed = {"base64": "data", "url": "url", "text": "data", "content": "content"}.get(source.type)
-    if needed is not None and getattr(source, needed) is None:
-        raise json_body.missing(f"{path}.source.{needed}")
+    required = {"base64": "data", "url": "url", "text": "data", "content": "content"}.get(source.type)
+    if required is not None and getattr(source, required) is None:
+        raise json_body.missing(f"{path}.source.{required}")
     asked.append(Asked("files", f"{path}.source"))
     return Text("")
 
@@ -190,10 +184,6 @@ def _thinking(block: Block, path: str, asked: list[Asked]) -> Part:
     return Reasoning(fields.thinking, fields.signature or None)
 
 
-def _redacted_thinking(block: Block, path: str, asked: list[Asked]) -> Part:
-    return Reasoning("", json_body.convert(block, RedactedThinkingBlock, path).data)
-
-
 def _tool_use(block: Block, path: str, asked: list[Asked]) -> Part:
     fields = json_body.convert(block, ToolUseBlock, path)
     return ToolCall(fields.id, fields.name, _json(fields.input or {}))
@@ -204,14 +194,6 @@ def _tool_result(block: Block, path: str, asked: list[Asked]) -> Part:
     parts = [] if fields.content is None else decode(fields.content, f"{path}.content", asked, RESULT_TYPES)
     shown = tuple(part for part in parts if isinstance(part, Text | Image))
     return ToolResult(fields.tool_use_id, shown, bool(fields.is_error))
-
-
-def _tool_reference(block: Block, path: str, asked: list[Asked]) -> Part:
-    return Text(str(block.get("tool_name", "")))
-
-
-def _browser_state(block: Block, path: str, asked: list[Asked]) -> Part:
-    return _tagged("browser_state", {}, _json({"tabs": block.get("tabs")}))
 
 
 def _server_call(block: Block, path: str, asked: list[Asked]) -> Part:
@@ -237,18 +219,13 @@ def _compaction(block: Block, path: str, asked: list[Asked]) -> Part | None:
     return None if summary is None else _tagged("summary", {}, summary)
 
 
-def _container_upload(block: Block, path: str, asked: list[Asked]) -> Part | None:
-    asked.append(Asked("files", path))
-    return None
+def _drop(feature: str) -> Decoder:
+    """Return a decoder that drops the block and reports the feature."""
 
+    def decode_block(block: Block, path: str, asked: list[Asked]) -> None:
+        asked.append(Asked(feature, path))
 
-def _tool_change(block: Block, path: str, asked: list[Asked]) -> Part | None:
-    asked.append(Asked("tool_changes", path))
-    return None
-
-
-def _ignored(block: Block, path: str, asked: list[Asked]) -> Part | None:
-    return None
+    return decode_block
 
 
 def _json(value: object) -> str:
@@ -256,22 +233,20 @@ def _json(value: object) -> str:
 
 
 ENCRYPTED = frozenset({"encrypted_content", "encrypted_index", "encrypted_stdout", "signature", "cache_control"})
-RESULT_TYPES: frozenset[str] = frozenset(
-    {"text", "image", "document", "search_result", "tool_reference", "browser_state"}
-)
-SYSTEM_TYPES: frozenset[str] = frozenset({"text", "tool_addition", "tool_removal"})
-ASSISTANT_ONLY: frozenset[str] = frozenset({"thinking", "redacted_thinking", "tool_use"})
-DECODERS: dict[str, Callable[[Block, str, list[Asked]], Part | None]] = {
-    "text": _text,
+RESULT_TYPES = frozenset({"text", "image", "document", "search_result", "tool_reference", "browser_state"})
+DECODERS: dict[str, Decoder] = {
+    "text": lambda block, path, asked: Text(json_body.convert(block, TextBlock, path).text),
     "image": _image,
     "document": _document,
     "search_result": _search_result,
     "thinking": _thinking,
-    "redacted_thinking": _redacted_thinking,
+    "redacted_thinking": lambda block, path, asked: Reasoning(
+        "", json_body.convert(block, RedactedThinkingBlock, path).data
+    ),
     "tool_use": _tool_use,
     "tool_result": _tool_result,
-    "tool_reference": _tool_reference,
-    "browser_state": _browser_state,
+    "tool_reference": lambda block, path, asked: Text(str(block.get("tool_name", ""))),
+    "browser_state": lambda block, path, asked: _tagged("browser_state", {}, _json({"tabs": block.get("tabs")})),
     "server_tool_use": _server_call,
     "mcp_tool_use": _server_call,
     "web_search_tool_result": _server_result,
@@ -283,15 +258,15 @@ DECODERS: dict[str, Callable[[Block, str, list[Asked]], Part | None]] = {
     "mcp_tool_result": _server_result,
     "advisor_tool_result": _server_result,
     "compaction": _compaction,
-    "container_upload": _container_upload,
-    "tool_addition": _tool_change,
-    "tool_removal": _tool_change,
-    "mcp_tool_listing": _ignored,
-    "fallback": _ignored,
+    "container_upload": _drop("files"),
+    "tool_addition": _drop("tool_changes"),
+    "tool_removal": _drop("tool_changes"),
+    "mcp_tool_listing": lambda block, path, asked: None,
+    "fallback": lambda block, path, asked: None,
 }
 ALLOWED: dict[str, frozenset[str]] = {
-    "system": SYSTEM_TYPES,
-    "user": frozenset(DECODERS) - ASSISTANT_ONLY,
+    "system": frozenset({"text", "tool_addition", "tool_removal"}),
+    "user": frozenset(DECODERS) - {"thinking", "redacted_thinking", "tool_use"},
     "assistant": frozenset(DECODERS) - {"tool_result"},
 }
 """The block types that a message of each role may have."""

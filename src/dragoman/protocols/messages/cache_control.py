@@ -18,6 +18,8 @@ from dragoman.protocols import json_body
 
 SHORT_SECONDS, LONG_SECONDS = 300.0, 3600.0
 PromptPart = Literal["tools", "system", "messages"]
+Entry = tuple[str, dict[str, Any]]
+"""A path and an object that may have a `cache_control`."""
 TTL_SECONDS = {"5m": SHORT_SECONDS, "1h": LONG_SECONDS}
 
 
@@ -26,41 +28,31 @@ class CacheControl(msgspec.Struct, frozen=True):
     ttl: Literal["5m", "1h"] | None = None
 
 
-def keep_seconds(parsed: dict[str, Any]) -> float:
-    """Return 0 if there is no `cache_control`."""
-    return max((_seconds(entry.get("cache_control"), path) for path, entry in _entries(parsed)), default=0.0)
+def decode(parsed: dict[str, Any]) -> tuple[float, tuple[PromptPart, ...]]:
+    """Return how many seconds to cache the prompt, and the parts of the prompt with a `cache_control`.
 
-
-def keep_at(parsed: dict[str, Any]) -> tuple[PromptPart, ...]:
-    """Return the parts of the prompt with a `cache_control`; that of the request belongs to the messages."""
-    marked: dict[PromptPart, bool] = {
-        "tools": _is_marked(_blocks(parsed.get("tools"), "tools")),
-        "system": _is_marked(_blocks(parsed.get("system"), "system")),
-        "messages": _is_marked(iter([("", parsed)])) or _is_marked(_message_blocks(parsed)),
+    The `cache_control` of the request itself belongs to the messages. Malformed entries are skipped.
+    """
+    entries: dict[PromptPart, list[Entry]] = {
+        "tools": [*_blocks(parsed.get("tools"), "tools")],
+        "system": [*_blocks(parsed.get("system"), "system")],
+        "messages": [("", parsed), *_message_blocks(parsed)],
     }
-    return tuple(part for part, is_marked in marked.items() if is_marked)
+    seconds = {
+        part: max([_seconds(entry.get("cache_control"), path) for path, entry in found], default=0.0)
+        for part, found in entries.items()
+    }
+    return max(seconds.values()), tuple(part for part in seconds if seconds[part])
 
 
-def _is_marked(entries: Iterator[tuple[str, dict[str, Any]]]) -> bool:
-    return any(_seconds(entry.get("cache_control"), path) for path, entry in entries)
-
-
-def _entries(parsed: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield everything that may have a `cache_control`, with its path. Malformed entries are skipped."""
-    yield "", parsed
-    yield from _blocks(parsed.get("tools"), "tools")
-    yield from _blocks(parsed.get("system"), "system")
-    yield from _message_blocks(parsed)
-
-
-def _message_blocks(parsed: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _message_blocks(parsed: dict[str, Any]) -> Iterator[Entry]:
     for outer, message in _blocks(parsed.get("messages"), "messages"):
         for path, block in _blocks(message.get("content"), f"{outer}.content"):
             yield path, block
             yield from _blocks(block.get("content"), f"{path}.content")
 
 
-def _blocks(content: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _blocks(content: Any, path: str) -> Iterator[Entry]:
     if isinstance(content, list):
         yield from ((f"{path}[{at}]", entry) for at, entry in enumerate(content) if isinstance(entry, dict))
 

@@ -25,10 +25,9 @@ from dragoman.core.request import (
     ToolResult,
 )
 from dragoman.protocols import json_body
-from dragoman.protocols.messages import blocks, tools
-from dragoman.protocols.messages.cache_control import keep_at, keep_seconds
+from dragoman.protocols.messages import blocks, cache_control, tools
 from dragoman.protocols.messages.tools import AnthropicToolChoice
-from dragoman.protocols.openai import MAX_STOP_LENGTH, Int64, Probability
+from dragoman.protocols.openai import Int64, Probability, check_stop
 
 Budget = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Effort = Literal["none", "minimal", "low", "medium", "high"]
@@ -76,11 +75,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 HARMLESS = frozenset({"metadata", "cache_control", "betas", "anthropic_version", "anthropic_beta", "thread"})
 """Unknown fields that do not affect the reply."""
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-    "mcp_servers": ([],),
-}
+NEUTRAL: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],)}
 """Values without effect of fields that are not supported."""
 
 
@@ -102,6 +97,8 @@ def decode_count(body: bytes) -> GenerationRequest:
         raise BadRequest("messages: at least one message is needed", param="messages")
     asked = [Asked("chat", "messages"), *_asked_fields(fields, parsed)]
     offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked)
+    top_k = 0 if fields.top_k == -1 else fields.top_k  # Some clients send -1 for no limit.
+    keep_seconds, keep_at = cache_control.decode(parsed)
     return GenerationRequest(
         model=fields.model or "",
         messages=_messages(fields.system, fields.messages, asked),
@@ -109,9 +106,9 @@ def decode_count(body: bytes) -> GenerationRequest:
         tool_choice=choice,
         constraint=_constraint(fields, asked),
         thinking=_thinking(fields, asked),
-        sampling=_sampling(fields),
-        keep_seconds=keep_seconds(parsed),
-        keep_at=keep_at(parsed),
+        sampling=Sampling(temperature=fields.temperature, top_p=fields.top_p, top_k=top_k, seed=fields.seed),
+        keep_seconds=keep_seconds,
+        keep_at=keep_at,
         labels=_labels(parsed.get("metadata")),
         max_tokens=fields.max_tokens,
         stop=_stops(fields.stop_sequences or []),
@@ -121,8 +118,8 @@ def decode_count(body: bytes) -> GenerationRequest:
 
 
 def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]:
-    given = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k, "seed": fields.seed}
-    asked = [Asked(name, name) for name, value in given.items() if value is not None and (name, value) != ("top_p", 1)]
+    values = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k, "seed": fields.seed}
+    asked = [Asked(name, name) for name, value in values.items() if value is not None and (name, value) != ("top_p", 1)]
     if fields.stop_sequences:
         asked.append(Asked("stop", "stop_sequences"))
     for name in json_body.unknown_fields(parsed, MessagesFields):
@@ -150,19 +147,9 @@ def _labels(metadata: Any) -> dict[str, Any]:
     return {"user": user} if isinstance(user, str) and user else {}
 
 
-def _sampling(fields: MessagesFields) -> Sampling:
-    # Some clients send -1 for no limit.
-    top_k = 0 if fields.top_k == -1 else fields.top_k
-    return Sampling(temperature=fields.temperature, top_p=fields.top_p, top_k=top_k, seed=fields.seed)
-
-
 def _stops(stops: list[str]) -> tuple[str, ...]:
     for at, stop in enumerate(stops):
-        path = f"stop_sequences[{at}]"
-        if not stop:
-            raise BadRequest(f"{path}: a stop sequence must not be empty", param=path)
-        if len(stop) > MAX_STOP_LENGTH:
-            raise BadRequest(f"{path}: a stop sequence must not exceed {MAX_STOP_LENGTH} characters", param=path)
+        check_stop(stop, f"stop_sequences[{at}]")
     return tuple(stops)
 
 

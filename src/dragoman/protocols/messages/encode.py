@@ -139,7 +139,7 @@ class MessagesEncoder:
             % (self._index, kind.encode(), field.encode())
         )
         tail = b'"}}\n\n'
-        return head + json_body.between_texts(texts, tail + head) + tail
+        return head + json_body.encode_texts(texts, tail + head) + tail
 
     def _stop(self) -> bytes:
         if self._open is None:
