@@ -31,7 +31,7 @@ class CacheControl(msgspec.Struct, frozen=True):
 def decode(parsed: dict[str, Any]) -> tuple[float, tuple[PromptPart, ...]]:
     """Return how many seconds to cache the prompt, and the parts of the prompt with a `cache_control`.
 
-    The `cache_control` of the request itself belongs to the messages. Malformed entries are skipped.
+    The `cache_control` of the request itself belongs to the messages. Blocks that are not objects are skipped.
     """
     entries: dict[PromptPart, list[Entry]] = {
         "tools": [*_blocks(parsed.get("tools"), "tools")],
