@@ -7,7 +7,7 @@ import pytest
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Tool
 from dragoman.formats import FALLBACK, FORMATS, detect, named
-from dragoman.pipeline.split import Split
+from dragoman.pipeline.split import SplitStage
 from dragoman.pipeline.text_buffer import Markers
 
 NAMES = [
@@ -53,7 +53,7 @@ def test_a_template_shows_its_format(name: str, template: str) -> None:
 
 
 def test_every_format_with_signs_has_a_template_here() -> None:
-    assert {name for name, syntax in FORMATS.items() if syntax.signs} == {name for name, _ in TEMPLATES}
+    assert {name for name, syntax in FORMATS.items() if syntax.template_markers} == {name for name, _ in TEMPLATES}
 
 
 @pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<|im_start|>{{ role }}\\n{{ content }}<|im_end|>"])
@@ -84,12 +84,12 @@ def test_no_such_format() -> None:
 
 
 def searched(name: str) -> list[Markers]:
-    split = Split(FORMATS[name], [Tool("f", "", None)])
+    split = SplitStage(FORMATS[name], [Tool("f", "", None)])
     channels = split.syntax.channels
     if channels is None:
         return [split._inside, split._outside, split._closers]
     headers = [channels.open, channels.start, channels.message, *channels.ends]
-    return [Markers([*headers, *split.syntax.silent, *split.openings])]
+    return [Markers([*headers, *split.syntax.frame_markers, *split.openings])]
 
 
 @pytest.mark.parametrize("name", FORMATS)

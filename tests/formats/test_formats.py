@@ -9,8 +9,8 @@ from dragoman.core.events import Event
 from dragoman.core.request import Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from tests.formats.cases import OUTPUTS, RECORDED, SCENARIOS, Case
-from tests.formats.others import OTHERS
-from tests.formats.playing import Joined, collected, counted, joined, play, valued, without_ids
+from tests.formats.replay import Joined, collected, counted, joined, play, valued, without_ids
+from tests.formats.special_cases import OTHERS
 from tests.support.cuttings import cut, cuttings
 
 CASES = [*RECORDED, *OTHERS]

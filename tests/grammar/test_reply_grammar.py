@@ -17,7 +17,7 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.formats import FORMATS
-from dragoman.grammar.reply_grammar import Shape, shape
+from dragoman.grammar.reply_grammar import Shape, build_reply_grammar
 from dragoman.grammar.schema_check import warnings
 from tests.grammar.matching import accepts, follows, matcher, speaker, tokens
 
@@ -177,7 +177,7 @@ BARE = {"llama3", "pythonic", "json", "plain"}
 
 def reply(kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any) -> Shape:
     request = GenerationRequest(**{"tools": (WEATHER, TIME), **fields})
-    found = shape(request, speaker(FORMATS[kind], control=control, thinks=thinks), opened=opened)
+    found = build_reply_grammar(request, speaker(FORMATS[kind], control=control, thinks=thinks), opened=opened)
     assert found is not None
     return found
 
@@ -340,8 +340,8 @@ def test_white_space_is_bounded() -> None:
 
 
 def test_nothing_asked_is_nothing_kept() -> None:
-    assert shape(GenerationRequest(), speaker(FORMATS["hermes"]), opened=False) is None
-    assert shape(GenerationRequest(tools=(TIME,)), speaker(FORMATS["plain"]), opened=False) is None
+    assert build_reply_grammar(GenerationRequest(), speaker(FORMATS["hermes"]), opened=False) is None
+    assert build_reply_grammar(GenerationRequest(tools=(TIME,)), speaker(FORMATS["plain"]), opened=False) is None
 
 
 def test_what_is_relaxed_is_named_where_it_stands() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.grammar.schema import MOST_BYTES, inline, prepare
+from dragoman.grammar.schema import MAX_BYTES, json_directive, prepare_schema
 from tests.grammar.matching import matcher, tokens
 
 TREE = {
@@ -27,7 +27,7 @@ TREE = {
     "$ref": "#/$defs/node",
 }
 
-KEPT: list[tuple[Any, list[Any], list[Any]]] = [
+ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "integer"}, [0, -1, 12], [1.5, "1", None, True, [], {}]),
     ({"type": "number"}, [0, -1.5, 1e10], ["1", None, False]),
     ({"type": "string"}, ["", "a", "☃", 'q"\\\n\u0001'], [1, None, ["a"]]),
@@ -148,9 +148,9 @@ def written(value: Any) -> Iterator[Any]:
 
 class Reader:
     def __init__(self, schema: Any) -> None:
-        prepared = prepare(schema, "schema")
+        prepared = prepare_schema(schema, "schema")
         self.relaxed = prepared.relaxed
-        self.matcher = matcher(f"%llguidance {{}}\nstart: {inline(prepared.schema)}")
+        self.matcher = matcher(f"%llguidance {{}}\nstart: {json_directive(prepared.schema)}")
 
     def takes(self, value: Any) -> bool:
         return any(self._takes(json.dumps(way, ensure_ascii=False)) for way in written(value))
@@ -161,7 +161,7 @@ class Reader:
         return self.matcher.try_consume_tokens(ids) == len(ids) and self.matcher.is_accepting()
 
 
-@pytest.mark.parametrize(("schema", "valid", "invalid"), KEPT, ids=[json.dumps(case[0])[:60] for case in KEPT])
+@pytest.mark.parametrize(("schema", "valid", "invalid"), ENFORCED, ids=[json.dumps(case[0])[:60] for case in ENFORCED])
 def test_what_is_enforced(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     reader = Reader(schema)
     assert reader.relaxed == ()
@@ -267,9 +267,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "minLength": 5, "maxLength": 2}, ""),
     ({"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}, ".properties.a"),
     ({"enum": []}, ""),
-    ({"type": "string", "description": "x" * MOST_BYTES}, ""),
-    ({"anyOf": [{"const": at} for at in range(5000)]}, ""),
-    ({"type": "object", "properties": {f"p{at}": {} for at in range(2000)}}, ".properties"),
+    ({"type": "string", "description": "x" * MAX_BYTES}, ""),
+    ({"anyOf": [{"const": i} for i in range(5000)]}, ""),
+    ({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}, ".properties"),
 ]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.grammar.schema import KEPT, NAMING, UNENFORCED, prepare
+from dragoman.grammar.schema import ENFORCED, META_KEYWORDS, UNENFORCED, prepare_schema
 from dragoman.grammar.schema_check import Check, warnings
 
 CASES = [
@@ -30,7 +30,7 @@ def test_what_was_not_enforced_is_looked_at(schema: dict[str, Any], good: bytes,
     check = Check("answer", schema, "response_format.json_schema.schema")
     assert warnings([check], [("answer", good), ("other", bad)]) == ()
     (words,) = warnings([check], [("answer", bad)])
-    assert words.startswith("the reply does not fit response_format.json_schema.schema: ")
+    assert words.startswith("the reply does not match response_format.json_schema.schema: ")
 
 
 def test_a_pattern_that_takes_forever_is_let_go() -> None:
@@ -46,16 +46,16 @@ def test_what_cannot_be_looked_at_is_not_called_wrong() -> None:
 
 
 WORD = "a" * 60 + "!"
-BRANCHES = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(40)} | {"d40": {"const": 1}}
+BRANCHES = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)} | {"d40": {"const": 1}}
 
 
 @pytest.mark.parametrize(
     ("schema", "value"),
     [
-        ({"allOf": [{"pattern": f"^(?={at}|a)(a|aa)+$"} for at in range(300)]}, WORD),
-        ({"patternProperties": {f"^(?={at}|a)(a|aa)+$": {} for at in range(300)}}, {WORD: 1}),
+        ({"allOf": [{"pattern": f"^(?={i}|a)(a|aa)+$"} for i in range(300)]}, WORD),
+        ({"patternProperties": {f"^(?={i}|a)(a|aa)+$": {} for i in range(300)}}, {WORD: 1}),
         ({"$defs": BRANCHES, "$ref": "#/$defs/d0"}, 2),
-        ({"type": "array", "uniqueItems": True}, [{"a": at} for at in range(5000)]),
+        ({"type": "array", "uniqueItems": True}, [{"a": i} for i in range(5000)]),
     ],
     ids=["patterns", "names", "branches", "items"],
 )
@@ -89,7 +89,7 @@ def test_numbers_that_are_the_same() -> None:
 odd: st.SearchStrategy[Any] = st.sampled_from(
     [5, 1.5, "x", "#", "#/a", "http://[", True, None, [], {}, ["a"], [1], {"a": 5}, {"a": ["b"]}, [{}]]
 )
-keywords = st.sampled_from(sorted({*KEPT, *UNENFORCED, *NAMING}))
+keywords = st.sampled_from(sorted({*ENFORCED, *UNENFORCED, *META_KEYWORDS}))
 schemas = st.recursive(odd, lambda inner: st.dictionaries(keywords, inner | st.lists(inner, max_size=2), max_size=4))
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
@@ -100,7 +100,7 @@ values = st.recursive(
 @given(st.dictionaries(keywords, schemas, min_size=1), values)
 def test_what_is_taken_can_be_looked_at(schema: dict[str, Any], value: Any) -> None:
     try:
-        told = prepare(schema, "here").told
+        full_schema = prepare_schema(schema, "here").full_schema
     except InvalidSchema:
         return
-    warnings([Check("answer", told, "here")], [("answer", json.dumps(value).encode())])
+    warnings([Check("answer", full_schema, "here")], [("answer", json.dumps(value).encode())])

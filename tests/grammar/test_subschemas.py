@@ -8,9 +8,9 @@ import pytest
 from dragoman.core.errors import InvalidSchema
 from dragoman.core.request import GenerationRequest, Tool, ToolChoice
 from dragoman.formats import FORMATS
-from dragoman.grammar.lark import MOST_TEXT
-from dragoman.grammar.reply_grammar import Shape, shape
-from dragoman.grammar.subschemas import Excerpts
+from dragoman.grammar.lark import MAX_TEXT
+from dragoman.grammar.reply_grammar import Shape, build_reply_grammar
+from dragoman.grammar.subschemas import Subschemas
 from tests.grammar.matching import accepts, speaker
 
 MANY = 400
@@ -18,35 +18,35 @@ MANY = 400
 
 def called(kind: str, schema: dict[str, Any]) -> Shape:
     request = GenerationRequest(tools=(Tool("f", parameters=schema),), tool_choice=ToolChoice("required"))
-    made = shape(request, speaker(FORMATS[kind]), opened=False)
+    made = build_reply_grammar(request, speaker(FORMATS[kind]), opened=False)
     assert made is not None
     return made
 
 
 def listing(targets: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
     """Parameters that are lists of what each refers to."""
-    lists = {f"p{at}": {"type": "array", "items": {"$ref": target}} for at, target in enumerate(targets)}
+    lists = {f"p{i}": {"type": "array", "items": {"$ref": target}} for i, target in enumerate(targets)}
     return {"type": "object", "properties": lists, "$defs": definitions}
 
 
-def linked(at: int, following: int) -> dict[str, Any]:
+def linked(i: int, following: int) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {f"value_{at}": {"type": "integer"}, "next": {"$ref": f"#/$defs/d{following}"}},
+        "properties": {f"value_{i}": {"type": "integer"}, "next": {"$ref": f"#/$defs/d{following}"}},
         "additionalProperties": False,
     }
 
 
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic", "gemma"])
 def test_only_what_is_reached_is_written(kind: str) -> None:
-    alone = {f"d{at}": {"type": "object", "properties": {f"v{at}": {"type": "integer"}}} for at in range(MANY)}
-    made = called(kind, listing([f"#/$defs/d{at}" for at in range(MANY)], alone))
+    alone = {f"d{i}": {"type": "object", "properties": {f"v{i}": {"type": "integer"}}} for i in range(MANY)}
+    made = called(kind, listing([f"#/$defs/d{i}" for i in range(MANY)], alone))
     assert len(made.grammar) < 1000 * MANY
 
 
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic"])
 def test_what_many_refer_to_is_written_once(kind: str) -> None:
-    ring = {f"d{at}": linked(at, (at + 1) % MANY) for at in range(MANY)}
+    ring = {f"d{i}": linked(i, (i + 1) % MANY) for i in range(MANY)}
     begun = time.process_time()
     made = called(kind, listing(["#/$defs/d7"] * MANY, ring))
     assert len(made.grammar) < 1000 * MANY
@@ -55,16 +55,16 @@ def test_what_many_refer_to_is_written_once(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic"])
 def test_a_grammar_that_would_be_too_long_is_not_written(kind: str) -> None:
-    ring = {f"d{at}": linked(at, (at + 1) % MANY) for at in range(MANY)}
+    ring = {f"d{i}": linked(i, (i + 1) % MANY) for i in range(MANY)}
     begun = time.process_time()
-    with pytest.raises(InvalidSchema, match=f"more than {MOST_TEXT} characters") as refused:
-        called(kind, listing([f"#/$defs/d{at}" for at in range(MANY)], ring))
+    with pytest.raises(InvalidSchema, match=f"more than {MAX_TEXT} characters") as refused:
+        called(kind, listing([f"#/$defs/d{i}" for i in range(MANY)], ring))
     assert refused.value.param == "tools"
     assert time.process_time() - begun < 5
 
 
 def test_members_that_refer_to_what_they_are_in() -> None:
-    node = {"type": "object", "properties": {f"p{at}": {"$ref": "#/$defs/node"} for at in range(12)}}
+    node = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/node"} for i in range(12)}}
     begun = time.process_time()
     made = called(
         "gemma", {"type": "object", "properties": {"root": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
@@ -110,4 +110,4 @@ def test_a_parameter_that_refers_to_all_of_them() -> None:
 
 def test_a_word_that_is_no_reference_stays() -> None:
     schema = {"const": {"$ref": "#/$defs/x"}}
-    assert '{"$ref": "#/$defs/x"}' in Excerpts({"properties": {"a": schema}}).inline(schema)
+    assert '{"$ref": "#/$defs/x"}' in Subschemas({"properties": {"a": schema}}).json_directive(schema)

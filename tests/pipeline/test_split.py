@@ -19,12 +19,12 @@ from dragoman.core.events import (
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from dragoman.pipeline import split as split_module
-from dragoman.pipeline.count import Tally
-from dragoman.pipeline.split import Split, begins_in_thought, is_quoted
-from dragoman.pipeline.stop import Stop
-from dragoman.pipeline.text_buffer import MOST_GAP, Source
+from dragoman.pipeline.count import CountStage
+from dragoman.pipeline.split import SplitStage, begins_in_thought, is_quoted
+from dragoman.pipeline.stop import StopStage
+from dragoman.pipeline.text_buffer import MAX_GAP, TextBuffer
 from tests.formats.cases import OUTPUTS, TOOLS
-from tests.formats.playing import counted, joined, play
+from tests.formats.replay import counted, joined, play
 from tests.support.cuttings import cut, cuttings
 
 NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -35,7 +35,7 @@ def parts(output: str, thinking: bool = False) -> tuple[Part, ...]:
     return joined(play("hermes", [output], thinking=thinking)).parts
 
 
-def fed(stage: Split, *pieces: str) -> list[Event]:
+def fed(stage: SplitStage, *pieces: str) -> list[Event]:
     return [event for piece in pieces for event in stage([TextDelta(piece)])]
 
 
@@ -43,7 +43,7 @@ def fed(stage: Split, *pieces: str) -> list[Event]:
 
 
 def test_text_goes_on_at_once() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     stage([Started()])
     assert fed(stage, "Hello") == [TextDelta("Hello")]
     assert fed(stage, " world") == [TextDelta(" world")]
@@ -54,7 +54,7 @@ def test_text_goes_on_at_once() -> None:
 
 
 def test_a_thought_and_arguments_go_on_at_once() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     stage([Started()])
     assert fed(stage, "<think>", "Well", ",") == [ReasoningDelta("Well", 2), ReasoningDelta(",")]
     assert fed(stage, "</think>", "<tool_call>", '{"name": "run", "arguments": ') == []
@@ -77,7 +77,7 @@ def test_a_delta_without_text_says_nothing() -> None:
 
 
 def test_a_stream_without_started_is_read_too() -> None:
-    stage = Split(FORMATS["hermes"])
+    stage = SplitStage(FORMATS["hermes"])
     assert [*fed(stage, "<think>a</think>b"), *stage([Finished()])] == [
         ReasoningDelta("a"),
         TextDelta("b", 0),
@@ -118,7 +118,7 @@ def test_what_was_read_before_it_stays_a_call() -> None:
 
 
 def test_warnings_of_the_engine_stay() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     last = [*fed(stage, "<tool_call>x"), *stage([Finished(warnings=("of the engine",))])][-1]
     assert isinstance(last, Finished)
     assert last.warnings[0] == "of the engine"
@@ -155,7 +155,7 @@ def test_one_call_is_enough_in_a_list_too(name: str) -> None:
 
 
 def test_nothing_follows_the_end() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS, parallel=False)
+    stage = SplitStage(FORMATS["hermes"], TOOLS, parallel=False)
     events = stage([Started(), TextDelta(NOW + "x"), TextDelta("y"), Finished()])
     assert [type(event) for event in events] == [Started, ToolCallStart, ToolCallDelta, Finished]
 
@@ -282,7 +282,7 @@ def test_tokens_go_with_text_and_with_thoughts_and_with_nothing_else() -> None:
         "</tool_call>",
         "e",
     ]
-    stage = Split(FORMATS["hermes"], TOOLS)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     events = [*stage([Started()]), *stage([token(text, at) for at, text in enumerate(texts)]), *stage([Finished()])]
     assert counted(events) == len(texts)
     for kind, numbers in ((ReasoningDelta, [1, 2]), (TextDelta, [4, 5, 11])):
@@ -295,7 +295,7 @@ def test_tokens_go_with_text_and_with_thoughts_and_with_nothing_else() -> None:
 @given(cuts=cuttings())
 def test_tokens_of_a_text_are_told_in_order_and_once(cuts: list[int]) -> None:
     pieces = cut("<think>why</think>The answer\n<table> is plain.", cuts)
-    stage = Split(FORMATS["hermes"], TOOLS)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     events = list(stage([Started()]))
     for at, piece in enumerate(pieces):
         events += stage([token(piece, at)])
@@ -306,7 +306,7 @@ def test_tokens_of_a_text_are_told_in_order_and_once(cuts: list[int]) -> None:
 
 
 def tallied(output: str, usage: Usage | None = None) -> Usage:
-    stage, tally = Split(FORMATS["hermes"], TOOLS), Tally()
+    stage, tally = SplitStage(FORMATS["hermes"], TOOLS), CountStage()
     events: list[Event] = list(tally(stage([Started(7)])))
     for piece in output.split("|"):
         events += tally(stage([TextDelta(piece)]))
@@ -326,7 +326,7 @@ def test_tokens_of_thoughts_are_counted() -> None:
 
 
 def test_tokens_without_text_are_counted() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     events = [*fed(stage, "a", "", "", "b", "", "<think>", "</think>"), *stage([Finished()])]
     assert counted(events) == 7
 
@@ -335,7 +335,7 @@ def test_tokens_without_text_are_counted() -> None:
 
 
 def stopped(pieces: Sequence[str], *stops: str) -> tuple[tuple[Part, ...], str | None]:
-    stage, stop = Split(FORMATS["hermes"], TOOLS), Stop(stops)
+    stage, stop = SplitStage(FORMATS["hermes"], TOOLS), StopStage(stops)
     events: list[Event] = list(stop(stage([Started()])))
     for piece in pieces:
         events += stop(stage([TextDelta(piece)]))
@@ -366,7 +366,7 @@ def test_a_marker_is_no_stop_string() -> None:
 # What it costs.
 
 
-class Weighed(Source):
+class Weighed(TextBuffer):
     """A source that adds up the characters it has to move."""
 
     moved = 0
@@ -379,8 +379,8 @@ class Weighed(Source):
         Weighed.moved += len(self.window)
         return super().take(length)
 
-    def put_back(self, text: str) -> None:
-        super().put_back(text)
+    def push_back(self, text: str) -> None:
+        super().push_back(text)
         Weighed.moved += len(self.window)
 
 
@@ -413,14 +413,14 @@ COSTLY = {
     "thought after a call": ("hermes", "<think>a <tool_call>" + WORDS + "</think>x"),
 }
 
-MULTIPLES = {"spaces": MOST_GAP, "call inside a thought": 100}
+MULTIPLES = {"spaces": MAX_GAP, "call inside a thought": 100}
 """White space that may belong to a marker is moved with every piece; what was held is read again in larger ones."""
 
 
 @pytest.mark.parametrize("what", COSTLY)
 def test_a_long_reply_costs_no_more_than_its_length(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, output = COSTLY[what]
-    monkeypatch.setattr(split_module, "Source", Weighed)
+    monkeypatch.setattr(split_module, "TextBuffer", Weighed)
     monkeypatch.setattr(Weighed, "moved", 0)
     events = play(name, [output[at : at + 3] for at in range(0, len(output), 3)])
     assert sum(len(repr(part)) for part in joined(events).parts) > LONG
@@ -430,6 +430,6 @@ def test_a_long_reply_costs_no_more_than_its_length(what: str, monkeypatch: pyte
 @pytest.mark.parametrize("text", ['{"html": "<think>a</think>b"}', '{"x": "' + NOW.replace('"', "'") + '"}'])
 def test_a_shape_is_not_taken_apart(text: str) -> None:
     for pieces in ([text], list(text)):
-        stage = Split(FORMATS["hermes"], TOOLS, shaped=True)
+        stage = SplitStage(FORMATS["hermes"], TOOLS, shaped=True)
         events = [*stage([Started()]), *fed(stage, *pieces), *stage([Finished()])]
         assert joined(events).parts == (Text(text),)

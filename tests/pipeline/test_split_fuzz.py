@@ -9,7 +9,7 @@ from dragoman.core.request import Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
 from tests.formats.cases import TOOLS
-from tests.formats.playing import Joined, counted, joined, play
+from tests.formats.replay import Joined, counted, joined, play
 from tests.support.cuttings import cut, cut_in_two, cuttings
 
 AWKWARD = [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, ToolCallStart, Usage
-from dragoman.pipeline.stop import Stop, StopMatcher
+from dragoman.pipeline.stop import StopMatcher, StopStage
 from tests.support.cuttings import cut, cuttings
 
 CASES = [
@@ -30,7 +30,7 @@ CASES = [
 
 
 def play(pieces: Sequence[str], stops: Sequence[str]) -> list[Event]:
-    stage = Stop(stops)
+    stage = StopStage(stops)
     out: list[Event] = []
     for piece in pieces:
         out += stage([TextDelta(piece)])
@@ -79,7 +79,7 @@ def test_agrees_with_the_plain_rule(text: str, stops: list[str], cuts: list[int]
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
-    stage, seen = Stop(stops), ""
+    stage, seen = StopStage(stops), ""
     for at, char in enumerate(text, start=1):
         out = stage([TextDelta(char)])
         seen += "".join(event.text for event in out if isinstance(event, TextDelta))
@@ -90,22 +90,22 @@ def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
 
 
 def test_is_inert_in_reasoning_and_a_thought_breaks_a_stop() -> None:
-    stage = Stop(["END"])
+    stage = StopStage(["END"])
     out = [*stage([ReasoningDelta("END"), TextDelta("E"), ReasoningDelta("N"), TextDelta("ND")]), *stage([Finished()])]
     assert out == [ReasoningDelta("END"), TextDelta("E"), ReasoningDelta("N"), TextDelta("ND"), Finished()]
 
 
 def test_other_events_keep_their_place() -> None:
-    stage = Stop(["END"])
+    stage = StopStage(["END"])
     out = stage([Started(3), TextDelta("E"), ToolCallStart("call_1", "f")])
     assert out == [Started(3), TextDelta("E"), ToolCallStart("call_1", "f")]
 
 
 def test_what_comes_with_the_end_of_the_engine_counts_as_if_it_came_later() -> None:
     told = Finished(usage=Usage(prompt=3, completion=9))
-    stopped = Stop(["END"])([TextDelta("an "), TextDelta("END"), TextDelta(" and more"), told])
+    stopped = StopStage(["END"])([TextDelta("an "), TextDelta("END"), TextDelta(" and more"), told])
     assert stopped == [TextDelta("an "), TextDelta("", 1), Finished("stop", stop="END")]
-    uncounted = Stop(["END"])([TextDelta("an END and more", 0), told])
+    uncounted = StopStage(["END"])([TextDelta("an END and more", 0), told])
     assert uncounted == [TextDelta("an ", 0), Finished("stop", stop="END", usage=told.usage)]
 
 
@@ -113,7 +113,7 @@ def test_tokens_go_with_the_text_they_begin_in() -> None:
     def delta(text: str, token: int) -> TextDelta:
         return TextDelta(text, tokens=(token,), logprobs=(TokenLogprob(token, text.encode(), -1.0),))
 
-    stage = Stop(["STOP"])
+    stage = StopStage(["STOP"])
     out = stage([delta("a", 1), delta("bST", 2), delta("OP", 3)])
     tokens = [token for event in out if isinstance(event, TextDelta) for token in event.tokens]
     assert outcome(out) == ("ab", "STOP")
@@ -122,7 +122,7 @@ def test_tokens_go_with_the_text_they_begin_in() -> None:
 
 
 def test_a_token_without_text_passes() -> None:
-    stage = Stop(["STOP"])
+    stage = StopStage(["STOP"])
     assert stage([TextDelta("", tokens=(7,))]) == [TextDelta("", tokens=(7,))]
 
 
@@ -147,7 +147,7 @@ def test_every_character_is_looked_at_once(text: str) -> None:
 
 
 def test_what_is_held_back_is_not_read_again() -> None:
-    stage, text = Stop(["a" * 50 + "b"]), ("a" * 40 + "c") * 100
+    stage, text = StopStage(["a" * 50 + "b"]), ("a" * 40 + "c") * 100
     fed, feed = [], stage._matcher.feed
 
     def noted(piece: str) -> tuple[int, str] | None:

@@ -126,7 +126,7 @@ def golden(prompt: Prompt) -> str:
     return f"{prompt.text}\n===== the prompt ends here{ends}\n"
 
 
-def written(name: str) -> str:
+def format_calls(name: str) -> str:
     template = made(name)
     return golden(template.render(CONVERSATION)) + golden(template.render(WORKING))
 
@@ -138,9 +138,9 @@ def test_the_format_is_seen_in_the_template(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_prompt(name: str) -> None:
-    assert written(name) == (FOLDER / f"{name}.txt").read_text("utf-8")
+    assert format_calls(name) == (FOLDER / f"{name}.txt").read_text("utf-8")
 
 
 if __name__ == "__main__":
     for each in CASES:
-        (FOLDER / f"{each}.txt").write_text(written(each), "utf-8")
+        (FOLDER / f"{each}.txt").write_text(format_calls(each), "utf-8")

@@ -21,9 +21,9 @@ from dragoman.core.request import (
 )
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
-from dragoman.pipeline.split import Split
+from dragoman.pipeline.split import SplitStage
 from dragoman.prompt import ChatTemplate
-from dragoman.prompt.plain_text_tools import written
+from dragoman.prompt.plain_text_tools import format_calls
 from tests.prompt.test_known_templates import CASES, source
 
 STRICT = (
@@ -196,7 +196,7 @@ READ = ToolCall("call_1", "add", '{"a":1,"b":"x \\"q\\" {a,\\nü","c":[1,"z"],"d
 def test_calls_are_written_as_they_are_read(form: ModelFormat) -> None:
     kinds = {"a": "integer", "b": "string", "c": "array", "d": "object", "e": "boolean", "f": "null"}
     tools = (Tool("add", "", {"properties": {key: {"type": kind} for key, kind in kinds.items()}}), Tool("now"))
-    events = Split(form, tools)([Started(), TextDelta(written((READ, CALLS[1]), form)), Finished()])
+    events = SplitStage(form, tools)([Started(), TextDelta(format_calls((READ, CALLS[1]), form)), Finished()])
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["add", "now"]
     arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
     assert arguments.replace(" ", "") == (READ.arguments + "{}").replace(" ", "")

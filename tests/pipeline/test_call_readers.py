@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.formats.syntax import Braced, Calls, JsonCall, NamedJson, Pythonic, Tagged
-from dragoman.pipeline.text_buffer import Source
-from dragoman.pipeline.tool_calls import BEGINS, READERS, Malformed
-from dragoman.pipeline.tool_calls.sink import kind_of
+from dragoman.formats.syntax import Braced, CallSection, JsonCall, NamedJson, Pythonic, Tagged
+from dragoman.pipeline.call_readers import DETECTORS, READERS, MalformedCall
+from dragoman.pipeline.call_readers.call_sink import parameter_kind
+from dragoman.pipeline.text_buffer import TextBuffer
 from tests.support.cuttings import cut, cuttings
 
 TAGS = Tagged("<f={name}>", "<p={key}>\n", "\n</p>", "</f>")
 SECTIONS = {
-    "json": Calls(JsonCall(), open="<c>", close="</c>"),
-    "named": Calls(NamedJson(("{name}[A]",)), open="[C]"),
-    "tagged": Calls(TAGS, open="<c>", close="</c>"),
-    "pythonic": Calls(Pythonic(), open="<c>", close="</c>"),
-    "braced": Calls(Braced("<q>"), open="<c>", close="</c>"),
+    "json": CallSection(JsonCall(), open="<c>", close="</c>"),
+    "named": CallSection(NamedJson(("{name}[A]",)), open="[C]"),
+    "tagged": CallSection(TAGS, open="<c>", close="</c>"),
+    "pythonic": CallSection(Pythonic(), open="<c>", close="</c>"),
+    "braced": CallSection(Braced("<q>"), open="<c>", close="</c>"),
 }
 PARAMETERS = {"text": {"type": "string"}, "count": {"type": "integer"}}
 
@@ -57,17 +57,17 @@ class Heard:
 
 def read(kind: str, pieces: Sequence[str], cut_short: bool = False) -> tuple[Heard, str]:
     """What was told, and what was left of the text."""
-    section, source, heard = SECTIONS[kind], Source(), Heard()
-    reading = READERS[type(section.call)](source, section.call, section, heard)
+    section, buffer, heard = SECTIONS[kind], TextBuffer(), Heard()
+    reading = READERS[type(section.call)](buffer, section.call, section, heard)
     for piece in pieces:
-        source.feed(piece)
-        while (waiting := next(reading, "done")) != "done" and source.refill():
+        buffer.feed(piece)
+        while (waiting := next(reading, "done")) != "done" and buffer.refill():
             pass
         if waiting == "done":
-            return heard, source.window
-    source.end(cut_short)
+            return heard, buffer.window
+    buffer.end(cut_short)
     assert next(reading, "done") == "done"
-    return heard, source.window
+    return heard, buffer.window
 
 
 def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
@@ -129,12 +129,12 @@ STREAMED = [
 
 @pytest.mark.parametrize(("kind", "head", "opening", "closing", "tail"), STREAMED)
 def test_a_string_is_told_while_it_is_written(kind: str, head: str, opening: str, closing: str, tail: str) -> None:
-    section, source, heard = SECTIONS[kind], Source(), Heard()
-    reading = READERS[type(section.call)](source, section.call, section, heard)
-    source.feed(head + opening)
+    section, buffer, heard = SECTIONS[kind], TextBuffer(), Heard()
+    reading = READERS[type(section.call)](buffer, section.call, section, heard)
+    buffer.feed(head + opening)
     next(reading)
     for at in range(1, 50):
-        source.feed("word ")
+        buffer.feed("word ")
         next(reading)
         told = heard.told[0][1]
         # A space may belong to what ends the string; a word that is written is told.
@@ -143,13 +143,13 @@ def test_a_string_is_told_while_it_is_written(kind: str, head: str, opening: str
 
 
 def test_python_is_told_when_a_call_is_whole() -> None:
-    section, source, heard = SECTIONS["pythonic"], Source(), Heard()
-    reading = READERS[Pythonic](source, section.call, section, heard)
-    source.feed("[f(a=1), g(b=(2)), h(")
+    section, buffer, heard = SECTIONS["pythonic"], TextBuffer(), Heard()
+    reading = READERS[Pythonic](buffer, section.call, section, heard)
+    buffer.feed("[f(a=1), g(b=(2)), h(")
     next(reading)
     assert heard.told == [("f", '{"a":1}'), ("g", '{"b":2}')]
-    source.end()
-    with pytest.raises(Malformed):
+    buffer.end()
+    with pytest.raises(MalformedCall):
         next(reading)
     assert len(heard.told) == 2
 
@@ -192,7 +192,7 @@ REFUSED = [
 @given(cuts=cuttings())
 def test_what_is_no_call_is_refused(kind: str, output: str, cuts: list[int]) -> None:
     for pieces in ([output], cut(output, cuts)):
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedCall):
             read(kind, pieces)
 
 
@@ -221,13 +221,13 @@ def test_what_is_not_closed(kind: str, output: str, stopped: str, cut_short: str
 
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_what_cannot_begin_a_call(kind: str) -> None:
-    section, source = SECTIONS[kind], Source()
-    source.feed("(")
-    source.end()
+    section, buffer = SECTIONS[kind], TextBuffer()
+    buffer.feed("(")
+    buffer.end()
     with pytest.raises(StopIteration) as done:
-        next(BEGINS[type(section.call)](source, section.call, section))
+        next(DETECTORS[type(section.call)](buffer, section.call, section))
     assert done.value.value is False
-    assert source.window == "("
+    assert buffer.window == "("
 
 
 @pytest.mark.parametrize(
@@ -248,4 +248,4 @@ def test_what_cannot_begin_a_call(kind: str) -> None:
     ],
 )
 def test_how_a_value_is_written(schema: object, kind: str) -> None:
-    assert kind_of(schema) == kind
+    assert parameter_kind(schema) == kind

@@ -17,7 +17,7 @@ from dragoman.core.events import (
 from dragoman.core.reply import Choice, Collection
 from dragoman.core.request import Part, Reasoning, Text, Tool, ToolCall
 from dragoman.formats import FORMATS
-from dragoman.pipeline.split import Split
+from dragoman.pipeline.split import SplitStage
 from tests.formats.cases import TOOLS
 
 
@@ -40,7 +40,7 @@ def play(
     shaped: bool = False,
 ) -> list[Event]:
     """The events for these pieces, each a token."""
-    stage = Split(FORMATS[name], tools, parallel=parallel, shaped=shaped)
+    stage = SplitStage(FORMATS[name], tools, parallel=parallel, shaped=shaped)
     out = list(stage([Started(thinking=thinking)]))
     for piece in pieces:
         out += stage([TextDelta(piece)])
