@@ -1,4 +1,4 @@
-"""A vocabulary of bytes, so that a text goes through a grammar as it is, and markers that may be control tokens."""
+"""Matches texts against grammars with a vocabulary of bytes and optional control tokens."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def tokenizer(markers: tuple[str, ...] = ()) -> LLTokenizer:
 
 
 def speaker(syntax: ModelFormat, *, control: bool = False, thinks: bool = False) -> Speaker:
-    """With `control` every marker of the syntax is a control token."""
+    """With `control`, every marker of the format is a control token."""
     markers = sorted(syntax.markers) if control else []
     ids = {marker: FIRST_MARKER + i for i, marker in enumerate(markers)}
     return Speaker(syntax, ids, frozenset({END}), thinks)
@@ -41,12 +41,12 @@ def matcher(grammar: str, markers: Sequence[str] = ()) -> LLMatcher:
 
 
 def accepts(grammar: str, text: str, markers: Sequence[str] = ()) -> bool:
-    """Whether the text is a whole reply."""
+    """Whether the text is a complete reply."""
     reader = matcher(grammar, markers)
     ids = tokens(text, markers)
     return reader.try_consume_tokens(ids) == len(ids) and reader.is_accepting()
 
 
 def follows(grammar: str, text: str, markers: Sequence[str] = ()) -> int:
-    """How many bytes and markers of the text the grammar lets through."""
+    """Return how many bytes and markers of the text the grammar accepts."""
     return matcher(grammar, markers).try_consume_tokens(tokens(text, markers))

@@ -1,4 +1,4 @@
-"""Trials of constraints: a hostile constraint fails its own request, and no other."""
+"""Trials of constraints: a hostile constraint fails only its own request."""
 
 import asyncio
 import os
@@ -32,11 +32,13 @@ DEADLINE_SECONDS = 60.0
 def with_constraints(test: Callable[[Constraints], Awaitable[None]]) -> None:
     async def main() -> None:
         pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-        made = Constraints(speaker(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode()))
+        reply_grammar = Constraints(
+            speaker(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode())
+        )
         try:
-            await test(made)
+            await test(reply_grammar)
         finally:
-            await made.close()
+            await reply_grammar.close()
 
     asyncio.run(main())
 
@@ -59,7 +61,7 @@ def server_pid(constraints: Constraints) -> int:
 
 
 def running_trials(constraints: Constraints) -> list[str]:
-    """Their process ids."""
+    """Return the process ids of running trials."""
     command = ["pgrep", "-P", str(server_pid(constraints))]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
 
@@ -71,7 +73,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "path"),
     [
         ({"const": LEAST}, "const"),
         ({"const": LEAST + 512}, "const"),
@@ -88,17 +90,17 @@ async def until(condition: Callable[[], object]) -> None:
         ({"$defs": {"n": {"const": LEAST}}, "$ref": "#/$defs/n"}, "$defs.n.const"),
     ],
 )
-def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], place: str) -> None:
+def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], path: str) -> None:
     async def test(constraints: Constraints) -> None:
         found = await constrain(constraints, JsonSchema(schema))
         assert found is not None
-        assert f"response_format.{place}" in found.shape.relaxed
+        assert f"response_format.{path}" in found.shape.relaxed
         assert found.shape.checks[0].schema == schema
         parameters = {"type": "object", "properties": {"n": schema}, "$defs": schema.get("$defs", {})}
         tool = Tool("count", parameters=parameters, path="tools[0].parameters")
-        called = await constrain(constraints, None, tools=(tool,), tool_choice=ToolChoice("required"))
-        assert called is not None
-        assert called.shape.relaxed
+        required_call = await constrain(constraints, None, tools=(tool,), tool_choice=ToolChoice("required"))
+        assert required_call is not None
+        assert required_call.shape.relaxed
 
     with_constraints(test)
 

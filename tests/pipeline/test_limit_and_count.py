@@ -5,15 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.core.events import (
-    Event,
-    Finished,
-    ReasoningDelta,
-    Started,
-    TextDelta,
-    ToolCallDelta,
-    Usage,
-)
+from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, Usage
 from dragoman.pipeline import Stage
 from dragoman.pipeline.count import CountStage, LimitStage
 
@@ -44,18 +36,18 @@ def test_limit_leaves_a_short_reply_alone() -> None:
     assert LimitStage(2)(events) == events
 
 
-def test_limit_of_nothing_lets_no_token_through() -> None:
+def test_limit_of_zero() -> None:
     assert LimitStage(0)([Started(), TextDelta("a")]) == [Started(), Finished("length")]
 
 
 @given(sizes=SIZES)
-def test_tally_counts_tokens_not_pieces(sizes: list[int]) -> None:
+def test_count_uses_token_counts_of_deltas(sizes: list[int]) -> None:
     calls: list[Event] = [ReasoningDelta("x", count=2), ToolCallDelta("{", count=1)]
     events: list[Event] = [Started(5, 2), TextDelta("abc", count=3), *calls, Finished("stop", "END")]
     told = Finished("stop", "END", Usage(prompt=5, completion=6, cached=2, reasoning=2))
     assert feed(CountStage(), events, sizes) == [*events[:-1], told]
 
 
-def test_tally_believes_the_engine() -> None:
+def test_count_prefers_the_engines_usage() -> None:
     events: list[Event] = [TextDelta("a"), Finished(usage=Usage(prompt=9, completion=4))]
     assert CountStage()(events) == events

@@ -1,4 +1,4 @@
-"""The text that arrives in pieces: what is asked of it gets the same answer for every cutting."""
+"""The text buffer: parsers return the same result however the text is cut."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def read(reading: Callable[[TextBuffer], Parser[T]], pieces: Sequence[str]) -> tuple[T, TextBuffer]:
-    """What the reading returns, and the source as it leaves it, once all the pieces are there."""
+    """Return the parser's result and the buffer after all pieces."""
     buffer = TextBuffer()
     running, answer = reading(buffer), None
     for piece in (*pieces, None):
@@ -32,9 +32,9 @@ def read(reading: Callable[[TextBuffer], Parser[T]], pieces: Sequence[str]) -> t
 
 
 def until(markers: Markers, pieces: Sequence[str]) -> tuple[str, MarkerMatch, str]:
-    kept: list[str] = []
-    found, buffer = read(lambda buffer: buffer.read_until(markers, kept.append), pieces)
-    return "".join(kept), found, buffer.window
+    before: list[str] = []
+    match, buffer = read(lambda buffer: buffer.read_until(markers, before.append), pieces)
+    return "".join(before), match, buffer.window
 
 
 CASES: list[tuple[str, Gap, str, MarkerMatch, str]] = [
@@ -54,25 +54,25 @@ CASES: list[tuple[str, Gap, str, MarkerMatch, str]] = [
 @pytest.mark.parametrize(("text", "gap", "before", "found", "after"), CASES)
 @settings(deadline=None)
 @given(cuts=cuttings())
-def test_until(text: str, gap: Gap, before: str, found: MarkerMatch, after: str, cuts: list[int]) -> None:
+def test_read_until(text: str, gap: Gap, before: str, match: MarkerMatch, after: str, cuts: list[int]) -> None:
     markers = Markers(["<x>", "<xy>"], gap)
     for pieces in ([text], list(text), cut(text, cuts)):
-        assert until(markers, pieces) == (before, found, after)
+        assert until(markers, pieces) == (before, match, after)
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="<xy> \n", max_size=40), cuts=cuttings(), gap=st.sampled_from(["space", "line", "none"]))
-def test_until_loses_nothing(text: str, cuts: list[int], gap: Gap) -> None:
+def test_read_until_preserves_text(text: str, cuts: list[int], gap: Gap) -> None:
     markers = Markers(["<x>", "<yy>", "x<"], gap)
-    before, found, after = until(markers, cut(text, cuts))
-    assert before + found.text + after == text
+    before, match, after = until(markers, cut(text, cuts))
+    assert before + match.text + after == text
     assert not markers.search(before)
-    assert until(markers, [text]) == (before, found, after)
+    assert until(markers, [text]) == (before, match, after)
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="<xy>a", max_size=40))
-def test_no_more_is_held_back_than_may_be_a_marker(text: str) -> None:
+def test_only_possible_markers_are_held_back(text: str) -> None:
     markers = Markers(["<x>", "<yy>"], "none")
     buffer, seen = TextBuffer(), list[str]()
     running = buffer.read_until(markers, seen.append)
@@ -93,23 +93,23 @@ BEGINNINGS = [("abc", ("ab", "abc"), "abc"), ("abd", ("ab", "abc"), "ab"), ("ab"
 @pytest.mark.parametrize(("text", "texts", "expected"), BEGINNINGS)
 @settings(deadline=None)
 @given(cuts=cuttings())
-def test_begins_waits_for_the_longest(text: str, texts: tuple[str, ...], expected: str, cuts: list[int]) -> None:
-    found, buffer = read(lambda buffer: buffer.starts_with(texts), cut(text, cuts))
-    assert (found, buffer.window) == (expected, text)
+def test_starts_with_waits_for_the_longest(text: str, texts: tuple[str, ...], expected: str, cuts: list[int]) -> None:
+    match, buffer = read(lambda buffer: buffer.starts_with(texts), cut(text, cuts))
+    assert (match, buffer.window) == (expected, text)
 
 
 @settings(deadline=None)
 @given(cuts=cuttings())
-def test_literal_takes_all_or_nothing(cuts: list[int]) -> None:
+def test_take_literal_is_all_or_nothing(cuts: list[int]) -> None:
     for text, taken in (("<abc>", True), ("<abd>", False), ("<ab", False)):
-        found, buffer = read(lambda buffer: buffer.take_literal("<abc>"), cut(text, cuts))
-        assert found is taken
+        match, buffer = read(lambda buffer: buffer.take_literal("<abc>"), cut(text, cuts))
+        assert match is taken
         assert buffer.window == ("" if taken else text)
 
 
 @settings(deadline=None)
 @given(cuts=cuttings())
-def test_space_and_next_and_has(cuts: list[int]) -> None:
+def test_skip_space_peek_and_has_length(cuts: list[int]) -> None:
     _, buffer = read(lambda buffer: buffer.skip_space(), cut(" \n\t a ", cuts))
     assert buffer.window == "a "
     assert read(lambda buffer: buffer.peek(), cut("ab", cuts))[0] == "a"
@@ -118,7 +118,7 @@ def test_space_and_next_and_has(cuts: list[int]) -> None:
     assert not read(lambda buffer: buffer.has_length(3), cut("ab", cuts))[0]
 
 
-def test_what_is_put_back_is_taken_again() -> None:
+def test_push_back() -> None:
     buffer = TextBuffer()
     buffer.feed("abcdef")
     assert buffer.take(4) == "abcd"
@@ -131,7 +131,7 @@ def test_what_is_put_back_is_taken_again() -> None:
     assert buffer.stop_recording() == ""
 
 
-def test_what_was_taken_is_remembered_for_a_while() -> None:
+def test_recent_text_is_limited() -> None:
     buffer = TextBuffer()
     buffer.feed("x" * RECENT_LENGTH)
     buffer.take(RECENT_LENGTH)
@@ -140,7 +140,7 @@ def test_what_was_taken_is_remembered_for_a_while() -> None:
     assert buffer.recent == "x" * (RECENT_LENGTH - 2) + "yz"
 
 
-def test_much_text_at_once_is_handed_out_in_pieces() -> None:
+def test_large_input_is_windowed() -> None:
     buffer, text = TextBuffer(), "".join(map(str, range(2000)))
     buffer.feed(text)
     buffer.end(cut=True)
@@ -156,7 +156,7 @@ def test_much_text_at_once_is_handed_out_in_pieces() -> None:
     assert (buffer.ended, buffer.window) == (False, text[: len(buffer.window)])
 
 
-def test_no_markers_are_never_found() -> None:
+def test_empty_markers_never_match() -> None:
     markers = Markers([])
     assert until(markers, ["a", "b"]) == ("ab", MarkerMatch(""), "")
     assert markers.first.search("ab") is None

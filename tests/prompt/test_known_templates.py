@@ -1,6 +1,6 @@
-"""The prompts of whole conversations in the style of each family's template, against files that were read by people.
+"""Prompts of whole conversations for each family's template, compared with reviewed files.
 
-To look at them anew after a change: `python -m tests.prompt.test_known_templates` writes the files.
+After a change, `python -m tests.prompt.test_known_templates` rewrites the files.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent / "templates"
 
 
 class Case(msgspec.Struct, frozen=True):
-    """The syntax and the control tokens of such a model."""
+    """The format and the control tokens of a model."""
 
     format: str
     control: tuple[str, ...]
@@ -110,6 +110,7 @@ def source(name: str) -> str:
 
 
 def made(name: str) -> ChatTemplate:
+    """A template with the format and control tokens of the model."""
     case = CASES[name]
     return ChatTemplate(
         source(name),
@@ -132,7 +133,7 @@ def format_calls(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"chatml"}))
-def test_the_format_is_seen_in_the_template(name: str) -> None:
+def test_format_is_detected_from_template(name: str) -> None:
     assert detect(source(name)) == CASES[name].format
 
 

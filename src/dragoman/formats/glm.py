@@ -12,11 +12,7 @@ GLM = ModelFormat(
     thoughts=(Tags("<think>", "</think>"),),
     calls=(
         CallSection(
-            Tagged(
-                function="{name}\n",
-                parameter="<arg_key>{key}</arg_key>\n<arg_value>",
-                value_end="</arg_value>",
-            ),
+            Tagged(function="{name}\n", parameter="<arg_key>{key}</arg_key>\n<arg_value>", value_end="</arg_value>"),
             open="<tool_call>",
             close="</tool_call>",
         ),

@@ -12,14 +12,10 @@ INTERNLM = ModelFormat(
     thoughts=(Tags("<think>", "</think>"),),
     calls=(
         CallSection(
-            JsonCall(arguments=("parameters", "arguments")),
-            open="<|action_start|><|plugin|>",
-            close="<|action_end|>",
+            JsonCall(arguments=("parameters", "arguments")), open="<|action_start|><|plugin|>", close="<|action_end|>"
         ),
         CallSection(
-            JsonCall(arguments=("parameters", "arguments")),
-            open="<|action_start|> <|plugin|>",
-            close="<|action_end|>",
+            JsonCall(arguments=("parameters", "arguments")), open="<|action_start|> <|plugin|>", close="<|action_end|>"
         ),
     ),
     template_markers=(("<|plugin|>",),),

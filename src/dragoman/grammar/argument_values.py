@@ -65,14 +65,13 @@ class ParameterSchema:
     def follow_refs(self, schema: Any, parts: PathParts) -> tuple[Mapping[str, Any], PathParts]:
         """Follow a schema that is only a reference."""
         for _ in range(MAX_DEPTH):
-            target = resolve_ref(self.schema, schema["$ref"], {}) if self._is_bare_ref(schema) else None
+            if not isinstance(schema, Mapping) or set(schema) - {"$defs", "definitions"} != {"$ref"}:
+                break
+            target = resolve_ref(self.schema, schema["$ref"], {})
             if target is None:
                 break
             schema, parts = lookup(self.schema, target), target
         return schema if isinstance(schema, Mapping) else {}, parts
-
-    def _is_bare_ref(self, schema: Any) -> bool:
-        return isinstance(schema, Mapping) and set(schema) - {"$defs", "definitions"} == {"$ref"}
 
     def string_values(self, schema: Mapping[str, Any], parts: PathParts) -> tuple[str, ...] | None:
         """Return the allowed strings; an empty tuple if any string is allowed, None if the value is not a string."""
@@ -100,8 +99,8 @@ class ParameterSchema:
 
 
 def schema_types(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    given = schema.get("type", ())
-    return (given,) if isinstance(given, str) else tuple(given)
+    declared = schema.get("type", ())
+    return (declared,) if isinstance(declared, str) else tuple(declared)
 
 
 def optional_sequence(rules: RuleSet, items: Sequence[tuple[str, bool]], separator: str) -> str:
@@ -233,7 +232,7 @@ class BracedArguments:
         scalar = json_directive({"type": ["number", "boolean", "null"]})
         if "anything" not in self.rules.fixed:
             self.rules.fixed.add("anything")
-            self.rules.lines.append("anything: held")
+            self.rules.lines.append("anything: any_value")
             member = '/[^:{}\\[\\],]{1,64}/ ":" anything'
             options = [
                 self._string(),
@@ -241,5 +240,5 @@ class BracedArguments:
                 '"[" (anything ("," anything)*)? "]"',
                 f'"{{" ({member} ("," {member})*)? "}}"',
             ]
-            self.rules.lines.append("held: " + " | ".join(options))
+            self.rules.lines.append("any_value: " + " | ".join(options))
         return "anything"

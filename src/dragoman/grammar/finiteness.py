@@ -16,15 +16,12 @@ ATOMS = frozenset({"null", "boolean", "number", "integer", "string"})
 def needs_infinite_value(document: Any) -> bool:
     """Whether the document's schema has no finite value."""
     nodes = dict(walk_schemas(document))
-    if not any(isinstance(node, Mapping) and "$ref" in node for node in nodes.values()):
+    refs = {parts: node["$ref"] for parts, node in nodes.items() if isinstance(node, Mapping) and "$ref" in node}
+    if not refs:
         return False
     names = find_anchors(document)
-    targets = {parts: resolve_ref(document, node["$ref"], names) for parts, node in nodes.items() if _has_ref(node)}
+    targets = {parts: resolve_ref(document, ref, names) for parts, ref in refs.items()}
     return () not in _find_finite(nodes, targets)
-
-
-def _has_ref(node: Any) -> bool:
-    return isinstance(node, Mapping) and isinstance(node.get("$ref"), str)
 
 
 def _find_finite(nodes: Mapping[PathParts, Any], targets: Mapping[PathParts, PathParts | None]) -> set[PathParts]:

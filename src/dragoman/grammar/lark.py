@@ -88,9 +88,7 @@ class RuleSet:
         capture_option = "" if capture is None else f'capture="{capture}"'
         if not control:
             return self.add_rule(
-                "until",
-                f"{before} {quote(letters)}",
-                f"[lazy, {capture_option}]" if capture_option else "[lazy]",
+                "until", f"{before} {quote(letters)}", f"[lazy, {capture_option}]" if capture_option else "[lazy]"
             )
         if letters:
             # The letters may also occur in the text. Only the token after them ends it.

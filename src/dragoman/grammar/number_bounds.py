@@ -36,8 +36,8 @@ class NumberBounds:
 
     def find_unenforceable(self, schema: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the bounds of a schema that must be dropped so that the others can be enforced."""
-        given = schema.get("type", ("integer", "number"))
-        types = (given,) if isinstance(given, str) else given
+        declared = schema.get("type", ("integer", "number"))
+        types = (declared,) if isinstance(declared, str) else declared
         bounds_set = [(keyword, schema[keyword]) for keyword in BOUNDS if keyword in schema]
         too_large = tuple(keyword for keyword, value in bounds_set if not is_exact(value))
         bounds = tuple(bound for bound in bounds_set if bound[0] not in too_large)

@@ -137,7 +137,9 @@ class _ReplyGrammarBuilder:
         if isinstance(constraint, JsonObject):
             return self.rules.add_rule("answer", json_directive({"type": "object"}))
         if isinstance(constraint, JsonSchema):
-            return self._schema_answer(constraint)
+            schema = self._prepare_answer(constraint)
+            is_checked = self.checks and self.checks[-1].capture == "answer"
+            return self.rules.add_rule("answer", json_directive(schema), '[capture="answer"]' if is_checked else "")
         param = constraint_param(self.request)
         if isinstance(constraint, OneOf):
             return self._choices(constraint, param)
@@ -156,11 +158,6 @@ class _ReplyGrammarBuilder:
             return '""'
         choice = self.rules.add_terminal("CHOICE", " | ".join(texts))
         return choice if all(constraint.choices) else f"{choice}?"
-
-    def _schema_answer(self, constraint: JsonSchema) -> str:
-        schema = self._prepare_answer(constraint)
-        options = '[capture="answer"]' if self.checks and self.checks[-1].capture == "answer" else ""
-        return self.rules.add_rule("answer", json_directive(schema), options)
 
     def _prepare_answer(self, constraint: JsonSchema) -> Any:
         prepared = prepare_schema(constraint.schema, constraint.path)
@@ -310,7 +307,8 @@ class _ReplyGrammarBuilder:
             self.relaxed.append(error.param or path)
             return ToolGrammar(name, path)
         self.relaxed += prepared.relaxed
-        enforced = _object_schema(prepared.schema)
+        is_object = isinstance(prepared.schema, Mapping)
+        enforced = _close_objects({"type": "object", **prepared.schema}) if is_object else {"type": "object"}
         if not prepared.relaxed:
             return ToolGrammar(name, path, prepared.full_schema, enforced)
         self.checks.append(Check(capture, prepared.full_schema, path))
@@ -321,11 +319,6 @@ def _call_schema(call: JsonCall, name: str, arguments: str) -> dict[str, Any]:
     keys = [call.name[0], call.arguments[0]]
     members = {keys[0]: {"const": name}, keys[1]: {"$ref": f"#/$defs/{arguments}"}}
     return {"type": "object", "properties": members, "required": keys, "additionalProperties": False}
-
-
-def _object_schema(schema: Any) -> Any:
-    """Arguments are always an object."""
-    return _close_objects({"type": "object", **schema}) if isinstance(schema, Mapping) else {"type": "object"}
 
 
 def _close_objects(schema: Any) -> Any:

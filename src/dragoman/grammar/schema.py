@@ -48,9 +48,7 @@ WHITESPACE = r"(\x20{1,2}|\n[\x20\t]{0,20})"
 """Whitespace between JSON tokens. It is bounded because a weak model may otherwise never stop writing it."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
-)
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 COUNT_KEYWORDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 STRING_KEYWORDS = ("pattern", "format", "$ref", "$anchor", "$id", "$dynamicRef", "$recursiveRef")
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -82,6 +80,7 @@ UNENFORCED: Mapping[str, Callable[[Any], bool]] = {
 }
 """Known keywords that are not enforced, each with a predicate: does this value restrict anything?"""
 
+_ALWAYS_VALID = frozenset({"type", "$defs", "definitions", "$anchor", "$id"})
 META_KEYWORDS = frozenset({"$schema", "$dynamicAnchor"})
 """Keywords that only the validator of finished replies uses."""
 
@@ -101,11 +100,11 @@ def prepare_schema(schema: Mapping[str, Any], base: str) -> PreparedSchema:
     if size > MAX_BYTES:
         raise InvalidSchema(f"{base}: the schema has {size} bytes; at most {MAX_BYTES} are allowed", param=base)
     try:
-        found = _prepare(schema)
+        prepared = _prepare(schema)
     except _SchemaError as error:
         where = cut(format_path(base, error.parts))
         raise InvalidSchema(f"{where}: {error.problem}", param=where) from error
-    return PreparedSchema(found.schema, tuple(base + place for place in found.relaxed), found.full_schema)
+    return PreparedSchema(prepared.schema, tuple(base + path for path in prepared.relaxed), prepared.full_schema)
 
 
 class _SchemaError(Exception):
@@ -120,7 +119,8 @@ def _prepare(schema: Mapping[str, Any]) -> PreparedSchema:
     if count > MAX_SCHEMAS:
         raise _SchemaError(f"the schema has {count} subschemas; at most {MAX_SCHEMAS} are allowed")
     cleaner = _Cleaner()
-    document = schema if _refers_by_id(schema) else _without_id(schema)
+    # Drop an `$id` that is never referenced, so that the document can be embedded in another one.
+    document = {key: value for key, value in schema.items() if key != "$id" or _refers_by_id(schema)}
     cleaned = cleaner.clean(document, ())
     _check_references(cleaned)
     if needs_infinite_value(cleaned):
@@ -144,11 +144,6 @@ def json_directive(schema: Any, definitions: str = "") -> str:
 def _refers_by_id(schema: Any) -> bool:
     references = (inner.get("$ref") for _, inner in walk_schemas(schema) if isinstance(inner, Mapping))
     return any(isinstance(reference, str) and not reference.startswith("#") for reference in references)
-
-
-def _without_id(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Drop an `$id` that is never referenced, so that the document can be embedded in another one."""
-    return {key: value for key, value in schema.items() if key != "$id"}
 
 
 def _check_references(document: Any) -> None:
@@ -245,8 +240,9 @@ class _Cleaner:
             raise _SchemaError(str(problem), parts) from problem
 
     def _check(self, keyword: str, value: Any, parts: PathParts) -> None:
-        if problem := _find_problem(keyword, value):
-            raise _SchemaError(problem, parts)
+        for keywords, is_valid, problem in _VALUE_CHECKS:
+            if keyword in keywords and not is_valid(value):
+                raise _SchemaError(problem, parts)
 
 
 def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
@@ -304,12 +300,6 @@ _VALUE_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = 
 )
 
 
-def _find_problem(keyword: str, value: Any) -> str | None:
-    return next(
-        (problem for keywords, is_valid, problem in _VALUE_CHECKS if keyword in keywords and not is_valid(value)), None
-    )
-
-
 def _compile_error(document: Any) -> str:
     return LLMatcher.validate_grammar(f"%llguidance {{}}\nstart: {json_directive(document)}")
 
@@ -320,17 +310,14 @@ def _relax_until_valid(document: Any) -> tuple[Any, list[str]]:
     deadline = time.monotonic() + REPAIR_SECONDS
     while error := _compile_error(document):
         parts, problem = _find_invalid(document, error, deadline)
-        found = None if "Unsatisfiable" in problem else _drop_keyword(document, parts)
-        if found is None or time.monotonic() > deadline:
-            raise _SchemaError(_error_reason(problem), parts)
-        document, keyword = found
+        relaxation = None if "Unsatisfiable" in problem else _drop_keyword(document, parts)
+        if relaxation is None or time.monotonic() > deadline:
+            # Without the position in the generated grammar.
+            line = problem.splitlines()[0]
+            raise _SchemaError(line.partition("JSON schema: ")[2] or line, parts)
+        document, keyword = relaxation
         relaxed.append(format_path("", (*parts, keyword)))
     return document, relaxed
-
-
-def _error_reason(error: str) -> str:
-    """Return llguidance's message without its position in the generated grammar."""
-    return error.splitlines()[0].partition("JSON schema: ")[2] or error.splitlines()[0]
 
 
 def _find_invalid(document: Any, error: str, deadline: float) -> tuple[PathParts, str]:
@@ -338,15 +325,11 @@ def _find_invalid(document: Any, error: str, deadline: float) -> tuple[PathParts
     for parts, inner in walk_schemas(document):
         if time.monotonic() > deadline:
             break
-        if parts and isinstance(inner, Mapping) and _may_be_invalid(inner):
+        if parts and isinstance(inner, Mapping) and not _ALWAYS_VALID.issuperset(inner):
             problem = _compile_error(_isolate(document, parts))
             if problem:
                 return parts, problem
     return (), error
-
-
-def _may_be_invalid(schema: Mapping[str, Any]) -> bool:
-    return any(keyword in schema for keyword in ENFORCED - {"type", "$defs", "definitions", "$anchor", "$id"})
 
 
 def _isolate(document: Any, parts: PathParts) -> dict[str, Any]:

@@ -29,15 +29,7 @@ import msgspec
 
 from dragoman.core.errors import DragomanError
 from dragoman.core.request import GenerationRequest, JsonObject
-from dragoman.grammar.grammar_trial import (
-    LENGTH,
-    STARTED,
-    TrialFailure,
-    TrialJob,
-    TrialModel,
-    TrialOutcome,
-    run_trial,
-)
+from dragoman.grammar.grammar_trial import LENGTH, STARTED, TrialFailure, TrialJob, TrialModel, TrialOutcome, run_trial
 
 COMMAND = struct.Struct("<cQ")
 FORK, LOWER, KILL = b"F", b"L", b"K"

@@ -32,7 +32,7 @@ class ReplyReader(Protocol):
     tools: dict[str, Tool]
     openings: frozenset[str]
 
-    def section(self, found: MarkerMatch, emit: Emit, *, strict: bool) -> Parser[None]: ...
+    def section(self, match: MarkerMatch, emit: Emit, *, strict: bool) -> Parser[None]: ...
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -52,17 +52,17 @@ def read_channels(split: ReplyReader, channels: Channels, thinking: bool) -> Par
     elif channels.message:
         emit = yield from _read_implied_header(split, channels)
     while True:
-        found = yield from buffer.read_until(known, emit)
-        if not found.marker:
+        match = yield from buffer.read_until(known, emit)
+        if not match.marker:
             return
-        if found.marker in split.openings:
-            yield from split.section(found, emit, strict=emit == writer.thought)
-        elif found.marker in channels.ends:
+        if match.marker in split.openings:
+            yield from split.section(match, emit, strict=emit == writer.thought)
+        elif match.marker in channels.ends:
             emit = writer.text
             yield from buffer.skip_space()
-        elif found.marker in (channels.open, channels.start):
+        elif match.marker in (channels.open, channels.start):
             header = _read_header if channels.message else _read_channel_name
-            emit = yield from header(split, channels, found, emit)
+            emit = yield from header(split, channels, match, emit)
 
 
 def _read_implied_header(split: ReplyReader, channels: Channels) -> Parser[Emit]:
@@ -78,7 +78,7 @@ def _read_implied_header(split: ReplyReader, channels: Channels) -> Parser[Emit]
     return (yield from _read_header(split, channels, MarkerMatch(channels.start), writer.text))
 
 
-def _read_channel_name(split: ReplyReader, channels: Channels, found: MarkerMatch, emit: Emit) -> Parser[Emit]:
+def _read_channel_name(split: ReplyReader, channels: Channels, match: MarkerMatch, emit: Emit) -> Parser[Emit]:
     """Switch to a channel by name."""
     buffer = split.buffer
     spaces = ""
@@ -88,17 +88,17 @@ def _read_channel_name(split: ReplyReader, channels: Channels, found: MarkerMatc
     while (yield from buffer.peek()) and (run := _NAME.match(buffer.window)):
         name += buffer.take(run.end())
     if not name:
-        emit(found.text + spaces)
+        emit(match.text + spaces)
         return emit
     yield from buffer.skip_space()
     return split.writer.thought if name.lower() in channels.hidden else split.writer.text
 
 
-def _read_header(split: ReplyReader, channels: Channels, found: MarkerMatch, emit: Emit) -> Parser[Emit]:
+def _read_header(split: ReplyReader, channels: Channels, match: MarkerMatch, emit: Emit) -> Parser[Emit]:
     """Read a header and return where its text goes. The arguments of a call are read at once."""
     words: list[str] = []
     end = yield from split.buffer.read_until(markers(channels.message, *channels.ends), words.append)
-    header = found.marker + "".join(words)
+    header = match.marker + "".join(words)
     if end.marker != channels.message:
         # Without a message, everything except the role and the channel's name is text.
         split.writer.text(_HEADER.sub("", header).strip())

@@ -120,19 +120,19 @@ class SplitStage:
             yield from self._read_thought()
         yield from self._read_beginning()
         while True:
-            found = yield from self._read_until_marker()
-            if not found.marker:
+            match = yield from self._read_until_marker()
+            if not match.marker:
                 return
             if self._shaped and self._shape_begun:
-                self.writer.text(found.text)
-            elif found.marker in self._openers:
-                yield from self._read_opener(found)
-            elif found.marker not in self.openings:
+                self.writer.text(match.text)
+            elif match.marker in self._openers:
+                yield from self._read_opener(match)
+            elif match.marker not in self.openings:
                 yield from self.buffer.skip_space()
-            elif self._in_code(found) or (yield from self._is_quoted(found)):
-                self.writer.text(found.text)
+            elif self._in_code(match) or (yield from self._is_quoted(match)):
+                self.writer.text(match.text)
             else:
-                yield from self.section(found, self.writer.text)
+                yield from self.section(match, self.writer.text)
 
     @property
     def _shape_begun(self) -> bool:
@@ -148,8 +148,8 @@ class SplitStage:
                 next(reading)
             except StopIteration as done:
                 self._idle = False
-                found: MarkerMatch = done.value
-                return found
+                match: MarkerMatch = done.value
+                return match
             self._idle = not buffer.window
             yield
             self._idle = False
@@ -178,10 +178,10 @@ class SplitStage:
                 return True
         return False
 
-    def _read_opener(self, found: MarkerMatch) -> Parser[None]:
-        if self.writer.in_fence or (yield from self._is_quoted(found)):
-            self.writer.text(found.text)
-        elif self._begins_line(found):
+    def _read_opener(self, match: MarkerMatch) -> Parser[None]:
+        if self.writer.in_fence or (yield from self._is_quoted(match)):
+            self.writer.text(match.text)
+        elif self._begins_line(match):
             yield from self._read_thought()
             if not self.writer.has_text:
                 yield from self._read_beginning()
@@ -192,20 +192,20 @@ class SplitStage:
                 self.writer.thought("".join(held))
                 yield from self.buffer.skip_space()
             else:
-                self.writer.text(found.text + "".join(held))
+                self.writer.text(match.text + "".join(held))
 
-    def _begins_line(self, found: MarkerMatch) -> bool:
-        before = self.buffer.recent[: len(self.buffer.recent) - len(found.text)]
-        return not self.writer.has_text or "\n" in found.gap or not before.strip() or before[-1:] == "\n"
+    def _begins_line(self, match: MarkerMatch) -> bool:
+        before = self.buffer.recent[: len(self.buffer.recent) - len(match.text)]
+        return not self.writer.has_text or "\n" in match.gap or not before.strip() or before[-1:] == "\n"
 
-    def _in_code(self, found: MarkerMatch) -> bool:
+    def _in_code(self, match: MarkerMatch) -> bool:
         """Whether the last marker starts inline code between backticks."""
-        before = self.buffer.recent[: len(self.buffer.recent) - len(found.marker)].rpartition("\n")[2]
+        before = self.buffer.recent[: len(self.buffer.recent) - len(match.marker)].rpartition("\n")[2]
         return before.endswith("`") and not before.endswith("``") and before.count("`") % 2 == 1
 
-    def _is_quoted(self, found: MarkerMatch) -> Parser[bool]:
+    def _is_quoted(self, match: MarkerMatch) -> Parser[bool]:
         """Whether the last marker is between two equal quotes, with an odd number of them before it in its line."""
-        before = self.buffer.recent[: len(self.buffer.recent) - len(found.marker)]
+        before = self.buffer.recent[: len(self.buffer.recent) - len(match.marker)]
         return before[-1:] in QUOTES and is_quoted(before, (yield from self.buffer.peek()))
 
     def _read_thought(self) -> Parser[None]:
@@ -214,37 +214,37 @@ class SplitStage:
         yield from self.buffer.skip_space()
         self.writer.has_thought = False
         while True:
-            found = yield from self.buffer.read_until(self._inside, self.writer.thought)
-            if not found.marker:
+            match = yield from self.buffer.read_until(self._inside, self.writer.thought)
+            if not match.marker:
                 return
-            quoted = yield from self._is_quoted(found)
-            if found.marker in self._openers:
+            quoted = yield from self._is_quoted(match)
+            if match.marker in self._openers:
                 if not quoted and self.writer.has_thought:
                     self._depth += 1
                 if quoted or self.writer.has_thought:
-                    self.writer.thought(found.text)
+                    self.writer.thought(match.text)
                 else:
                     yield from self.buffer.skip_space()
-            elif found.marker in self.openings:
+            elif match.marker in self.openings:
                 if quoted or self._is_trial:
-                    self.writer.thought(found.text)
-                elif (yield from self._call_in_thought(found)):
+                    self.writer.thought(match.text)
+                elif (yield from self._call_in_thought(match)):
                     return
             elif self._depth or quoted:
                 self._depth = max(0, self._depth - (not quoted))
-                if (yield from self._is_real_closer(found)):
+                if (yield from self._is_real_closer(match)):
                     break
             else:
                 break
         yield from self.buffer.skip_space()
 
-    def _is_real_closer(self, found: MarkerMatch) -> Parser[bool]:
+    def _is_real_closer(self, match: MarkerMatch) -> Parser[bool]:
         """Whether an ambiguous closer ended the reasoning: it did not if another one follows."""
         held: list[str] = []
         closer = yield from self._read_until_closer(held)
         text = "".join(held)
         if closer.marker:
-            self.writer.thought(found.text + text)
+            self.writer.thought(match.text + text)
             self.buffer.push_back(closer.text)
             return False
         self.buffer.push_back(text)
@@ -253,15 +253,15 @@ class SplitStage:
     def _read_until_closer(self, held: list[str]) -> Parser[MarkerMatch]:
         """Read to the next closer and count openers before it, which it may belong to."""
         while True:
-            found = yield from self.buffer.read_until(self._tags, held.append)
-            if found.marker not in self._openers:
-                return found
-            self._depth += not (yield from self._is_quoted(found))
-            held.append(found.text)
+            match = yield from self.buffer.read_until(self._tags, held.append)
+            if match.marker not in self._openers:
+                return match
+            self._depth += not (yield from self._is_quoted(match))
+            held.append(match.text)
 
-    def _call_in_thought(self, found: MarkerMatch) -> Parser[bool]:
+    def _call_in_thought(self, match: MarkerMatch) -> Parser[bool]:
         """Whether this is a call, which ends the reasoning and is read again. Otherwise it is reasoning."""
-        held = [found.marker]
+        held = [match.marker]
         closer = yield from self._read_until_closer(held)
         text = "".join(held)
         if closer.marker:
@@ -271,7 +271,7 @@ class SplitStage:
         if calls:
             self.buffer.push_back(text)
             return True
-        self.writer.thought(found.gap + text)
+        self.writer.thought(match.gap + text)
         if closer.marker:
             self.buffer.push_back(closer.text)
         return False
@@ -300,13 +300,13 @@ class SplitStage:
     def _is_known(self, event: Event) -> bool:
         return isinstance(event, ToolCallDelta) or (isinstance(event, ToolCallStart) and event.name in self.tools)
 
-    def section(self, found: MarkerMatch, emit: Emit, strict: bool = False) -> Parser[None]:
+    def section(self, match: MarkerMatch, emit: Emit, strict: bool = False) -> Parser[None]:
         """Read the calls after a marker. Text that is not a call goes to `emit`."""
-        sections = [section for section in self.syntax.calls if section.open == found.marker]
-        yield from self._read_section(sections, found, emit, strict or found.marker.startswith("```"))
+        sections = [section for section in self.syntax.calls if section.open == match.marker]
+        yield from self._read_section(sections, match, emit, strict or match.marker.startswith("```"))
 
     def _read_section(
-        self, sections: Sequence[CallSection], found: MarkerMatch, emit: Emit, strict: bool
+        self, sections: Sequence[CallSection], match: MarkerMatch, emit: Emit, strict: bool
     ) -> Parser[None]:
         writer, buffer = self.writer, self.buffer
         before = len(writer.calls)
@@ -328,7 +328,7 @@ class SplitStage:
                     break
         except MalformedCall:
             writer.started = False
-            emit((found.text if len(writer.calls) == before else "") + buffer.stop_recording())
+            emit((match.text if len(writer.calls) == before else "") + buffer.stop_recording())
             if not strict or (len(writer.calls) > before and not buffer.cut):
                 writer.warn("a malformed tool call was left as text")
             return
@@ -376,8 +376,8 @@ def begins_in_thought(syntax: ModelFormat, text: str) -> bool:
     closers = {tags.close for tags in syntax.thoughts}
     known = markers(*closers, *(tags.open for tags in syntax.thoughts))
     at = 0
-    while (found := known.search(text, at)) is not None:
-        at = found.end()
-        if not is_quoted(text[: found.start()][-RECENT_LENGTH:], text[at : at + 1]):
-            return found[0] in closers
+    while (match := known.search(text, at)) is not None:
+        at = match.end()
+        if not is_quoted(text[: match.start()][-RECENT_LENGTH:], text[at : at + 1]):
+            return match[0] in closers
     return False

@@ -182,20 +182,20 @@ class TextBuffer:
 
     def take_literal(self, text: str) -> Parser[bool]:
         """Consume the text if it comes next."""
-        found = yield from self.starts_with((text,))
-        self.take(len(found))
-        return bool(found)
+        match = yield from self.starts_with((text,))
+        self.take(len(match))
+        return bool(match)
 
     def read_until(self, markers: Markers, emit: Callable[[str], None]) -> Parser[MarkerMatch]:
         """Pass everything before the next marker to `emit`, and consume the marker."""
         while True:
-            found = markers.search(self.window)
-            if found is not None:
-                begin = markers.gap_before(self.window, found.start())
+            match = markers.search(self.window)
+            if match is not None:
+                begin = markers.gap_before(self.window, match.start())
                 if begin:
                     emit(self.take(begin))
-                marked = self.take(found.end() - begin)
-                return MarkerMatch(found[0], marked[: len(marked) - len(found[0])])
+                marked = self.take(match.end() - begin)
+                return MarkerMatch(match[0], marked[: len(marked) - len(match[0])])
             safe_length = len(self.window) if self.ended else markers.safe_length(self.window)
             if safe_length:
                 emit(self.take(safe_length))

@@ -69,18 +69,18 @@ def _result_text(result: ToolResult) -> str:
 
 
 def fold_messages(messages: Sequence[Message], capabilities: Capabilities) -> tuple[Message, ...]:
-    found = list(messages)
+    folded = list(messages)
     if not capabilities.parallel_calls:
-        found = list(_split_parallel_calls(found))
-    found = [part for message in found for part in _separate_text_from_calls(message, capabilities)]
-    found = _fold_systems(found, capabilities)
+        folded = list(_split_parallel_calls(folded))
+    folded = [part for message in folded for part in _separate_text_from_calls(message, capabilities)]
+    folded = _fold_systems(folded, capabilities)
     if not capabilities.repeated_roles:
-        found = list(_merge_same_roles(found))
+        folded = list(_merge_same_roles(folded))
     if not capabilities.assistant_first:
-        lead = next((index for index, message in enumerate(found) if message.role != "system"), len(found))
-        if lead < len(found) and found[lead].role != "user":
-            found.insert(lead, text_message("user", ""))
-    return tuple(found)
+        lead = next((index for index, message in enumerate(folded) if message.role != "system"), len(folded))
+        if lead < len(folded) and folded[lead].role != "user":
+            folded.insert(lead, text_message("user", ""))
+    return tuple(folded)
 
 
 def _split_parallel_calls(messages: Sequence[Message]) -> Iterator[Message]:
@@ -103,17 +103,14 @@ def _pair_calls_with_results(
     rest = [part for part in message.parts if not isinstance(part, ToolCall)]
     answers: dict[str | None, list[Message]] = {}
     for result in results:
-        answers.setdefault(_result_call_id(result), []).append(result)
+        call_id = next((part.call_id for part in result.parts if isinstance(part, ToolResult)), None)
+        answers.setdefault(call_id, []).append(result)
     for call in calls:
         yield Message("assistant", (*rest, call), message.name)
         rest = []
         yield from answers.pop(call.id, [])
     for others in answers.values():
         yield from others
-
-
-def _result_call_id(message: Message) -> str | None:
-    return next((part.call_id for part in message.parts if isinstance(part, ToolResult)), None)
 
 
 def _separate_text_from_calls(message: Message, capabilities: Capabilities) -> Iterator[Message]:
@@ -153,7 +150,7 @@ def _move_late_systems(messages: Sequence[Message], capabilities: Capabilities) 
     nearest later or earlier user message."""
     groups = [(role, list(group)) for role, group in groupby(messages, key=lambda message: message.role)]
     following = [role for role, _ in groups[1:]] + [None]
-    found: list[Message] = []
+    folded: list[Message] = []
     waiting: list[str] = []
     for (role, group), after in zip(groups, following, strict=True):
         system_text = "".join(f"<system>\n{message.text}\n</system>\n\n" for message in group)
@@ -161,16 +158,16 @@ def _move_late_systems(messages: Sequence[Message], capabilities: Capabilities) 
             if role == "user" and waiting:
                 group[0] = _add_text(group[0], "".join(waiting), before=True)
                 waiting = []
-            found += group
+            folded += group
         elif after == "user":
             waiting.append(system_text)
-        elif found and found[-1].role == "user":
-            found[-1] = _add_text(found[-1], "\n\n" + system_text.rstrip("\n"), before=False)
+        elif folded and folded[-1].role == "user":
+            folded[-1] = _add_text(folded[-1], "\n\n" + system_text.rstrip("\n"), before=False)
         elif after != "tool" and capabilities.repeated_roles:
-            found.append(text_message("user", system_text.rstrip("\n")))
+            folded.append(text_message("user", system_text.rstrip("\n")))
         else:
             waiting.append(system_text)
-    return _append_to_last_user(found, "".join(waiting).rstrip("\n")) if waiting else found
+    return _append_to_last_user(folded, "".join(waiting).rstrip("\n")) if waiting else folded
 
 
 def _append_to_last_user(messages: list[Message], system_text: str) -> list[Message]:

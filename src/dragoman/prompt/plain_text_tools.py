@@ -30,10 +30,10 @@ def write_tools_as_text(
     messages: Sequence[Message], tools: Sequence[Tool], capabilities: Capabilities, model_format: ModelFormat
 ) -> list[Message]:
     """Move everything that the template does not show into the text of the messages."""
-    found = [_message_as_text(message, capabilities, model_format) for message in messages]
+    folded = [_message_as_text(message, capabilities, model_format) for message in messages]
     if tools and not capabilities.tools:
-        found = _add_to_system_message(found, _describe_tools(tools, model_format))
-    return found
+        folded = _add_to_system_message(folded, _describe_tools(tools, model_format))
+    return folded
 
 
 def format_calls(calls: Sequence[ToolCall], model_format: ModelFormat) -> str:

@@ -140,10 +140,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, method, *template_limits.check_call(method, args, kwargs), **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
+        function = super().wrap_str_format(value)
+        if function is None:
             return None
-        function = wrapped
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             template_limits.check_format(value.__self__, (*args, *kwargs.values()))
@@ -152,25 +151,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return formatted
 
 
+_SELECTING = ("reject", "rejectattr", "reverse", "select", "selectattr")
 STRUCTURAL = frozenset(
-    (
-        "attr",
-        "count",
-        "d",
-        "default",
-        "first",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-        "random",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
-    )
+    ("attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", *_SELECTING)
 )
 """Filters that do not print, compare or hash their input."""
 SLOW = frozenset(

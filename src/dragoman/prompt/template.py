@@ -102,34 +102,25 @@ class ChatTemplate:
         tried: list[tuple[Message, ...]] = []
         first_error: DragomanError | None = None
         for capabilities in self._fallbacks:
-            messages = fold_messages(
-                write_tools_as_text(split_messages, request.tools, capabilities, self._format), capabilities
-            )
+            as_text = write_tools_as_text(split_messages, request.tools, capabilities, self._format)
+            messages = fold_messages(as_text, capabilities)
             if messages in tried:
                 continue
             tried.append(messages)
             try:
-                segments = self._segments(
-                    messages, request.tools if capabilities.tools else (), capabilities, known.values
-                )
+                tools = request.tools if capabilities.tools else ()
+                segments = self._segments(messages, tools, capabilities, known.values)
             except _TemplateRejectedError as error:
                 first_error = first_error or error.error
             else:
-                lost = (
-                    ()
-                    if capabilities.names and _count_names(messages) == _count_names(split_messages)
-                    else _lost_names(request.messages)
-                )
+                shows_names = capabilities.names and _count_names(messages) == _count_names(split_messages)
+                lost = () if shows_names or not _count_names(request.messages) else ("messages.name",)
                 return Prompt(segments, self._find_opener(segments), (*known.ignored, *lost))
         assert first_error is not None
         raise first_error
 
     def _segments(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        capabilities: Capabilities,
-        values: Mapping[str, Any],
+        self, messages: Sequence[Message], tools: Sequence[Tool], capabilities: Capabilities, values: Mapping[str, Any]
     ) -> tuple[Segment, ...]:
         def run(mark: ContentMarker) -> str:
             return self._render_or_raise(
@@ -155,8 +146,8 @@ class ChatTemplate:
     ) -> str:
         try:
             return self._render(messages, tools, values)
-        except TemplateRaisedError as first_error:
-            raise _TemplateRejectedError(BadRequest(mark.unmark(str(first_error)), param="messages")) from first_error
+        except TemplateRaisedError as error:
+            raise _TemplateRejectedError(BadRequest(mark.unmark(str(error)), param="messages")) from error
         except TemplateLimitError as error:
             raise EngineFailed(f"the model's chat template failed: limit exceeded: {error}") from error
         except (DragomanError, RecursionError, MemoryError):
@@ -188,9 +179,8 @@ class ChatTemplate:
         if not segments or not segments[-1].special:
             return None
         text = segments[-1].text.rstrip()
-        return max(
-            (found for found in _reasoning_openers(self._format) if text.endswith(found.strip())), key=len, default=None
-        )
+        openers = (opener for opener in _reasoning_openers(self._format) if text.endswith(opener.strip()))
+        return max(openers, key=len, default=None)
 
 
 class _TemplateRejectedError(Exception):
@@ -238,7 +228,3 @@ def _reasoning_markers(syntax: ModelFormat) -> Iterator[str]:
 
 def _count_names(messages: Sequence[Message]) -> int:
     return sum(message.name is not None for message in messages if message.role != "tool")
-
-
-def _lost_names(messages: Sequence[Message]) -> tuple[str, ...]:
-    return ("messages.name",) if _count_names(messages) else ()

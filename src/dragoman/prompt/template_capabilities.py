@@ -117,11 +117,7 @@ class _Examples(msgspec.Struct, frozen=True):
     def _call(self, number: int) -> dict[str, Any]:
         call = _CALLS[number - 1]
         arguments = call.arguments if self.as_text else msgspec.json.decode(call.arguments)
-        return {
-            "id": self.ids[number - 1],
-            "type": "function",
-            "function": {"name": call.name, "arguments": arguments},
-        }
+        return {"id": self.ids[number - 1], "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
     def result(self, number: int = 1) -> dict[str, Any]:
         return {

@@ -30,31 +30,29 @@ def to_template_messages(
 ) -> Iterator[dict[str, Any]]:
     for message in messages:
         # Join the parts first: a control text may be split across two of them.
-        entry: dict[str, Any] = {"role": message.role, "content": _content(mark(message.text), capabilities)}
+        text = mark(message.text)
+        content = [{"type": "text", "text": text}] if capabilities.content_parts else text
+        entry: dict[str, Any] = {"role": message.role, "content": content}
         if message.name is not None:
             entry["name"] = mark(message.name)
         entry |= _optional_fields(message, capabilities, mark)
         yield entry
 
 
-def _content(text: str, capabilities: Capabilities) -> Any:
-    return [{"type": "text", "text": text}] if capabilities.content_parts else text
-
-
 def _optional_fields(message: Message, capabilities: Capabilities, mark: TextTransform) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     calls = [_call(part, capabilities, mark) for part in message.parts if isinstance(part, ToolCall)]
     if calls:
-        found["tool_calls"] = calls
+        fields["tool_calls"] = calls
         if capabilities.null_content and not message.text:
-            found["content"] = None
+            fields["content"] = None
     thoughts = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
     if thoughts and capabilities.reasoning_key is not None:
-        found[capabilities.reasoning_key] = mark(thoughts)
+        fields[capabilities.reasoning_key] = mark(thoughts)
     for part in message.parts:
         if isinstance(part, ToolResult):
-            found["tool_call_id"] = mark(part.call_id)
-    return found
+            fields["tool_call_id"] = mark(part.call_id)
+    return fields
 
 
 def _call(call: ToolCall, capabilities: Capabilities, mark: TextTransform) -> dict[str, Any]:

@@ -56,11 +56,11 @@ def _requested_options(request: GenerationRequest, allowed: Iterable[str]) -> di
     return options
 
 
-def _thinking_variables(asked: Thinking, compiled: CompiledTemplate, capabilities: Capabilities) -> dict[str, Any]:
-    on = _is_thinking_requested(asked)
+def _thinking_variables(requested: Thinking, compiled: CompiledTemplate, capabilities: Capabilities) -> dict[str, Any]:
+    on = _is_thinking_requested(requested)
     if on is None:
         return {}
-    level = "none" if not on else None if asked.effort == "none" else asked.effort
+    level = "none" if not on else None if requested.effort == "none" else requested.effort
     if level == "minimal" and level not in capabilities.effort_levels:
         level = "low"
     if level is None and "none" in capabilities.effort_levels and compiled.variables.isdisjoint(SWITCHES):
@@ -70,9 +70,9 @@ def _thinking_variables(asked: Thinking, compiled: CompiledTemplate, capabilitie
     return variables | ({"reasoning_effort": level} if level in capabilities.effort_levels else {})
 
 
-def _is_thinking_requested(asked: Thinking) -> bool | None:
+def _is_thinking_requested(requested: Thinking) -> bool | None:
     """None if the request does not say."""
-    return None if asked.enabled is None and asked.effort is None else not asked.is_off
+    return None if requested.enabled is None and requested.effort is None else not requested.is_off
 
 
 def _ignored_thinking_params(request: GenerationRequest, known: Mapping[str, Any], thinks: bool) -> list[str]:
@@ -80,7 +80,7 @@ def _ignored_thinking_params(request: GenerationRequest, known: Mapping[str, Any
     engine closes the reasoning itself."""
     if not _is_thinking_requested(request.thinking):
         return []
-    params = [asked.param for asked in request.asked if asked.feature == "thinking"]
+    params = [requested.param for requested in request.asked if requested.feature == "thinking"]
     efforts = [param for param in params if "effort" in param]
     switches = [param for param in params if param not in efforts and not ("budget" in param or "max_" in param)]
     lost = [] if "reasoning_effort" in known or request.thinking.effort is None else efforts

@@ -13,7 +13,7 @@ import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import Braced, CallSection
-from dragoman.pipeline.call_readers.call_sink import TOOL_NAME, CallSink, MalformedCall
+from dragoman.pipeline.call_readers.call_sink import TOOL_NAME, CallSink, MalformedCall, skip_comma
 from dragoman.pipeline.call_readers.json_calls import quote_json, read_raw
 from dragoman.pipeline.text_buffer import Parser, TextBuffer, markers
 
@@ -29,13 +29,13 @@ def read(buffer: TextBuffer, syntax: Braced, section: CallSection, sink: CallSin
     if not (yield from buffer.take_literal(syntax.prefix)):
         raise MalformedCall
     name: list[str] = []
-    found = yield from buffer.read_until(markers("{", section.close, gap="none"), name.append)
+    match = yield from buffer.read_until(markers("{", section.close, gap="none"), name.append)
     tool = "".join(name).strip()
     if not TOOL_NAME.fullmatch(tool):
         raise MalformedCall
     sink.start(tool)
-    buffer.push_back(found.marker)
-    if found.marker != "{":
+    buffer.push_back(match.marker)
+    if match.marker != "{":
         sink.arguments("{}")
     elif not (yield from _value(buffer, syntax, section, sink, 0)):
         if not buffer.cut:
@@ -61,12 +61,12 @@ def _value(buffer: TextBuffer, syntax: Braced, section: CallSection, sink: CallS
 
 def _string(buffer: TextBuffer, syntax: Braced, sink: CallSink) -> Parser[bool]:
     sink.arguments('"')
-    found = yield from buffer.read_until(
+    match = yield from buffer.read_until(
         markers(syntax.quote, gap="none"), lambda text: sink.arguments(quote_json(text)[1:-1])
     )
-    if found.marker:
+    if match.marker:
         sink.arguments('"')
-    return bool(found.marker)
+    return bool(match.marker)
 
 
 def _object(buffer: TextBuffer, syntax: Braced, section: CallSection, sink: CallSink, depth: int) -> Parser[bool]:
@@ -75,17 +75,17 @@ def _object(buffer: TextBuffer, syntax: Braced, section: CallSection, sink: Call
     yield from buffer.skip_space()
     while not (yield from buffer.take_literal("}")):
         key: list[str] = []
-        found = yield from buffer.read_until(markers(*":,{}[]", section.close, gap="none"), key.append)
-        if found.marker != ":":
+        match = yield from buffer.read_until(markers(*":,{}[]", section.close, gap="none"), key.append)
+        if match.marker != ":":
             sink.arguments(between)
-            buffer.push_back("".join(key) + found.marker)
+            buffer.push_back("".join(key) + match.marker)
             return False
         name = "".join(key).replace(syntax.quote, "").strip().strip('"')
         sink.arguments(f"{between}{quote_json(name)}: ")
         between = ", "
         if not (yield from _value(buffer, syntax, section, sink, depth + 1)):
             return False
-        yield from _comma(buffer)
+        yield from skip_comma(buffer)
     sink.arguments("{}" if between == "{" else "}")
     return True
 
@@ -99,19 +99,19 @@ def _array(buffer: TextBuffer, syntax: Braced, section: CallSection, sink: CallS
         between = ", "
         if not (yield from _value(buffer, syntax, section, sink, depth + 1)):
             return False
-        yield from _comma(buffer)
+        yield from skip_comma(buffer)
     sink.arguments("]")
     return True
 
 
 def _scalar(buffer: TextBuffer, sink: CallSink) -> Parser[bool]:
     collected: list[str] = []
-    while (found := _SCALAR_END.search(buffer.window)) is None:
+    while (match := _SCALAR_END.search(buffer.window)) is None:
         collected.append(buffer.take(len(buffer.window)))
         if not (yield from buffer.peek()):
             buffer.push_back("".join(collected))
             return False
-    text = ("".join(collected) + buffer.take(found.start())).strip()
+    text = ("".join(collected) + buffer.take(match.start())).strip()
     if not text:
         return False
     try:
@@ -120,9 +120,3 @@ def _scalar(buffer: TextBuffer, sink: CallSink) -> Parser[bool]:
         text = quote_json(text.strip('"'))
     sink.arguments(text)
     return True
-
-
-def _comma(buffer: TextBuffer) -> Parser[None]:
-    yield from buffer.skip_space()
-    yield from buffer.take_literal(",")
-    yield from buffer.skip_space()

@@ -1,10 +1,10 @@
 """The interface through which readers report calls, and helpers for all readers."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from dragoman.pipeline.text_buffer import TextBuffer
+from dragoman.pipeline.text_buffer import Parser, TextBuffer
 
 ParameterKind = Literal["text", "optional", "json", "either"]
 """How a parameter is written: a raw string, a raw string or null, JSON, or unknown."""
@@ -55,6 +55,25 @@ class BoundedText:
             raise MalformedCall
 
 
+def read_list(buffer: TextBuffer, read_call: Callable[[], Parser[None]]) -> Parser[None]:
+    """Read one call, or several in brackets."""
+    if not (yield from buffer.take_literal("[")):
+        yield from read_call()
+        return
+    yield from buffer.skip_space()
+    while not (yield from buffer.take_literal("]")):
+        yield from read_call()
+        yield from skip_comma(buffer)
+        if not buffer.window:
+            return
+
+
+def skip_comma(buffer: TextBuffer) -> Parser[None]:
+    yield from buffer.skip_space()
+    yield from buffer.take_literal(",")
+    yield from buffer.skip_space()
+
+
 def parameter_kind(schema: object) -> ParameterKind:
     """Return how a value of the schema is written if strings have no quotes."""
     if not isinstance(schema, Mapping):
@@ -78,5 +97,5 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     if isinstance(values, list | tuple) and values and all(isinstance(value, str) for value in values):
         return {"string"}
     variants = schema.get("anyOf") or schema.get("oneOf")
-    found = [_types(each) if isinstance(each, Mapping) else set[str]() for each in variants or ()]
-    return set[str]().union(*found) if all(found) else set()
+    match = [_types(each) if isinstance(each, Mapping) else set[str]() for each in variants or ()]
+    return set[str]().union(*match) if all(match) else set()

@@ -18,7 +18,14 @@ import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import CallSection, JsonCall
-from dragoman.pipeline.call_readers.call_sink import TOOL_NAME, BoundedText, CallSink, MalformedCall
+from dragoman.pipeline.call_readers.call_sink import (
+    TOOL_NAME,
+    BoundedText,
+    CallSink,
+    MalformedCall,
+    read_list,
+    skip_comma,
+)
 from dragoman.pipeline.text_buffer import Parser, TextBuffer, markers
 
 Emit = Callable[[str], None]
@@ -47,17 +54,7 @@ def begins(buffer: TextBuffer, syntax: JsonCall, section: CallSection) -> Parser
 
 
 def read(buffer: TextBuffer, syntax: JsonCall, section: CallSection, sink: CallSink) -> Parser[None]:
-    if not (yield from buffer.take_literal("[")):
-        yield from _call(buffer, syntax, section, sink)
-        return
-    yield from buffer.skip_space()
-    while not (yield from buffer.take_literal("]")):
-        yield from _call(buffer, syntax, section, sink)
-        yield from buffer.skip_space()
-        yield from buffer.take_literal(",")
-        yield from buffer.skip_space()
-        if not buffer.window:
-            return
+    yield from read_list(buffer, lambda: _call(buffer, syntax, section, sink))
 
 
 class _Draft:
@@ -112,9 +109,7 @@ def _members(buffer: TextBuffer, syntax: JsonCall, section: CallSection, sink: C
             raise MalformedCall
         else:
             yield from read_value(buffer, _ignore)
-        yield from buffer.skip_space()
-        yield from buffer.take_literal(",")
-        yield from buffer.skip_space()
+        yield from skip_comma(buffer)
 
 
 def _arguments(buffer: TextBuffer, section: CallSection, sink: CallSink, draft: _Draft) -> Parser[None]:
@@ -168,8 +163,8 @@ def read_arguments(buffer: TextBuffer, section: CallSection, sink: CallSink) -> 
 
 def read_raw(buffer: TextBuffer, section: CallSection, sink: CallSink) -> Parser[None]:
     """Report the rest of a call as the model wrote it."""
-    found = yield from buffer.read_until(markers(section.close, gap="none"), sink.arguments)
-    buffer.push_back(found.marker)
+    match = yield from buffer.read_until(markers(section.close, gap="none"), sink.arguments)
+    buffer.push_back(match.marker)
 
 
 def read_value(buffer: TextBuffer, emit: Emit) -> Parser[None]:

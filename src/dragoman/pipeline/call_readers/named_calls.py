@@ -11,15 +11,11 @@ from functools import cache
 from dragoman.formats.syntax import FIELD, CallSection, NamedJson
 from dragoman.pipeline.call_readers import json_calls
 from dragoman.pipeline.call_readers.call_sink import BoundedText, CallSink, MalformedCall
-from dragoman.pipeline.text_buffer import Markers, Parser, TextBuffer, markers
+from dragoman.pipeline.text_buffer import Parser, TextBuffer, markers
 
 MAX_HEADER = 1024
 FENCE = "```"
-_PATTERNS = {
-    "{name}": r"(?P<name>[^\s<>\[\]{}]+?)",
-    "{id}": r"[^\s<>\[\]{}]*",
-    "{index}": r"\d+",
-}
+_PATTERNS = {"{name}": r"(?P<name>[^\s<>\[\]{}]+?)", "{id}": r"[^\s<>\[\]{}]*", "{index}": r"\d+"}
 
 
 def begins(buffer: TextBuffer, syntax: NamedJson, section: CallSection) -> Parser[bool]:
@@ -32,42 +28,35 @@ def begins(buffer: TextBuffer, syntax: NamedJson, section: CallSection) -> Parse
 
 def read(buffer: TextBuffer, syntax: NamedJson, section: CallSection, sink: CallSink) -> Parser[None]:
     header: list[str] = []
-    found = yield from buffer.read_until(_stops(syntax, section), BoundedText(buffer, header, MAX_HEADER))
-    if buffer.cut and not found.marker:
+    end = syntax.end.strip().removeprefix(FENCE)
+    stops = markers("{", section.open, section.close, end, gap="none")
+    match = yield from buffer.read_until(stops, BoundedText(buffer, header, MAX_HEADER))
+    if buffer.cut and not match.marker:
         raise MalformedCall
-    sink.start(_name("".join(header) + found.gap, syntax))
-    buffer.push_back(found.marker)
-    if found.marker == "{":
+    sink.start(_name("".join(header) + match.gap, syntax))
+    buffer.push_back(match.marker)
+    if match.marker == "{":
         yield from json_calls.read_arguments(buffer, section, sink)
     else:
         sink.arguments("{}")
     yield from buffer.skip_space()
     if FENCE in "".join(header) and (yield from buffer.take_literal(FENCE)):
         yield from buffer.skip_space()
-    yield from buffer.take_literal(_end(syntax))
+    yield from buffer.take_literal(end)
     sink.end()
 
 
 def _name(header: str, syntax: NamedJson) -> str:
     for template in syntax.begins:
-        found = _pattern(template).fullmatch(header)
-        if found is not None:
-            return found["name"]
+        match = _pattern(template).fullmatch(header)
+        if match is not None:
+            return match["name"]
     raise MalformedCall
 
 
 def literal_parts(template: str) -> list[str]:
     """Return the literal texts of a template."""
     return FIELD.split(template)[::2] if template else []
-
-
-def _stops(syntax: NamedJson, section: CallSection) -> Markers:
-    """The markers that end the header: the arguments, or whatever follows a call without arguments."""
-    return markers("{", section.open, section.close, _end(syntax), gap="none")
-
-
-def _end(syntax: NamedJson) -> str:
-    return syntax.end.strip().removeprefix(FENCE)
 
 
 @cache

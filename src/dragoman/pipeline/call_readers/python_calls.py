@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dragoman.formats.syntax import CallSection, Pythonic
-from dragoman.pipeline.call_readers.call_sink import CallSink, MalformedCall
+from dragoman.pipeline.call_readers.call_sink import CallSink, MalformedCall, read_list
 from dragoman.pipeline.text_buffer import Parser, TextBuffer
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -31,17 +31,7 @@ def begins(buffer: TextBuffer, syntax: Pythonic, section: CallSection) -> Parser
 
 
 def read(buffer: TextBuffer, syntax: Pythonic, section: CallSection, sink: CallSink) -> Parser[None]:
-    if not (yield from buffer.take_literal("[")):
-        yield from _call(buffer, sink)
-        return
-    yield from buffer.skip_space()
-    while not (yield from buffer.take_literal("]")):
-        yield from _call(buffer, sink)
-        yield from buffer.skip_space()
-        yield from buffer.take_literal(",")
-        yield from buffer.skip_space()
-        if not buffer.window:
-            return
+    yield from read_list(buffer, lambda: _call(buffer, sink))
 
 
 def _call(buffer: TextBuffer, sink: CallSink) -> Parser[None]:
@@ -88,9 +78,9 @@ def _enclosed(buffer: TextBuffer, code: list[str]) -> Parser[None]:
 def _string(buffer: TextBuffer, code: list[str]) -> Parser[None]:
     """Collect a string literal."""
     yield from buffer.has_length(3)
-    found = _STRING.match(buffer.window)
-    assert found is not None
-    quote = found[0]
+    match = _STRING.match(buffer.window)
+    assert match is not None
+    quote = match[0]
     code.append(buffer.take(len(quote)))
     while not (yield from buffer.take_literal(quote)):
         if not (yield from buffer.has_length(1)):
@@ -112,17 +102,11 @@ def _arguments(code: str, parameters: list[str]) -> str:
         assert isinstance(call, ast.Call)
         keys = [*parameters[: len(call.args)], *(keyword.arg for keyword in call.keywords)]
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if len(keys) != len(values):
+        if len(keys) != len(values) or None in keys:
             raise MalformedCall
-        return msgspec.json.encode({_key(key): _literal(node) for key, node in zip(keys, values, strict=True)}).decode()
+        return msgspec.json.encode({key: _literal(node) for key, node in zip(keys, values, strict=True)}).decode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, msgspec.EncodeError) as error:
         raise MalformedCall from error
-
-
-def _key(key: str | None) -> str:
-    if key is None:
-        raise MalformedCall
-    return key
 
 
 def _literal(node: ast.expr) -> Any:

@@ -18,7 +18,7 @@ from dragoman.formats.syntax import FIELD, CallSection, Tagged
 from dragoman.pipeline.call_readers.call_sink import TOOL_NAME, CallSink, MalformedCall, ParameterKind, parameter_kind
 from dragoman.pipeline.call_readers.json_calls import quote_json
 from dragoman.pipeline.call_readers.named_calls import literal_parts
-from dragoman.pipeline.text_buffer import Markers, Parser, TextBuffer, markers
+from dragoman.pipeline.text_buffer import Parser, TextBuffer, markers
 
 MISSING = "missing"
 """Key in the fields for a literal of the template that was missing."""
@@ -34,14 +34,14 @@ def begins(buffer: TextBuffer, syntax: Tagged, section: CallSection) -> Parser[b
 
 
 def read(buffer: TextBuffer, syntax: Tagged, section: CallSection, sink: CallSink) -> Parser[None]:
-    fields = yield from _fields(buffer, syntax.function, _after_name(syntax, section))
+    head = literal_parts(syntax.parameter)[0]
+    fields = yield from _fields(buffer, syntax.function, ("\n", head, syntax.function_end, section.close))
     name = fields.get("{name}", "")
     if not TOOL_NAME.fullmatch(name) or not (buffer.window or not buffer.cut):
         raise MalformedCall
     sink.start(name)
     schemas = sink.parameters(name)
     between = "{"
-    head = literal_parts(syntax.parameter)[0]
     yield from buffer.skip_space()
     while (yield from buffer.starts_with((head,))):
         fields = yield from _fields(buffer, syntax.parameter, ())
@@ -68,11 +68,6 @@ def _kind(fields: dict[str, str], schema: object) -> ParameterKind:
     return parameter_kind(schema)
 
 
-def _after_name(syntax: Tagged, section: CallSection) -> tuple[str, ...]:
-    """Texts that may follow a name if its template does not end it."""
-    return ("\n", literal_parts(syntax.parameter)[0], syntax.function_end, section.close)
-
-
 def _fields(buffer: TextBuffer, template: str, after: tuple[str, ...]) -> Parser[dict[str, str]]:
     """Consume a template and return its fields. A field without a following literal ends at one of `after`."""
     pieces = FIELD.split(template)
@@ -84,10 +79,10 @@ def _fields(buffer: TextBuffer, template: str, after: tuple[str, ...]) -> Parser
                 fields[MISSING] = literal
             continue
         collected: list[str] = []
-        found = yield from buffer.read_until(markers(*([literal] if literal else after), gap="none"), collected.append)
+        match = yield from buffer.read_until(markers(*([literal] if literal else after), gap="none"), collected.append)
         fields[field] = ("".join(collected)).strip()
         if not literal:
-            buffer.push_back(found.marker)
+            buffer.push_back(match.marker)
     return fields
 
 
@@ -115,19 +110,16 @@ def _value(
 
     if streams:
         sink.arguments('"')
+    end = markers(syntax.value_end.strip(), gap="line" if syntax.value_end[:1].isspace() else "none")
     while True:
-        found = yield from buffer.read_until(_ends(syntax.value_end), emit)
-        if not found.marker or (yield from _follows(buffer, syntax, section)):
+        match = yield from buffer.read_until(end, emit)
+        if not match.marker or (yield from _follows(buffer, syntax, section)):
             break
-        emit(found.text)
-    if not found.marker and buffer.cut:
+        emit(match.text)
+    if not match.marker and buffer.cut:
         sink.arguments("".join(collected))
         return
     sink.arguments('"' if streams else _as_json("".join(collected), kind))
-
-
-def _ends(value_end: str) -> Markers:
-    return markers(value_end.strip(), gap="line" if value_end[:1].isspace() else "none")
 
 
 def _follows(buffer: TextBuffer, syntax: Tagged, section: CallSection) -> Parser[bool]:
