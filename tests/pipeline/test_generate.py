@@ -10,7 +10,7 @@ import pytest
 
 from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported, UnsupportedParameter
-from dragoman.core.events import Event, Finished, Started, TextDelta, Usage
+from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
 from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import Asked, GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
@@ -21,7 +21,7 @@ NO_LIMIT = Slots(Admission(None, 0, 1), "alice")
 CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
 
 
-async def collect_reply(engine: Engine, request: GenerationRequest, admission: Admission | None = None) -> Reply:
+async def whole(engine: Engine, request: GenerationRequest, admission: Admission | None = None) -> Reply:
     slots = Slots(admission or Admission(None, 0, 1), "alice")
     await slots.first()
     collection = Collection()
@@ -53,7 +53,7 @@ async def cancelled(task: asyncio.Task[None]) -> None:
 
 
 def reply(engine: Engine, request: GenerationRequest) -> Reply:
-    return asyncio.run(collect_reply(engine, request))
+    return asyncio.run(whole(engine, request))
 
 
 class Shout(Engine):
@@ -143,7 +143,7 @@ def test_each_choice_takes_a_slot(slots: int) -> None:
 
     async def scenario() -> None:
         admission = Admission(slots, 0, 0.001)
-        result = await collect_reply(Counting(), msgspec.structs.replace(CHAT, choices=5), admission)
+        result = await whole(Counting(), msgspec.structs.replace(CHAT, choices=5), admission)
         assert len(result.choices) == 5
         assert admission.running == admission.waiting == 0
 
@@ -287,8 +287,6 @@ def test_limit_errors_name_the_field() -> None:
 def test_best_of() -> None:
     class Likely(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
-            from dragoman.core.events import TokenLogprob
-
             assert request.logprobs is not None
             seed = request.sampling.seed or 0
             yield TextDelta(f"{seed}", logprobs=(TokenLogprob(0, b"x", -abs(seed - 2.0)),))

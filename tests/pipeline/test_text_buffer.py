@@ -51,7 +51,7 @@ CASES: list[tuple[str, Gap, str, MarkerMatch, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "gap", "before", "found", "after"), CASES)
+@pytest.mark.parametrize(("text", "gap", "before", "match", "after"), CASES)
 @settings(deadline=None)
 @given(cuts=cuttings())
 def test_read_until(text: str, gap: Gap, before: str, match: MarkerMatch, after: str, cuts: list[int]) -> None:
