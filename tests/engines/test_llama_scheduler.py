@@ -1,5 +1,4 @@
-"""The scheduler against a memory that is only lists of tokens: whatever happens in whatever order, a job sees its own
-prompt and its own tokens, and nothing else."""
+"""The scheduler with a simulated memory: in any order of events, a job sees its own prompt and tokens only."""
 
 import random
 
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from dragoman.engines.llama.scheduler import Job, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy, Trim
-from tests.engines.world import WRONG, World, chunks_of
+from tests.engines.scheduler_model import WRONG, SchedulerModel, chunks_of
 
 SCHEDULES = 5_000
 
@@ -17,25 +16,25 @@ LONG = [tuple(range(90)), (*range(50), *range(90, 200)), (*range(120), 7, 7, 7)]
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_any_schedule(part: int) -> None:
+def test_random_schedules(part: int) -> None:
     for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
         chance = random.Random(seed)
         sharing = chance.random() < 0.9
-        world = World(
+        world = SchedulerModel(
             chance.randint(1, 5),
             chance.randint(0, 5) if sharing else 0,
             sharing=sharing,
             isolate=chance.random() < 0.3,
         )
         for _ in range(chance.randrange(40)):
-            happen(chance, world)
+            random_event(chance, world)
         world.finish()
 
 
-def happen(chance: random.Random, world: World) -> None:
-    what = chance.random()
+def random_event(chance: random.Random, world: SchedulerModel) -> None:
+    kind = chance.random()
     world.now += chance.random()
-    if what < 0.35:
+    if kind < 0.35:
         prompt = chance.choice(LONG)[: chance.randrange(1, 200)]
         prompt += tuple(chance.randrange(3) for _ in range(chance.randrange(6)))
         if world.jobs and chance.random() < 0.3:
@@ -43,7 +42,7 @@ def happen(chance: random.Random, world: World) -> None:
             prompt = (*world.jobs[earlier].prompt, *world.replies[earlier], *prompt[:40])
         keep = chance.choice([0, 0, 5, 50])
         world.add(prompt, chance.randrange(12), chance.random() < 0.1, chance.choice(["ann", "bob"]), keep)
-    elif what < 0.45 and world.jobs:
+    elif kind < 0.45 and world.jobs:
         world.end(chance.choice(list(world.jobs)))
     else:
         failing = [chance.choice(list(world.jobs))] if world.jobs and chance.random() < 0.1 else []
@@ -59,15 +58,18 @@ ADD = st.tuples(st.just("add"), PROMPTS, st.integers(0, 6), st.booleans() | st.j
 END = st.tuples(st.just("end"), st.integers(0, 30))
 DRAFT = st.tuples(st.integers(0, 4), st.integers(0, 2))
 STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(0, 30), max_size=2), DRAFT)
-CALM = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(), max_size=0), DRAFT)
+GOOD_STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(), max_size=0), DRAFT)
 
 
 @settings(max_examples=100, deadline=None)
-@given(slots=st.integers(1, 5), happenings=st.lists(st.one_of(ADD, ADD, CALM, CALM, END, STEP), max_size=60))
-def test_any_order_of_happenings(slots: int, happenings: list[tuple[object, ...]]) -> None:
-    world = World(slots, 2)
-    for happening in happenings:
-        match happening:
+@given(
+    slots=st.integers(1, 5),
+    events=st.lists(st.one_of(ADD, ADD, GOOD_STEP, GOOD_STEP, END, STEP), max_size=60),
+)
+def test_any_order_of_events(slots: int, events: list[tuple[object, ...]]) -> None:
+    world = SchedulerModel(slots, 2)
+    for event in events:
+        match event:
             case "add", tuple(prompt), int(limit), bool(prompt_outputs):
                 world.add(prompt, limit, prompt_outputs)
             case "end", int(job) if job in world.jobs:
@@ -77,8 +79,8 @@ def test_any_order_of_happenings(slots: int, happenings: list[tuple[object, ...]
     world.finish()
 
 
-def test_equal_prompts_wait_for_the_first_and_decode_the_last_two_tokens() -> None:
-    world = World(3)
+def test_equal_prompts_wait_for_the_first() -> None:
+    world = SchedulerModel(3)
     for _ in range(3):
         world.add(tuple(range(100)), 9)
     assert chunks_of(world.step(64)) == [(0, 0, 64, 0)]
@@ -89,8 +91,8 @@ def test_equal_prompts_wait_for_the_first_and_decode_the_last_two_tokens() -> No
     assert [world.scheduler.shared(job) for job in range(3)] == [0, 98, 98]
 
 
-def test_a_common_beginning_is_computed_once_and_waited_for_no_longer_than_that() -> None:
-    world = World(3)
+def test_common_prefix_is_computed_once() -> None:
+    world = SchedulerModel(3)
     common = tuple(range(100))
     for own in range(3):
         world.add((*common, *[200 + own] * (10 if own else 300)), 1)
@@ -100,15 +102,15 @@ def test_a_common_beginning_is_computed_once_and_waited_for_no_longer_than_that(
     world.finish()
 
 
-def test_a_beginning_that_is_short_is_not_waited_for() -> None:
-    world = World(2)
+def test_short_common_prefix_is_not_waited_for() -> None:
+    world = SchedulerModel(2)
     world.add((*range(31), 500), 1)
     world.add((*range(31), 600), 1)
     assert chunks_of(world.step(64)) == [(0, 0, 32, 1), (1, 0, 32, 1)]
 
 
-def test_the_next_turn_of_a_conversation_goes_on_where_the_last_one_ended() -> None:
-    world = World(2)
+def test_next_turn_continues_in_its_slot() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(100)), 5)
     world.finish()
     world.add((*range(100), *world.replies[0], 7, 7, 7), 1)
@@ -117,8 +119,8 @@ def test_the_next_turn_of_a_conversation_goes_on_where_the_last_one_ended() -> N
     assert chunks_of(plan) == [(1, 105, 3, 1)]
 
 
-def test_a_leader_that_is_cancelled_leaves_its_work() -> None:
-    world = World(2)
+def test_follower_reuses_a_cancelled_leader() -> None:
+    world = SchedulerModel(2)
     for _ in range(2):
         world.add(tuple(range(100)), 1)
     world.step(64)
@@ -129,8 +131,8 @@ def test_a_leader_that_is_cancelled_leaves_its_work() -> None:
     assert world.scheduler.shared(1) == 64
 
 
-def test_a_leader_whose_decode_failed_leaves_nothing() -> None:
-    world = World(2)
+def test_follower_does_not_reuse_a_failed_leader() -> None:
+    world = SchedulerModel(2)
     for _ in range(2):
         world.add(tuple(range(100)), 1)
     world.step(64, failing=frozenset({0}))
@@ -139,8 +141,8 @@ def test_a_leader_whose_decode_failed_leaves_nothing() -> None:
     assert chunks_of(plan) == [(1, 0, 64, 0)]
 
 
-def test_a_waiting_job_takes_the_sequence_that_becomes_free() -> None:
-    world = World(1)
+def test_waiting_job_gets_the_next_free_slot() -> None:
+    world = SchedulerModel(1)
     world.add((1, 2, 3), 9)
     world.add((4, 5), 9)
     world.step(64)
@@ -151,8 +153,8 @@ def test_a_waiting_job_takes_the_sequence_that_becomes_free() -> None:
     assert chunks_of(plan) == [(1, 0, 2, 1)]
 
 
-def test_principals_that_are_kept_apart_share_nothing() -> None:
-    world = World(2, isolate=True)
+def test_isolated_principals_share_no_prefixes() -> None:
+    world = SchedulerModel(2, isolate=True)
     for principal in ("ann", "bob"):
         world.add(tuple(range(100)), 0, principal=principal)
     assert chunks_of(world.step(200)) == [(0, 0, 100, 1), (1, 0, 100, 1)]
@@ -160,15 +162,15 @@ def test_principals_that_are_kept_apart_share_nothing() -> None:
     assert chunks_of(world.step(200)) == [(2, 98, 2, 1)]
 
 
-def test_without_sharing_everybody_prefills() -> None:
-    world = World(2, sharing=False)
+def test_without_sharing_every_job_prefills() -> None:
+    world = SchedulerModel(2, sharing=False)
     for _ in range(2):
         world.add(tuple(range(50)), 0)
     assert chunks_of(world.step(100)) == [(0, 0, 50, 1), (1, 0, 50, 1)]
 
 
-def test_a_draft_is_kept_as_far_as_it_is_sampled_and_the_rest_cut_off() -> None:
-    world = World(2)
+def test_wrong_part_of_a_draft_is_trimmed() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(40)), 9)
     world.step(64)
     assert world.step(64, right=2, wrong=1).chunks[0].tokens == (0, 1, 2, WRONG)
@@ -178,8 +180,8 @@ def test_a_draft_is_kept_as_far_as_it_is_sampled_and_the_rest_cut_off() -> None:
     assert chunks_of(plan) == [(0, 43, 1, 1)]
 
 
-def test_a_draft_that_is_right_is_followed_at_once() -> None:
-    world = World(2)
+def test_correct_draft_needs_no_trim() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(40)), 9)
     world.step(64)
     world.step(64, right=3)
@@ -188,16 +190,16 @@ def test_a_draft_that_is_right_is_followed_at_once() -> None:
     assert chunks_of(plan) == [(0, 44, 1, 1)]
 
 
-def test_nobodys_prompt_waits_for_a_draft() -> None:
-    world = World(2)
+def test_no_drafts_while_a_prompt_is_prefilled() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(40)), 9)
     world.step(64)
     world.add(tuple(range(100, 200)), 1)
     assert chunks_of(world.step(64, right=3)) == [(0, 40, 1, 1), (1, 0, 64, 0)]
 
 
-def test_what_was_drafted_and_not_sampled_is_taken_by_nobody() -> None:
-    world = World(1)
+def test_unsampled_draft_is_not_reused() -> None:
+    world = SchedulerModel(1)
     world.add(tuple(range(40)), 3)
     world.step(64)
     world.step(64, right=4, wrong=2)
@@ -208,7 +210,7 @@ def test_what_was_drafted_and_not_sampled_is_taken_by_nobody() -> None:
     assert plan.chunks[0].start == 43
 
 
-def test_a_plan_must_be_answered() -> None:
+def test_plan_without_results_of_the_last_one_fails() -> None:
     scheduler = Scheduler(1)
     scheduler.add(Job(0, (1, 2, 3)))
     scheduler.plan(64)

@@ -1,4 +1,4 @@
-"""How the rows of a step are shared between those who want some."""
+"""The division of a step's rows between jobs and principals."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,41 +7,41 @@ from dragoman.engines.llama.scheduler import share, share_between, shortest_firs
 
 
 @given(wants=st.lists(st.integers(0, 500), max_size=12), budget=st.integers(1, 512))
-def test_share_gives_out_all_that_is_wanted_and_no_more(wants: list[int], budget: int) -> None:
-    given_out = share(wants, budget)
-    assert all(got <= want for got, want in zip(given_out, wants, strict=True))
-    assert sum(given_out) == min(budget, sum(wants))
+def test_share_uses_the_budget_and_exceeds_no_demand(wants: list[int], budget: int) -> None:
+    shares = share(wants, budget)
+    assert all(got <= want for got, want in zip(shares, wants, strict=True))
+    assert sum(shares) == min(budget, sum(wants))
 
 
 @given(wants=st.lists(st.integers(0, 500), max_size=12), budget=st.integers(1, 512))
-def test_shortest_first_gives_out_as_much(wants: list[int], budget: int) -> None:
-    given_out = shortest_first(wants, budget)
-    assert all(got <= want for got, want in zip(given_out, wants, strict=True))
-    assert sum(given_out) == min(budget, sum(wants))
+def test_shortest_first_uses_the_budget(wants: list[int], budget: int) -> None:
+    shares = shortest_first(wants, budget)
+    assert all(got <= want for got, want in zip(shares, wants, strict=True))
+    assert sum(shares) == min(budget, sum(wants))
 
 
-def test_the_oldest_has_half_and_the_rest_is_shared_evenly() -> None:
+def test_oldest_gets_half_and_others_equal_parts() -> None:
     assert share([1000, 1000, 1000], 128) == [64, 32, 32]
     assert share([1000, 1000, 10], 128) == [64, 54, 10]
     assert share([10, 1000], 128) == [10, 118]
     assert share([1000], 128) == [128]
 
 
-def test_the_oldest_has_half_and_a_short_prompt_passes() -> None:
+def test_oldest_gets_half_and_short_prompts_come_next() -> None:
     assert shortest_first([1000, 900, 10], 128) == [64, 54, 10]
     assert shortest_first([1000], 128) == [128]
 
 
-def test_prompts_that_are_alike_are_taken_in_one_after_the_other() -> None:
+def test_equal_prompts_are_processed_in_order() -> None:
     assert shortest_first([20, 20, 20, 20], 32) == [20, 12, 0, 0]
 
 
 @given(wants=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 500)), max_size=12), budget=st.integers(1, 512))
-def test_sharing_between_principals_gives_out_as_much(wants: list[tuple[str, int]], budget: int) -> None:
-    given_out = share_between([owner for owner, _ in wants], [rows for _, rows in wants], budget)
-    assert all(got <= want for got, (_, want) in zip(given_out, wants, strict=True))
-    assert sum(given_out) == min(budget, sum(rows for _, rows in wants))
+def test_share_between_principals_uses_the_budget(wants: list[tuple[str, int]], budget: int) -> None:
+    shares = share_between([owner for owner, _ in wants], [rows for _, rows in wants], budget)
+    assert all(got <= want for got, (_, want) in zip(shares, wants, strict=True))
+    assert sum(shares) == min(budget, sum(rows for _, rows in wants))
 
 
-def test_nobody_gets_more_by_asking_more_often() -> None:
+def test_more_requests_do_not_get_more_rows() -> None:
     assert share_between(["ann", "ann", "ann", "bob"], [1000] * 4, 120) == [60, 0, 0, 60]

@@ -1,7 +1,7 @@
-"""llama.cpp's C functions inside the xllamacpp wheel: where they are, their structs and prototypes, their log.
+"""Loads llama.cpp's C library from the xllamacpp wheel and declares its structs, prototypes and log callback.
 
-Struct layouts belong to exactly one version of the wheel. Another version, or default values that are not where the
-layout says, is refused before anything else is called.
+The struct layouts are valid for exactly one version of the wheel. Another version is refused, and so is a library whose
+default values are not where the layouts expect them.
 """
 
 import ctypes
@@ -175,22 +175,22 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
 
 
 class _Log:
-    """llama.cpp's log: silent, but its last errors are kept so that a failed load can say why."""
+    """Silences llama.cpp's log and keeps its last errors, which explain a failed load."""
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=16)
-        self.callback = _LogCallback(self._take)
+        self.callback = _LogCallback(self._receive)
 
-    def _take(self, level: int, text: bytes | None, _: object) -> None:
+    def _receive(self, level: int, text: bytes | None, _: object) -> None:
         if level == LOG_ERROR and text:
             self.errors.append(text.decode("utf-8", "replace").strip())
 
     def reason(self) -> str:
-        """The first error, which is the one closest to the cause, without the names of C functions."""
+        """Return the first error, which is closest to the cause, without the names of C functions."""
         lines = (
             re.sub(r"^\w+: (error loading model: |failed to apply lora adapter: )?", "", line) for line in self.errors
         )
-        return next(lines, "llama.cpp gives no reason")
+        return next(lines, "llama.cpp gave no reason")
 
 
 log = _Log()
@@ -199,13 +199,12 @@ _loaded: ctypes.CDLL | None = None
 
 
 def library() -> ctypes.CDLL:
-    """The C functions, checked once and then shared by the process."""
+    """Return the C library. The first call loads and checks it."""
     global _loaded
     with _lock:
         if _loaded is None:
             _check_version()
-            # When llama.cpp ends the process it would first hold it, and whoever waits for its death, for a debugger
-            # that fills the log.
+            # Without this, llama.cpp starts a debugger before it aborts, which delays the exit and fills the log.
             os.environ.setdefault("GGML_NO_BACKTRACE", "1")
             loaded = ctypes.CDLL(str(_extension_path()))
             for name, (result, *arguments) in _PROTOTYPES.items():
@@ -237,7 +236,7 @@ def _extension_path() -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise ConfigError("the installed xllamacpp has no extension module: reinstall it")
+    raise ConfigError("the installed xllamacpp has no extension module: reinstall the package")
 
 
 def _check_layout(loaded: ctypes.CDLL) -> None:
@@ -249,4 +248,6 @@ def _check_layout(loaded: ctypes.CDLL) -> None:
         *(model.n_gpu_layers, model.split_mode, model.main_gpu, model.use_extra_bufts, model.no_alloc),
     )
     if found != (512, 2048, 512, 1, 4, -1, -1.0, 1, 1, 0, True, False, None, -1, 1, 0, True, False):
-        raise ConfigError(f"the structs of the installed xllamacpp are not those of version {SUPPORTED}: reinstall it")
+        raise ConfigError(
+            f"the structs of the installed xllamacpp do not match version {SUPPORTED}: reinstall the package"
+        )
