@@ -59,8 +59,8 @@ def test_match_at_the_end_of_the_text_repeats() -> None:
 
 
 def test_hit_rates_are_learnt_without_drafts() -> None:
-    chance = random.Random(1)
-    prompt = [chance.randrange(1000) for _ in range(300)]
+    rng = random.Random(1)
+    prompt = [rng.randrange(1000) for _ in range(300)]
     copying = read(prompt, prompt[20:60])
     assert copying.hopes(1)[0] > 0.9
     misled = (token for at in range(60) for token in (1, 2, 3, 100 + at))
@@ -82,11 +82,11 @@ def test_constant_time_per_token() -> None:
 
 @pytest.mark.parametrize(("fixed", "row"), [CPU, GPU, (0.0, 0.01), (0.1, 0.0)])
 def test_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> None:
-    chance = random.Random(2)
+    rng = random.Random(2)
     cost = Cost()
     for _ in range(400):
-        rows = chance.choice([1, 1, 2, 5, 8])
-        noise = 10 if chance.random() < 0.01 else chance.uniform(0.95, 1.05)
+        rows = rng.choice([1, 1, 2, 5, 8])
+        noise = 10 if rng.random() < 0.01 else rng.uniform(0.95, 1.05)
         cost.took(rows, rows - 1, (fixed + row * rows) * noise)
     for rows in (1, 8):
         assert cost.seconds(rows) == pytest.approx(fixed + row * rows, rel=0.25)
@@ -103,10 +103,10 @@ def test_wrong_row_cost_is_forgotten_without_drafts() -> None:
 
 
 def test_busy_machine_does_not_change_the_row_cost() -> None:
-    chance = random.Random(3)
+    rng = random.Random(3)
     cost = cost_of(*CPU)
     for _ in range(300):
-        cost.took(1, 0, chance.choice([0.005, 0.012, 0.05]))
+        cost.took(1, 0, rng.choice([0.005, 0.012, 0.05]))
     assert 0.4 < cost.row / cost.seconds(1) < 0.6
 
 

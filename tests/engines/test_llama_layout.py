@@ -48,9 +48,9 @@ def test_trial_of_the_real_model(smollm2_path: Path, home: Path) -> None:
     assert choice.tried.quality.tokens > 400
     assert choice.tried.quality.divergence < 0.015
     assert choice.tried.quality.agreement > 0.92
-    assert choice.tried.before.least > 0
+    assert choice.tried.before.minimum > 0
     first, last = recorder.lines
-    assert first == f"{smollm2_path.name} is Q4_1, which may be slow here: wait_for_trial Q8_0 once ..."
+    assert first == f"{smollm2_path.name} is Q4_1, which may be slow here: trying Q8_0 once ..."
     assert "KL divergence 0.0" in last
     assert "same most likely token 9" in last
     assert recorder.parts == sorted(recorder.parts)
@@ -233,10 +233,10 @@ def pull(small: Path) -> "subprocess.Popen[str]":
 
 def test_two_processes_run_one_trial(small: Path, home: Path) -> None:
     first, second = pull(small), pull(small)
-    said = [process.communicate(timeout=100) for process in (first, second)]
-    assert [out for out, _ in said] == [f"{small}\n"] * 2
-    lines = [line for _, message in said for line in message.splitlines()]
-    trials = [line for line in lines if "wait_for_trial Q8_0 once" in line]
+    output = [process.communicate(timeout=100) for process in (first, second)]
+    assert [out for out, _ in output] == [f"{small}\n"] * 2
+    lines = [line for _, message in output for line in message.splitlines()]
+    trials = [line for line in lines if "trying Q8_0 once" in line]
     assert len(trials) == 1
     assert not [name for name in stored_files(home) if name.startswith(".")]
 
@@ -245,7 +245,7 @@ def wait_for_trial(home: Path) -> Path:
     """Wait for a trial to begin writing and return its folder."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if found := list((home / "layouts").glob("*/.wait_for_trial-*/Q8_0.gguf")):
+        if found := list((home / "layouts").glob("*/.trying-*/Q8_0.gguf")):
             return found[0].parent
         time.sleep(0.01)
     raise AssertionError("no trial has begun")
@@ -256,9 +256,9 @@ def test_interrupted_trial_leaves_no_files(small: Path, home: Path, sent: signal
     process = pull(small)
     folder = wait_for_trial(home)
     process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=60)
     assert process.returncode == code
-    assert said.count("\n") == 1
+    assert output.count("\n") == 1
     deadline = time.monotonic() + 30
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -53,15 +53,15 @@ def count(node: _Node) -> int:
     return 1 + sum(count(child) for child in node.children.values())
 
 
-def random_change(chance: random.Random, tree: Prefixes, table: Table, texts: list[list[int]]) -> None:
-    holder, salt = chance.randrange(8), chance.choice(["", "", "other"])
-    text = chance.choice(texts)[: chance.randrange(40)]
-    text += [chance.randrange(3) for _ in range(chance.randrange(4))]
+def random_change(rng: random.Random, tree: Prefixes, table: Table, texts: list[list[int]]) -> None:
+    holder, salt = rng.randrange(8), rng.choice(["", "", "other"])
+    text = rng.choice(texts)[: rng.randrange(40)]
+    text += [rng.randrange(3) for _ in range(rng.randrange(4))]
     if holder not in table.texts:
         tree.hold(holder, tuple(text), salt)
         table.texts[holder] = salt, list(text)
     else:
-        action = chance.choice(["drop", "extend", "extend", "move"])
+        action = rng.choice(["drop", "extend", "extend", "move"])
         free = next(number for number in range(99) if number not in table.texts)
         if action == "drop":
             tree.drop(holder)
@@ -78,11 +78,11 @@ def random_change(chance: random.Random, tree: Prefixes, table: Table, texts: li
 @pytest.mark.parametrize("part", range(4))
 def test_random_changes(part: int) -> None:
     for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
-        chance = random.Random(seed)
-        texts = [[chance.randrange(3) for _ in range(40)] for _ in range(2)]
+        rng = random.Random(seed)
+        texts = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
         tree, table = Prefixes(), Table()
-        for _ in range(chance.randrange(25)):
-            random_change(chance, tree, table, texts)
+        for _ in range(rng.randrange(25)):
+            random_change(rng, tree, table, texts)
             check(tree, table)
         for holder in list(table.texts):
             tree.drop(holder)

@@ -2,7 +2,7 @@
 
 Texts need not be equal: llama.cpp computes a single row with other kernels than several rows, so log probabilities of
 f16 weights differ by up to 0.01. A reply must be the same up to the first token whose two most likely candidates are
-closer than TIE. Equal texts are not sufficient either, because a mistake prefix may lead to the same words: log
+closer than TIE. Equal texts are not sufficient either, because a wrong prefix may lead to the same words: log
 probabilities up to there may differ by TOLERANCE. The last test shows that one mistake token in a prefix is detected.
 """
 
@@ -30,7 +30,7 @@ CITY = (
     "climb past laundry and blue tiles; in Oslo a ferry leaves every ten minutes. Mayors count houses, poets count "
     "windows, and the tax office counts both, twice a year, with a pencil that has never been sharpened."
 )
-ENDS = ["He said:", "No one knew why.", "The gulls", "First of all,", "In the evening", "A child short_reply"]
+ENDS = ["He said:", "No one knew why.", "The gulls", "First of all,", "In the evening", "A child asked"]
 
 
 def short_reply(prompt: str | tuple[int, ...], **fields: object) -> GenerationRequest:
@@ -74,8 +74,8 @@ async def collect_without_reuse(engine: LlamaEngine, requests: list[GenerationRe
 
 @pytest.mark.parametrize("seed", range(2))
 def test_replies_do_not_depend_on_the_schedule(with_halves: Run, seed: int) -> None:
-    chance = random.Random(seed)
-    texts = [chance.choice([SEA, CITY])[: chance.randint(200, 320)] + end for end in ENDS[: 3 + seed]]
+    rng = random.Random(seed)
+    texts = [rng.choice([SEA, CITY])[: rng.randint(200, 320)] + end for end in ENDS[: 3 + seed]]
 
     async def later(engine: LlamaEngine, request: GenerationRequest, seconds: float) -> Collected:
         await asyncio.sleep(seconds)
@@ -85,13 +85,13 @@ def test_replies_do_not_depend_on_the_schedule(with_halves: Run, seed: int) -> N
         requests = [short_reply(text) for text in texts]
         alone = await collect_without_reuse(engine, requests)
         await clear_memory(engine)
-        delays = [chance.choice([0.0, 0.0, 0.1, 0.4]) for _ in requests]
+        delays = [rng.choice([0.0, 0.0, 0.1, 0.4]) for _ in requests]
         together = await asyncio.gather(
             *(later(engine, request, delay) for request, delay in zip(requests, delays, strict=True))
         )
         assert sum(answer.started.cached_tokens for answer in together) >= WORTH
         assert_same(alone, list(together))
-        order = chance.sample(range(len(requests)), len(requests))
+        order = rng.sample(range(len(requests)), len(requests))
         again = {at: await collect(engine, requests[at]) for at in order}
         assert all(answer.started.cached_tokens >= WORTH for answer in again.values())
         assert_same(alone, [again[at] for at in range(len(requests))])

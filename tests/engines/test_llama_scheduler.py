@@ -1,12 +1,13 @@
 """The scheduler with a simulated memory: in any order of events, a job sees its own prompt and tokens only."""
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.engines.llama.scheduler import Job, Scheduler
+from dragoman.engines.llama.scheduler import Job, Scheduler, share, share_between, shortest_first
 from dragoman.engines.llama.sequences import Clear, Copy, Trim
 from tests.engines.scheduler_model import WRONG, SchedulerModel, chunks_of
 
@@ -18,36 +19,36 @@ LONG = [tuple(range(90)), (*range(50), *range(90, 200)), (*range(120), 7, 7, 7)]
 @pytest.mark.parametrize("part", range(4))
 def test_random_schedules(part: int) -> None:
     for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
-        chance = random.Random(seed)
-        sharing = chance.random() < 0.9
+        rng = random.Random(seed)
+        sharing = rng.random() < 0.9
         world = SchedulerModel(
-            chance.randint(1, 5),
-            chance.randint(0, 5) if sharing else 0,
+            rng.randint(1, 5),
+            rng.randint(0, 5) if sharing else 0,
             sharing=sharing,
-            isolate=chance.random() < 0.3,
+            isolate=rng.random() < 0.3,
         )
-        for _ in range(chance.randrange(40)):
-            random_event(chance, world)
+        for _ in range(rng.randrange(40)):
+            random_event(rng, world)
         world.finish()
 
 
-def random_event(chance: random.Random, world: SchedulerModel) -> None:
-    kind = chance.random()
-    world.now += chance.random()
+def random_event(rng: random.Random, world: SchedulerModel) -> None:
+    kind = rng.random()
+    world.now += rng.random()
     if kind < 0.35:
-        prompt = chance.choice(LONG)[: chance.randrange(1, 200)]
-        prompt += tuple(chance.randrange(3) for _ in range(chance.randrange(6)))
-        if world.jobs and chance.random() < 0.3:
-            earlier = chance.choice(list(world.jobs))
+        prompt = rng.choice(LONG)[: rng.randrange(1, 200)]
+        prompt += tuple(rng.randrange(3) for _ in range(rng.randrange(6)))
+        if world.jobs and rng.random() < 0.3:
+            earlier = rng.choice(list(world.jobs))
             prompt = (*world.jobs[earlier].prompt, *world.replies[earlier], *prompt[:40])
-        keep = chance.choice([0, 0, 5, 50])
-        world.add(prompt, chance.randrange(12), chance.random() < 0.1, chance.choice(["ann", "bob"]), keep)
+        keep = rng.choice([0, 0, 5, 50])
+        world.add(prompt, rng.randrange(12), rng.random() < 0.1, rng.choice(["ann", "bob"]), keep)
     elif kind < 0.45 and world.jobs:
-        world.end(chance.choice(list(world.jobs)))
+        world.end(rng.choice(list(world.jobs)))
     else:
-        failing = [chance.choice(list(world.jobs))] if world.jobs and chance.random() < 0.1 else []
-        drafting = (chance.randrange(5), chance.randrange(3)) if chance.random() < 0.6 else (0, 0)
-        world.step(chance.randint(1, 150), frozenset(failing), *drafting)
+        failing = [rng.choice(list(world.jobs))] if world.jobs and rng.random() < 0.1 else []
+        drafting = (rng.randrange(5), rng.randrange(3)) if rng.random() < 0.6 else (0, 0)
+        world.step(rng.randint(1, 150), frozenset(failing), *drafting)
 
 
 PROMPTS = st.one_of(
@@ -216,3 +217,43 @@ def test_plan_without_results_of_the_last_one_fails() -> None:
     scheduler.plan(64)
     with pytest.raises(RuntimeError, match="not been heard of"):
         scheduler.plan(64)
+
+
+# The division of a step's rows.
+
+
+@pytest.mark.parametrize("divide", [share, shortest_first])
+@given(wants=st.lists(st.integers(0, 500), max_size=12), budget=st.integers(1, 512))
+def test_division_uses_the_budget_and_exceeds_no_demand(
+    divide: Callable[[Sequence[int], int], list[int]], wants: list[int], budget: int
+) -> None:
+    shares = divide(wants, budget)
+    assert all(got <= want for got, want in zip(shares, wants, strict=True))
+    assert sum(shares) == min(budget, sum(wants))
+
+
+def test_oldest_gets_half_and_others_equal_parts() -> None:
+    assert share([1000, 1000, 1000], 128) == [64, 32, 32]
+    assert share([1000, 1000, 10], 128) == [64, 54, 10]
+    assert share([10, 1000], 128) == [10, 118]
+    assert share([1000], 128) == [128]
+
+
+def test_oldest_gets_half_and_short_prompts_come_next() -> None:
+    assert shortest_first([1000, 900, 10], 128) == [64, 54, 10]
+    assert shortest_first([1000], 128) == [128]
+
+
+def test_equal_prompts_are_processed_in_order() -> None:
+    assert shortest_first([20, 20, 20, 20], 32) == [20, 12, 0, 0]
+
+
+@given(wants=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 500)), max_size=12), budget=st.integers(1, 512))
+def test_share_between_principals_uses_the_budget(wants: list[tuple[str, int]], budget: int) -> None:
+    shares = share_between([owner for owner, _ in wants], [rows for _, rows in wants], budget)
+    assert all(got <= want for got, (_, want) in zip(shares, wants, strict=True))
+    assert sum(shares) == min(budget, sum(rows for _, rows in wants))
+
+
+def test_more_requests_do_not_get_more_rows() -> None:
+    assert share_between(["ann", "ann", "ann", "bob"], [1000] * 4, 120) == [60, 0, 0, 60]

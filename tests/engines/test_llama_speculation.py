@@ -46,9 +46,9 @@ def make_rows_free(engine: LlamaEngine) -> None:
 @cache
 def fake_logits(token: int, size: int) -> Logits:
     """Return logits with which four words are likely to follow a token."""
-    chance = random.Random(token)
+    rng = random.Random(token)
     logits = np.full(size, -30, dtype=np.float32)
-    logits[chance.sample(WORDS, 4)] = [4, 2, 1, 0]
+    logits[rng.sample(WORDS, 4)] = [4, 2, 1, 0]
     logits[IM_END] = -4
     return logits
 
@@ -66,8 +66,8 @@ def use_fake_logits(context: Context) -> None:
 
 
 def words(seed: int) -> tuple[int, ...]:
-    chance = random.Random(seed)
-    return tuple(chance.choices(WORDS, k=40))
+    rng = random.Random(seed)
+    return tuple(rng.choices(WORDS, k=40))
 
 
 def random_sampling(seed: int, **fields: Any) -> Sampling:

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.core.errors import ConfigError
+from dragoman.core.errors import ConfigError, EngineFailed
 from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, Batch, ProgressCallback, library, log
 
 MAX_SEQUENCES = 256
@@ -157,10 +157,10 @@ class Model:
             return self._tokenize(text, special)
         tokens: list[int] = []
         start = 0
-        for found in self._control_texts.finditer(text):
-            if found.start() - start >= TOKENIZER_PART:
-                tokens += self._tokenize(text[start : found.start()], special)
-                start = found.start()
+        for match in self._control_texts.finditer(text):
+            if match.start() - start >= TOKENIZER_PART:
+                tokens += self._tokenize(text[start : match.start()], special)
+                start = match.start()
         return tokens + self._tokenize(text[start:], special)
 
     def tokenize_whole(self, text: str) -> list[int]:
@@ -331,6 +331,12 @@ class Context:
         run = self.library.llama_decode if self.memory else self.library.llama_encode
         code: int = run(self.handle, self.batch)
         return code
+
+    def decode_or_fail(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[bool]
+    ) -> None:
+        if code := self.decode(tokens, positions, sequences, outputs):
+            raise EngineFailed(f"llama.cpp could not run the model (code {code})")
 
     def abort(self) -> None:
         """Abort the decode that runs in another thread. The affected sequences are then in an undefined state."""

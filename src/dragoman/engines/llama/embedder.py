@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,11 +94,6 @@ class _ActiveText:
         self.done += len(vectors)
 
 
-class _Cancel:
-    def __init__(self, job: EmbeddingJob) -> None:
-        self.job = job
-
-
 class Embedder:
     """Creates embeddings in a thread of its own.
 
@@ -128,7 +124,7 @@ class Embedder:
         self.jobs: deque[EmbeddingJob] = deque()
         self.active: list[_ActiveText] = []
         self.free_sequences = list(range(sequences))
-        self.commands: queue.SimpleQueue[EmbeddingJob | _Cancel | None] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.closed = False
         self.stopping = False
         self.thread = threading.Thread(target=self._work, name="dragoman-embed", daemon=True)
@@ -168,16 +164,16 @@ class Embedder:
         if self.closed:
             job.end(EngineFailed(STOPPED))
         else:
-            self.commands.put(job)
+            self.commands.put(partial(self.jobs.append, job))
         return job
 
     def cancel(self, job: EmbeddingJob) -> None:
-        self.commands.put(_Cancel(job))
+        self.commands.put(partial(self._drop, job))
 
     def close(self) -> None:
         """Accept no more jobs and fail the current ones."""
         self.closed = True
-        self.commands.put(None)
+        self.commands.put(partial(setattr, self, "stopping", True))
 
     def join(self) -> None:
         """Wait for the current step and free the context. May be called from any thread."""
@@ -189,9 +185,7 @@ class Embedder:
     def prepare(self) -> None:
         """Create the context and check that the model runs."""
         self.context = self.create_context()
-        code = self.context.decode([0], [0], [0], [True])
-        if code:
-            raise EngineFailed(f"llama.cpp could not run the model (code {code})")
+        self.context.decode_or_fail([0], [0], [0], [True])
         self.context.clear_all()
 
     # In the thread.
@@ -211,19 +205,10 @@ class Embedder:
     def _handle_commands(self) -> None:
         """Handle all queued commands. Waits for one if there is nothing to compute."""
         block = not (self.jobs or self.active)
-        while True:
-            try:
-                command = self.commands.get(block=block)
-            except queue.Empty:
-                return
-            block = False
-            if command is None:
-                self.stopping = True
-                return
-            if isinstance(command, _Cancel):
-                self._drop(command.job)
-            else:
-                self.jobs.append(command)
+        with contextlib.suppress(queue.Empty):
+            while not self.stopping:
+                self.commands.get(block=block)()
+                block = False
 
     def _run_step(self) -> None:
         is_writing = self.is_writing()
@@ -237,9 +222,9 @@ class Embedder:
             self.prepare()
         assert self.context is not None
         self._activate_texts(pace.chunk)
-        begun = time.monotonic()
+        started = time.monotonic()
         rows = self._decode(self.context, self._row_counts(pace.chunk))
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         pace.took(rows, seconds)
         while done := next((text for text in self.active if not text.missing), None):
             self._finish(done)
@@ -270,9 +255,7 @@ class Embedder:
         tokens = [token for text, count in chunks for token in text.tokens[text.done : text.done + count]]
         positions = [position for text, count in chunks for position in range(text.done, text.done + count)]
         sequences = [text.sequence for text, count in chunks for _ in range(count)]
-        code = context.decode(tokens, positions, sequences, [True] * len(tokens))
-        if code:
-            raise EngineFailed(f"llama.cpp could not run the model (code {code})")
+        context.decode_or_fail(tokens, positions, sequences, [True] * len(tokens))
         vectors, row = context.vectors(len(tokens)), 0
         for text, count in chunks:
             text.add(vectors[row : row + count], self.pooling)

@@ -206,8 +206,8 @@ class Sequences:
 
     def _pinned_sequences(self) -> frozenset[int]:
         """Return the sequences that are the only holders of a pinned prefix."""
-        found = [self.held.longest(pin.tokens, pin.salt) for pin in self.pins.live]
-        return frozenset().union(*(holders for length, holders in found if length >= WORTH and len(holders) == 1))
+        matches = [self.held.longest(pin.tokens, pin.salt) for pin in self.pins.live]
+        return frozenset().union(*(holders for length, holders in matches if length >= WORTH and len(holders) == 1))
 
     def _move_to_cache(self, slot: int, source: int, pinned: frozenset[int]) -> None:
         """Move the slot's text to the cache, if a sequence there may be evicted. `source` is about to be copied."""

@@ -267,7 +267,7 @@ class _LayoutStore:
 def rejection_reason(result: TrialResult) -> str | None:
     """Return why the copy is not used, or None if it is."""
     speedup, quality = result.after.ratio(result.before), result.quality
-    if speedup.mean < MIN_SPEEDUP or speedup.least < MIN_RELATIVE_SPEED:
+    if speedup.mean < MIN_SPEEDUP or speedup.minimum < MIN_RELATIVE_SPEED:
         return "as Q8_0 it is not clearly faster"
     if quality.divergence > MAX_DIVERGENCE or quality.agreement < MIN_AGREEMENT:
         return "as Q8_0 it predicts different tokens"

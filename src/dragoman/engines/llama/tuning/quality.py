@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.core.errors import EngineFailed
 from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.tuning.trial_messages import Quality
 
@@ -58,9 +57,9 @@ def compare(original: Model, other: Model, threads: int, progress: ReportProgres
     try:
         for start in range(0, len(tokens), BATCH_TOKENS):
             batch = tokens[start : start + BATCH_TOKENS]
-            expected, found = (_logits(context, batch, start) for context in contexts)
-            divergence += float(_divergences(expected, found).sum())
-            same += int((expected.argmax(axis=1) == found.argmax(axis=1)).sum())
+            expected, actual = (_logits(context, batch, start) for context in contexts)
+            divergence += float(_divergences(expected, actual).sum())
+            same += int((expected.argmax(axis=1) == actual.argmax(axis=1)).sum())
             progress((start + len(batch)) / len(tokens))
     finally:
         for context in contexts:
@@ -74,14 +73,12 @@ def _context(model: Model, threads: int) -> Context:
 
 def _logits(context: Context, tokens: Sequence[int], start: int) -> Logits:
     rows = len(tokens)
-    code = context.decode(tokens, range(start, start + rows), [0] * rows, [True] * rows)
-    if code:
-        raise EngineFailed(f"llama.cpp could not run the model (code {code})")
+    context.decode_or_fail(tokens, range(start, start + rows), [0] * rows, [True] * rows)
     return np.stack([context.logits(row) for row in range(rows)])
 
 
-def _divergences(expected: Logits, found: Logits) -> NDArray[np.float64]:
-    p, q = _log_softmax(expected), _log_softmax(found)
+def _divergences(expected: Logits, actual: Logits) -> NDArray[np.float64]:
+    p, q = _log_softmax(expected), _log_softmax(actual)
     rows: NDArray[np.float64] = (np.exp(p) * (p - q)).sum(axis=1)
     return rows
 

@@ -9,7 +9,6 @@ Rules
 import time
 from collections.abc import Callable, Sequence
 
-from dragoman.core.errors import EngineFailed
 from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.tuning.trial_messages import Speed
 
@@ -68,14 +67,13 @@ def _time_decode(context: Context, positions: Sequence[int], sequences: Sequence
     """Return the seconds for one decode with a token at each of the positions in each of the sequences."""
     rows = [(position, sequence) for sequence in sequences for position in positions]
     begin = time.perf_counter()
-    code = context.decode(
+    context.decode_or_fail(
         [0] * len(rows),
         [position for position, _ in rows],
         [sequence for _, sequence in rows],
         [position == positions[-1] for position, _ in rows],
     )
-    if code:
-        raise EngineFailed(f"llama.cpp could not run the model (code {code})")
+
     # Some backends compute asynchronously. Reading the logits waits for them.
     context.logits(len(rows) - 1)
     return time.perf_counter() - begin

@@ -58,12 +58,12 @@ def choose_threads(context: Context, model_file: Path) -> ThreadCounts:
         log.info("threads: %d; the machine is too busy to measure which number is fastest", hardware.threads())
         return ThreadCounts(hardware.threads(), hardware.threads())
     if counts is None:
-        begun = time.monotonic()
+        started = time.monotonic()
         counts = _measure(context, cpus)
         _save(file, counts)
         log.info(
             "threads: %d for single tokens and %d for prompts are fastest on %d CPUs (measured in %.1f s, see %s)",
-            *(counts.single, counts.many, cpus, time.monotonic() - begun, file),
+            *(counts.single, counts.many, cpus, time.monotonic() - started, file),
         )
     return counts
 
@@ -83,7 +83,7 @@ def fastest(seconds: Mapping[int, float], cpus: int) -> int:
 
 def shortest_times(counts: Sequence[int], run: Callable[[int], None], clock: Callable[[], float]) -> dict[int, float]:
     """Apply rule 2: return the shortest time of `run` with each number of threads."""
-    begun = clock()
+    started = clock()
     times: dict[int, float] = {}
     for rounds in range(1, MAX_ROUNDS + 1):
         for count in counts:
@@ -92,7 +92,7 @@ def shortest_times(counts: Sequence[int], run: Callable[[int], None], clock: Cal
             took = clock() - before
             times[count] = min(took, times.get(count, took))
         # Judge by the shortest time: one disturbed run must not end the measurement.
-        if rounds * len(counts) * min(times.values()) > MEASURE_SECONDS or clock() - begun > 3 * MEASURE_SECONDS:
+        if rounds * len(counts) * min(times.values()) > MEASURE_SECONDS or clock() - started > 3 * MEASURE_SECONDS:
             break
     return times
 

@@ -21,7 +21,7 @@ class Speed(msgspec.Struct, frozen=True):
         return Speed(self.prompt / other.prompt, self.one / other.one, self.eight / other.eight)
 
     @property
-    def least(self) -> float:
+    def minimum(self) -> float:
         return min(self.prompt, self.one, self.eight)
 
     @property
