@@ -282,7 +282,9 @@ def test_what_a_request_may_not_say(with_engine: Run) -> None:
 def test_a_prompt_that_fills_the_context(with_engine: Run, context: int) -> None:
     async def test(engine: LlamaEngine) -> None:
         full = (504,) * context
-        words = f"maximum context length is {context} tokens, but the prompt has {context}: one is needed for the reply"
+        words = (
+            f"maximum context length is {context} tokens, but the prompt has {context}: the reply needs at least one"
+        )
         with pytest.raises(NoRoomForReply, match=words) as caught:
             await collect(engine, completion(full))
         assert (caught.value.tokens, caught.value.limit) == (context, context - 1)

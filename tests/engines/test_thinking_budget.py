@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dragoman.core.request import Thinking
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.thinking_budget import Budget
+from dragoman.engines.reply_limits import Budget
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import Tags
 from dragoman.grammar.thinking import thoughts

@@ -117,7 +117,7 @@ def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pyte
         UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
     monkeypatch.setenv("THE_KEY", "secret")
     engine = UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
-    assert engine.places[0].talk.headers("chat")["authorization"] == "Bearer secret"
+    assert engine.servers[0].talk.headers("chat")["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pyte
     [
         ({}, "url is missing"),
         ({"url": "localhost:80"}, "expected an address"),
-        ({"urls": ["http://a", "http://a/v1"]}, "given twice"),
+        ({"urls": ["http://a", "http://a/v1"]}, "same address twice"),
         ({"urls": ["one", "two"]}, "'one': expected an address.*'two': expected an address"),
-        ({"url": "http://a", "urls": ["http://b"]}, "give one of the two"),
+        ({"url": "http://a", "urls": ["http://b"]}, "exclude each other"),
         ({"url": "http://a", "proxy": "nonsense"}, "proxy: 'nonsense': expected an address"),
         ({"url": "http://a/v1?api-version=1"}, "cannot be sent"),
-        ({"url": "http://a", "model": "x", "models": "all"}, "give one of the two"),
+        ({"url": "http://a", "model": "x", "models": "all"}, "exclude each other"),
         ({"url": "http://a", "protocol": "smtp"}, "protocol"),
         ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),
     ],
@@ -177,7 +177,7 @@ def test_a_server_that_does_not_know_stream_options(server: BadServer) -> None:
     response = ask(upstream_app(server.url))
     assert response.status_code == 200
     assert "x-dragoman-ignored" not in response.headers
-    assert "does not say how many tokens" in response.headers["x-dragoman-warning"]
+    assert "did not report token usage" in response.headers["x-dragoman-warning"]
 
 
 def test_what_a_protocol_has_no_word_for_is_told(server: BadServer) -> None:

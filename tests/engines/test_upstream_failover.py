@@ -120,8 +120,8 @@ def test_places_that_are_started_with_the_pool_are_found_at_once() -> None:
 
 @pytest.mark.parametrize("early", [0.0, 1.0])
 def test_what_does_not_come_is_not_looked_for_all_the_time(monkeypatch: pytest.MonkeyPatch, early: float) -> None:
-    monkeypatch.setattr(upstream, "EARLY_SECONDS", early)
-    monkeypatch.setattr(upstream, "EARLY_PAUSE", 0.3)
+    monkeypatch.setattr(upstream, "STARTUP_SECONDS", early)
+    monkeypatch.setattr(upstream, "STARTUP_PROBE_INTERVAL", 0.3)
 
     async def wait_in_vain() -> int:
         options = UpstreamOptions(url=f"http://127.0.0.1:{free_port()}", protocol="chat", health_seconds=60)
@@ -138,8 +138,8 @@ def test_what_does_not_come_is_not_looked_for_all_the_time(monkeypatch: pytest.M
 def test_a_server_that_is_slow_to_list_its_models_is_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(upstream, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(upstream, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(upstream, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(upstream, "FIRST_PROBE_SECONDS", 0.05)
 
     async def talk(url: str) -> None:
         engine = UpstreamEngine("m", UpstreamOptions(url=url, protocol="chat", health_seconds=0.01))
@@ -156,7 +156,7 @@ def test_a_server_that_is_slow_to_list_its_models_is_asked(
         asyncio.run(talk(server.url))
     words = [record.getMessage() for record in caplog.records]
     assert len(words) < 9
-    assert "is slow: its list of models takes longer than 0.1 s" in words[0]
+    assert "is slow: listing its models takes longer than 0.1 s" in words[0]
 
 
 def asked(app: App, method: str, path: str, **fields: object) -> httpx.Response:

@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dragoman.core.request import GenerationRequest, Message, Text, Tool
-from dragoman.engines.upstream.pool import FAILURES, LONGEST_OUT, RECENT_SECONDS, SLACK, SLACK_SHARE, Pool, Spot
-from dragoman.engines.upstream.prefix_index import BLOCK, Beginnings, chain
+from dragoman.engines.upstream.pool import (
+    MAX_FAILURES,
+    MAX_SUSPENSION_SECONDS,
+    RECENT_SECONDS,
+    SLACK,
+    SLACK_SHARE,
+    Pool,
+    Spot,
+)
+from dragoman.engines.upstream.prefix_index import BLOCK, PrefixIndex, chain
 
 
 class Clock:
@@ -88,11 +96,11 @@ def test_what_was_in_a_place_that_was_away_is_gone() -> None:
     first = places.choose(links)
     assert first is not None
     places.ended(first)
-    places.failed(first, unreached=True)
+    places.record_failure(first, is_unreachable=True)
     second = places.choose(links)
     assert second == 1 - first
     clock.now += 1
-    places.seen(first)
+    places.record_probe(first)
     assert places.state(first) == "up"
     places.ended(second)
     assert places.choose(links) == second
@@ -104,72 +112,72 @@ def test_work_is_shared_by_weight() -> None:
         at = places.choose()
         assert at is not None
         places.ended(at)
-    assert 280 <= places.spots[1].had * 3 <= 320
+    assert 280 <= places.spots[1].served * 3 <= 320
 
 
 def test_a_higher_rank_is_for_when_nobody_else_can() -> None:
     places, clock = pool(Spot(), Spot(rank=1))
     assert places.choose() == 0
-    places.failed(0, unreached=True)
+    places.record_failure(0, is_unreachable=True)
     assert places.choose() == 1
     clock.now += 1
     assert places.choose() == 0
     assert places.choose() == 1
-    places.worked(0)
+    places.record_success(0)
     assert places.choose() == 0
 
 
 def test_out_after_failures_in_a_row_and_longer_each_time() -> None:
     places, clock = pool(Spot())
-    for _ in range(FAILURES - 1):
-        places.failed(0, unreached=False)
-    places.worked(0)
-    for _ in range(FAILURES):
+    for _ in range(MAX_FAILURES - 1):
+        places.record_failure(0, is_unreachable=False)
+    places.record_success(0)
+    for _ in range(MAX_FAILURES):
         assert places.choose() == 0
-        places.failed(0, unreached=False)
+        places.record_failure(0, is_unreachable=False)
     waits = []
     for _ in range(8):
         assert places.choose() is None
-        waits.append(places.wait())
-        clock.now += places.wait()
+        waits.append(places.seconds_until_available())
+        clock.now += places.seconds_until_available()
         assert places.choose() == 0
-        places.failed(0, unreached=False)
-    assert waits == [1, 2, 4, 8, 16, LONGEST_OUT, LONGEST_OUT, LONGEST_OUT]
-    places.seen(0)
+        places.record_failure(0, is_unreachable=False)
+    assert waits == [1, 2, 4, 8, 16, MAX_SUSPENSION_SECONDS, MAX_SUSPENSION_SECONDS, MAX_SUSPENSION_SECONDS]
+    places.record_probe(0)
     assert places.state(0) == "out"
 
 
 def test_a_slow_look_is_no_proof() -> None:
     alone, clock = pool(Spot())
-    for _ in range(2 * FAILURES):
-        alone.slow(0)
+    for _ in range(2 * MAX_FAILURES):
+        alone.record_slow_probe(0)
     assert alone.choose() == 0
     places, clock = pool(Spot(), Spot())
-    for _ in range(FAILURES - 1):
-        places.slow(0)
+    for _ in range(MAX_FAILURES - 1):
+        places.record_slow_probe(0)
     assert places.state(0) == "up"
-    places.slow(0)
+    places.record_slow_probe(0)
     assert places.state(0) == "out"
-    places.seen(0)
+    places.record_probe(0)
     assert places.state(0) == "up"
-    places.worked(0)
-    for _ in range(FAILURES):
-        places.slow(0)
+    places.record_success(0)
+    for _ in range(MAX_FAILURES):
+        places.record_slow_probe(0)
     assert places.state(0) == "up"
     places.choose()
-    places.begun(0)
+    places.record_reply_start(0)
     clock.now += RECENT_SECONDS
-    places.slow(0)
+    places.record_slow_probe(0)
     assert places.state(0) == "up"
     places.ended(0, begun=True)
-    for _ in range(FAILURES):
-        places.slow(0)
+    for _ in range(MAX_FAILURES):
+        places.record_slow_probe(0)
     assert places.state(0) == "out"
 
 
 def test_who_asks_for_patience_gets_it() -> None:
     places, clock = pool(Spot(), Spot())
-    places.rests(0, 5)
+    places.pause(0, 5)
     assert [places.choose() for _ in range(3)] == [1, 1, 1]
     assert places.state(0) == "resting"
     clock.now += 5
@@ -189,14 +197,14 @@ def test_a_drained_place_gets_nothing_new() -> None:
 
 
 def test_memory_is_bounded_and_forgets_the_oldest() -> None:
-    beginnings = Beginnings(most=50)
+    beginnings = PrefixIndex(max_links=50)
     first = chain(asked("a" * BLOCK * 5))
-    beginnings.note(first, 0, 0)
+    beginnings.add(first, 0, 0)
     for number in range(20):
-        beginnings.note(chain(asked(f"{number}" * BLOCK * 3)), 1, 0)
-        beginnings.note(first[:2], 0, 0)
+        beginnings.add(chain(asked(f"{number}" * BLOCK * 3)), 1, 0)
+        beginnings.add(first[:2], 0, 0)
         assert len(beginnings) <= 50
-    assert beginnings.longest(first, {0: 0, 1: 0}) == ([0], 2)
+    assert beginnings.find_longest(first, {0: 0, 1: 0}) == ([0], 2)
 
 
 class Life(RuleBasedStateMachine):
@@ -205,12 +213,14 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.pool = Pool([Spot(), Spot(2.0), Spot(1.0, 1)], self.clock, Beginnings(most=40))
+        self.pool = Pool([Spot(), Spot(2.0), Spot(1.0, 1)], self.clock, PrefixIndex(max_links=40))
         self.running: list[int] = []
 
     @rule(prompt=st.integers(0, 5), without=st.sets(st.integers(0, 2)))
     def begin(self, prompt: int, without: set[int]) -> None:
-        open_now = [at for at, spot in enumerate(self.pool.spots) if spot.is_open(self.clock.now) and at not in without]
+        open_now = [
+            at for at, spot in enumerate(self.pool.spots) if spot.is_available(self.clock.now) and at not in without
+        ]
         ranks = [self.pool.spots[at].rank for at in open_now]
         loads = [spot.load for spot in self.pool.spots]
         at = self.pool.choose(chain(asked(str(prompt) * 2000)), without)
@@ -224,15 +234,17 @@ class Life(RuleBasedStateMachine):
         self.running.append(at)
 
     @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 10), how=st.sampled_from(["worked", "failed", "unreached", "rests", "left"]))
+    @rule(
+        which=st.integers(0, 10), how=st.sampled_from(["success", "failure", "unreachable", "overloaded", "abandoned"])
+    )
     def end(self, which: int, how: str) -> None:
         at = self.running.pop(which % len(self.running))
-        if how == "worked":
-            self.pool.worked(at)
-        elif how == "rests":
-            self.pool.rests(at, 2)
-        elif how != "left":
-            self.pool.failed(at, unreached=how == "unreached")
+        if how == "success":
+            self.pool.record_success(at)
+        elif how == "overloaded":
+            self.pool.pause(at, 2)
+        elif how != "abandoned":
+            self.pool.record_failure(at, is_unreachable=how == "unreachable")
         self.pool.ended(at)
 
     @rule(seconds=st.floats(0, 40))
@@ -245,11 +257,11 @@ class Life(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 2))
     def look(self, at: int) -> None:
-        self.pool.seen(at)
+        self.pool.record_probe(at)
 
     @rule(at=st.integers(0, 2))
     def look_in_vain(self, at: int) -> None:
-        self.pool.slow(at)
+        self.pool.record_slow_probe(at)
 
     @invariant()
     def counts(self) -> None:
@@ -257,8 +269,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_out_for_ever(self) -> None:
-        assert all(spot.out_until <= self.clock.now + LONGEST_OUT for spot in self.pool.spots)
-        assert self.pool.wait() >= 1
+        assert all(spot.suspended_until <= self.clock.now + MAX_SUSPENSION_SECONDS for spot in self.pool.spots)
+        assert self.pool.seconds_until_available() >= 1
 
 
 TestLife = Life.TestCase

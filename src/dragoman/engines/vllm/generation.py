@@ -16,8 +16,7 @@ import msgspec
 
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
-from dragoman.engines.repeated_calls import Sections
-from dragoman.engines.thinking_budget import Budget
+from dragoman.engines.reply_limits import Budget, Sections
 from dragoman.engines.vllm.vllm_api import ABORT, ERROR, LENGTH, STOP, Output
 from dragoman.engines.vllm.vocabulary import Tokens
 from dragoman.grammar.masks import Guide
