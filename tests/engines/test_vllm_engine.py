@@ -29,8 +29,7 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.ipc.worker_engine import WorkerEngine
-from tests.engines.vllm_faults import BELL
-from tests.engines.vllm_stand_in import (
+from tests.engines.fake_vllm_engine import (
     IM_END,
     IM_START,
     NOT_ONE,
@@ -40,6 +39,7 @@ from tests.engines.vllm_stand_in import (
     text_of,
     with_engine,
 )
+from tests.engines.vllm_faults import BELL
 
 pytestmark = pytest.mark.usefixtures("stand_in")
 
@@ -253,7 +253,7 @@ def test_adapters_are_listed_as_models(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "no room")]
+    ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "max_loras exceeded")]
 )
 def test_adapter_rejected_by_vllm_is_named(tmp_path: Path, rank: int, args: dict[str, Any], words: str) -> None:
     async def main() -> None:

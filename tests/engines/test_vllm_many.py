@@ -11,7 +11,7 @@ from dragoman.core.errors import EngineDied
 from dragoman.core.events import Finished
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.pipeline.event_stream import run
-from tests.engines.vllm_stand_in import (
+from tests.engines.fake_vllm_engine import (
     chat,
     engine,
     engine_process,

@@ -28,8 +28,8 @@ from dragoman.core.request import (
 )
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.pipeline.event_stream import run
+from tests.engines.fake_vllm_engine import helpers_of
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
-from tests.engines.vllm_stand_in import helpers_of
 
 pytestmark = [pytest.mark.skipif(not WITH_VLLM, reason="run by make test-vllm"), pytest.mark.timeout(600)]
 
