@@ -86,7 +86,7 @@ class Subject:
         self.runner = runner
         self.error = error
 
-    def run(self, test: Callable[[Engine], Awaitable[None]]) -> None:
+    def run_test(self, test: Callable[[Engine], Awaitable[None]]) -> None:
         async def limited() -> None:
             async with asyncio.timeout(60):
                 await test(self.engine)
@@ -187,7 +187,7 @@ def test_stream_begins_with_started_and_ends_with_one_finished(subject: Subject)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_empty_message(subject: Subject) -> None:
@@ -196,7 +196,7 @@ def test_empty_message(subject: Subject) -> None:
         assert isinstance(said[0], Started)
         assert [event for event in said if isinstance(event, Finished)] == said[-1:]
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_usage_is_the_sum_of_the_deltas(subject: Subject) -> None:
@@ -213,7 +213,7 @@ def test_usage_is_the_sum_of_the_deltas(subject: Subject) -> None:
         assert finished.usage == (counted if "usage" in engine.supports() else None)
         assert (await choice(engine, ask("Say hello to the world."))).usage == counted
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 @pytest.mark.parametrize("limit", [1, 5])
@@ -227,7 +227,7 @@ def test_max_tokens(subject: Subject, limit: int) -> None:
             assert sum(delta.count for delta in deltas(said)) == (0 if isinstance(engine, UpstreamEngine) else limit)
             assert "".join(delta.text for delta in deltas(said)) == reply.text
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_reply_ends_at_the_context_limit(subject: Subject) -> None:
@@ -239,7 +239,7 @@ def test_reply_ends_at_the_context_limit(subject: Subject) -> None:
         assert reply.reason == "length"
         assert reply.usage.prompt + reply.usage.completion == info.context
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_concurrent_replies_do_not_mix(subject: Subject) -> None:
@@ -250,7 +250,7 @@ def test_concurrent_replies_do_not_mix(subject: Subject) -> None:
         assert [reply.text for reply in together] == alone * 3
         assert alone[0] != alone[1]
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_closing_a_stream_frees_its_slot(subject: Subject) -> None:
@@ -269,7 +269,7 @@ def test_closing_a_stream_frees_its_slot(subject: Subject) -> None:
             while subject.count_running():  # noqa: ASYNC110 (it changes in another thread or process)
                 await asyncio.sleep(0.01)
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_cancelling_the_reader_frees_its_slot(subject: Subject) -> None:
@@ -290,7 +290,7 @@ def test_cancelling_the_reader_frees_its_slot(subject: Subject) -> None:
             while subject.count_running():  # noqa: ASYNC110 (it changes in another thread or process)
                 await asyncio.sleep(0.01)
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_errors_are_dragoman_errors_and_the_engine_continues(subject: Subject) -> None:
@@ -303,7 +303,7 @@ def test_errors_are_dragoman_errors_and_the_engine_continues(subject: Subject) -
             assert "too much" not in raised.value.message
         assert (await choice(engine, ask("Say hello."))).text
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def devices(engine: Engine) -> set[str]:
@@ -338,7 +338,7 @@ def test_tokenize_if_supported(subject: Subject) -> None:
         with pytest.raises(BadRequest):
             await call(engine.detokenize, [2**31 - 1])
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def test_embed_if_supported(subject: Subject) -> None:
@@ -359,7 +359,7 @@ def test_embed_if_supported(subject: Subject) -> None:
             await call(engine.embed, ["fine", OVERLONG])
         assert len(await call(engine.embed, ["fine"])) == 1
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 class Endless(Engine):

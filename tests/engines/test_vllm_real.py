@@ -41,7 +41,7 @@ class Served:
         self.engine = engine
         self.runner = runner
 
-    def run(self, test: Callable[[WorkerEngine], Awaitable[None]]) -> None:
+    def run_test(self, test: Callable[[WorkerEngine], Awaitable[None]]) -> None:
         async def limited() -> None:
             async with asyncio.timeout(300):
                 await test(self.engine)
@@ -89,7 +89,7 @@ def test_reply_is_correct(served: Served) -> None:
         assert isinstance(said[-1], Finished)
         assert said[-1].reason == "stop"
 
-    served.run(test)
+    served.run_test(test)
 
 
 def test_repeated_prompt_uses_prefix_cache(served: Served) -> None:
@@ -100,7 +100,7 @@ def test_repeated_prompt_uses_prefix_cache(served: Served) -> None:
         assert isinstance(started, Started)
         assert 0 < started.cached_tokens < started.prompt_tokens
 
-    served.run(test)
+    served.run_test(test)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_constrained_replies(served: Served, constraint: Any, fits: Callable[[st
         assert isinstance(said[-1], Finished)
         assert said[-1].reason == "stop"
 
-    served.run(test)
+    served.run_test(test)
 
 
 def test_required_tool_call(served: Served) -> None:
@@ -139,7 +139,7 @@ def test_required_tool_call(served: Served) -> None:
         assert "get_weather" in text
         assert "city" in text
 
-    served.run(test)
+    served.run_test(test)
 
 
 def test_logprobs_of_prompt_and_reply(served: Served) -> None:
@@ -162,7 +162,7 @@ def test_logprobs_of_prompt_and_reply(served: Served) -> None:
         assert len(entry.top) == 3
         assert entry.top[0].token == entry.token
 
-    served.run(test)
+    served.run_test(test)
 
 
 def test_seeds_biases_and_stop_tokens(served: Served) -> None:
@@ -177,7 +177,7 @@ def test_seeds_biases_and_stop_tokens(served: Served) -> None:
         assert isinstance(stopped[-1], Finished)
         assert stopped[-1].reason == "stop"
 
-    served.run(test)
+    served.run_test(test)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_request_rejected_by_vllm_is_bad_request(served: Served, wrong: dict[str
             await events(engine, chat("Hello", **wrong))
         assert text_of(await events(engine, chat("Hello")))
 
-    served.run(test)
+    served.run_test(test)
 
 
 def test_killed_engine_process_fails_requests_and_restarts(served: Served) -> None:
@@ -206,7 +206,7 @@ def test_killed_engine_process_fails_requests_and_restarts(served: Served) -> No
         assert {type(end) for end in ends} == {EngineDied}
         assert text_of(await events(engine, chat("Hello")))
 
-    served.run(test)
+    served.run_test(test)
 
 
 def test_invalid_engine_arguments(smollm2_path: Path) -> None:

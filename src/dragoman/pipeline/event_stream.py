@@ -154,7 +154,7 @@ async def call(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T
 
 async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event], None]:
     threaded = _ThreadedSource(iter(source), asyncio.get_running_loop())
-    threading.Thread(target=threaded.run, name="dragoman-generate", daemon=True).start()
+    threading.Thread(target=threaded.run_generator, name="dragoman-generate", daemon=True).start()
     try:
         while batch := await threaded.next_batch():
             yield batch
@@ -175,7 +175,7 @@ class _ThreadedSource:
 
     # Runs in the thread.
 
-    def run(self) -> None:
+    def run_generator(self) -> None:
         error = self._produce()
         self._close_source()
         if error is None:

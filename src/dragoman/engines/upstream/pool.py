@@ -9,7 +9,7 @@ Rules
    A server that answers probes too slowly is suspended after MAX_FAILURES consecutive slow probes, but only if it has
    not answered requests in the meantime and another server is available.
 3. A server that answers 429 or 503 is paused for the time it asks for, at most MAX_PAUSE_SECONDS.
-4. The server with the longest known prefix of the prompt is preferred, unless its load is much higher than the lowest
+4. The server with the longest known prefix of the prompt is chosen, unless its load is much higher than the lowest
    load; then the least loaded server is chosen. Load is the number of running requests divided by the weight.
 5. Among equally loaded servers, the one that has had the fewest requests per weight is chosen.
 """
