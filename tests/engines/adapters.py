@@ -1,4 +1,4 @@
-"""Adapters of chance: small files that change what SmolLM2 says."""
+"""Random LoRA adapters: small GGUF files that change the replies of SmolLM2."""
 
 import struct
 from pathlib import Path
@@ -8,20 +8,20 @@ import numpy as np
 from tests.files.test_gguf import pair, text
 
 WIDTH = 576
-"""Of SmolLM2-135M."""
+"""Hidden size of SmolLM2-135M."""
 RANK = 4
 STRING, FLOAT = 8, 6
 ALIGNMENT = 32
 
 
 def write_adapter(path: Path, *, architecture: str = "llama", seed: int = 1, width: int = WIDTH) -> Path:
-    """Changes to what four of the layers attend to, large enough to be heard."""
-    chance = np.random.default_rng(seed)
+    """Write an adapter for four attention layers, strong enough to change the reply."""
+    random = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for layer in (5, 10, 15, 20):
         name = f"blk.{layer}.attn_output.weight"
-        tensors[f"{name}.lora_a"] = chance.normal(size=(RANK, width)).astype(np.float32)
-        tensors[f"{name}.lora_b"] = chance.normal(size=(width, RANK)).astype(np.float32)
+        tensors[f"{name}.lora_a"] = random.normal(size=(RANK, width)).astype(np.float32)
+        tensors[f"{name}.lora_b"] = random.normal(size=(width, RANK)).astype(np.float32)
     pairs = [
         pair("general.type", STRING, text("adapter")),
         pair("general.architecture", STRING, text(architecture)),

@@ -1,8 +1,7 @@
-"""SmolLM2 with its weights as half floats, for tests that compare log probabilities.
+"""SmolLM2 with half-precision weights, for tests that compare log probabilities.
 
-Weights of a few bits make llama.cpp round to eight bits before each matrix, and rounding makes large of small: two ways
-to add the same numbers up differ by 0.2 in the logarithm of a probability. With half floats they differ by 0.01, so
-that a token that is wrong somewhere is seen.
+With quantized weights llama.cpp rounds activations to eight bits, so log probabilities vary by 0.2 with the order of
+additions. With half precision they vary by 0.01, which is small enough to detect a wrong token.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small model of a slow layout, the first layers of the real one; homes in which another is tried or was."""
+"""Fixtures for layout tests: a small model made of the first layers of the real one, and home directories."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ LAYERS = 4
 
 
 def cut(original: Path, target: Path, layers: int = LAYERS, missing: str = "") -> Path:
-    """The model with its first layers only, and without the tensor that is `missing`."""
+    """Write the model with only its first layers, and without the tensor `missing`."""
     outline = read_outline(original)
     data = np.memmap(original, dtype=np.uint8, mode="r")
     kept = [tensor for tensor in outline.tensors if _layer(tensor) < layers and tensor.name != missing]
@@ -58,7 +58,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tried(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home in which the small model was tried and is used as Q8_0."""
+    """A home directory in which the trial has chosen Q8_0 for the small model."""
     home = tmp_path_factory.mktemp("tried")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAGOMAN_HOME", str(home))
@@ -68,7 +68,7 @@ def tried(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def always(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is tried is found to be better."""
+    """Make every trial succeed."""
     patch.setattr(layout, "LEAST_CORES", 0)
     patch.setattr(layout, "LEAST_GAIN", 0)
     patch.setattr(layout, "LEAST_SPEED", 0)
@@ -89,14 +89,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def made(tried: Path, home: Path) -> Path:
-    """The copy of the small model in a home of the test's own."""
+    """The Q8_0 copy of the small model in the home directory of the test."""
     shutil.copytree(tried, home)
     (path,) = home.glob("layouts/*/Q8_0.gguf")
     return path
 
 
 class Told:
-    """What is said while a file is prepared."""
+    """Records the progress messages of a preparation."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -121,7 +121,7 @@ def read_choice(home: Path) -> Choice:
 
 
 def trials() -> Iterator[int]:
-    """The processes that try a layout for this one, which has others: servers of other tests."""
+    """The trial processes started by this process."""
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
             if b"llama.trial" in Path(f"/proc/{child}/cmdline").read_bytes():

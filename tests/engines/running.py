@@ -1,4 +1,4 @@
-"""A llama engine with the real model, in the process of the tests, and ways to ask it."""
+"""Runs a llama engine with the real model in the test process, and builds requests for it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -96,18 +96,18 @@ async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
 
 
 async def idle(engine: LlamaEngine) -> None:
-    """Until the runner has nothing left; every sequence is then nobody's."""
+    """Wait until the runner is idle and all sequences are free."""
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
     async with asyncio.timeout(60):
-        while not scheduler.idle:  # noqa: ASYNC110  (it becomes so in another thread)
+        while not scheduler.idle:  # noqa: ASYNC110  (it changes in another thread)
             await asyncio.sleep(0.01)
     assert not scheduler.sequences.taken
     assert not scheduler.promised.ends
 
 
 async def reading(engine: LlamaEngine) -> None:
-    """Until the first part of a prompt is in memory."""
+    """Wait until the first part of a prompt has been decoded."""
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""The scheduler of llama in a world without a model, where memory is only lists of tokens."""
+"""Simulates the llama scheduler without a model: its memory is lists of tokens."""
 
 from dragoman.engines.llama.pinned_prefixes import Pin
 from dragoman.engines.llama.prefix_tree import Prefixes, _Node
@@ -11,7 +11,7 @@ Cell = tuple[int, str]
 
 
 class Memory:
-    """What the sequences of a decoder hold; carries plans out and checks what llama.cpp would not forgive."""
+    """The contents of a decoder's sequences. Executes plans and checks the preconditions of llama.cpp."""
 
     def __init__(self, sequences: int) -> None:
         self.sequences: list[list[Cell]] = [[] for _ in range(sequences)]
@@ -45,7 +45,7 @@ def text(tree: Prefixes, holder: int) -> list[int]:
 
 
 class World:
-    """A scheduler, its memory, and what each job must have seen by now."""
+    """A scheduler, its memory, and the expected state of each job."""
 
     def __init__(self, slots: int, cached: int = 0, *, sharing: bool = True, isolate: bool = False) -> None:
         self.slots = slots
@@ -76,7 +76,7 @@ class World:
         self.scheduler.end(job)
 
     def draft(self, job: int, right: int, wrong: int) -> tuple[int, ...]:
-        """Tokens that the job will sample, and some that it will not."""
+        """A draft of tokens that the job will sample, followed by wrong ones."""
         known = len(self.replies[job])
         return (*(self.token(known + ahead) for ahead in range(right)), *[WRONG] * wrong)
 
@@ -114,7 +114,7 @@ class World:
         outputs = [chunk.outputs for chunk in prefill if self.jobs[chunk.job].prompt_outputs]
         assert sum(outputs) <= MAX_PROMPT_OUTPUTS
         assert {chunk.job for chunk in plan.chunks if self.replies[chunk.job]} == due
-        assert plan.chunks or self.scheduler.idle, "somebody always gets on"
+        assert plan.chunks or self.scheduler.idle, "every plan makes progress"
 
     def check_drafts(self, plan: Plan, drafts: dict[int, tuple[int, ...]]) -> None:
         for chunk in plan.chunks:
@@ -132,7 +132,7 @@ class World:
         after = self.covered()
         assert len(after) <= len(self.scheduler.sequences.shelf) // 2
         for pin, length in after.items():
-            assert length >= before[pin] or before[pin] < WORTH, "what is pinned is not given up"
+            assert length >= before[pin] or before[pin] < WORTH, "pinned prefixes are kept"
 
     def check_memory(self) -> None:
         scheduler, sequences = self.scheduler, self.scheduler.sequences
@@ -141,7 +141,7 @@ class World:
         assert len(seats) == len(set(seats))
         assert sequences.taken == set(seats)
         trimmed = {effect.sequence: effect.length for effect in sequences.effects if isinstance(effect, Trim)}
-        assert len(trimmed) == len(sequences.effects), "between plans only drafts are cut"
+        assert len(trimmed) == len(sequences.effects), "between plans only drafts are trimmed"
         for sequence, cells in enumerate(self.memory.sequences):
             assert not cells or sequence in sequences.filled
             if sequence in sequences.held:
