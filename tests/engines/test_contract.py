@@ -1,4 +1,4 @@
-"""What every engine keeps to, ours and yours, here and in a worker: one suite over all of them."""
+"""The contract of all engines, in the same process and in a worker process."""
 
 import asyncio
 import math
@@ -38,8 +38,8 @@ LONG = "Write a very long story about a cat who goes to sea. " * 2
 OVERLONG = "word " * 1500
 
 
-class Slow(Engine):
-    """An engine of somebody's own, with what the suite wants to know of it."""
+class CustomAsyncEngine(Engine):
+    """A user-defined async engine that counts its running generations."""
 
     def __init__(self) -> None:
         self.live = 0
@@ -54,8 +54,8 @@ class Slow(Engine):
             self.live -= 1
 
 
-class Plain(Engine):
-    """The same without async."""
+class CustomEngine(Engine):
+    """The same with a plain generator."""
 
     def __init__(self) -> None:
         self.live = 0
@@ -69,38 +69,38 @@ class Plain(Engine):
 
 
 def words(request: GenerationRequest) -> Iterator[str]:
-    """The last message in capitals, again and again where it asks for something long."""
+    """Yield the last message in capitals, repeated for a long reply."""
     text = request.last_user_text
     if text == OVERLONG:
         yield "so "
         raise RuntimeError("too much")
-    said = [f"{word} " for word in text.upper().split()]
-    yield from said * (100_000 if text == LONG else 1)
+    capitals = [f"{word} " for word in text.upper().split()]
+    yield from capitals * (100_000 if text == LONG else 1)
 
 
 class Subject:
-    """An engine that has been started, the loop it lives in, and the error it has for a prompt beyond its means."""
+    """A started engine, its event loop, and the error it raises for an overlong prompt."""
 
     def __init__(self, engine: Engine, runner: asyncio.Runner, error: type[DragomanError]) -> None:
         self.engine = engine
         self.runner = runner
         self.error = error
 
-    def run(self, test: Callable[[Engine], Awaitable[None]]) -> None:
+    def run_test(self, test: Callable[[Engine], Awaitable[None]]) -> None:
         async def limited() -> None:
             async with asyncio.timeout(60):
                 await test(self.engine)
 
         self.runner.run(limited())
 
-    def working(self) -> int:
-        """Generations that still cost something, as far as can be seen from here."""
+    def count_running(self) -> int:
+        """The number of running generations, as far as it is known."""
         if isinstance(self.engine, WorkerEngine):
             assert self.engine._child is not None
             return len(self.engine._child.streams)
         if isinstance(self.engine, UpstreamEngine):
             return self.engine.states()[0].running
-        return self.engine.live if isinstance(self.engine, Slow | Plain) else 0
+        return self.engine.live if isinstance(self.engine, CustomAsyncEngine | CustomEngine) else 0
 
 
 def scripted(path: Path) -> Engine:
@@ -118,7 +118,7 @@ def llama_in_a_worker(path: Path) -> Engine:
 
 @contextmanager
 def upstream(protocol: ProtocolName) -> Iterator[Engine]:
-    """The scripted engine of another server, in a process of its own."""
+    """The scripted engine of another server, in another process."""
     script = {"engine": "scripted", "context": CONTEXT, "tokens_per_second": 100}
     with TemporaryDirectory() as folder, serving(Path(folder), {"models": {"scripted": script}}) as below:
         yield UpstreamEngine("scripted", UpstreamOptions(url=below.url, protocol=protocol))
@@ -138,8 +138,8 @@ SUBJECTS: dict[str, tuple[Make, type[DragomanError]]] = {
     "upstream, chat": (lambda path: upstream("chat"), ContextTooLong),
     "upstream, messages": (lambda path: upstream("messages"), ContextTooLong),
     "upstream, responses": (lambda path: upstream("responses"), ContextTooLong),
-    "somebody's async engine": (lambda path: nullcontext(Slow()), EngineFailed),
-    "somebody's plain engine": (lambda path: nullcontext(Plain()), EngineFailed),
+    "custom async engine": (lambda path: nullcontext(CustomAsyncEngine()), EngineFailed),
+    "custom engine": (lambda path: nullcontext(CustomEngine()), EngineFailed),
 }
 
 
@@ -176,7 +176,7 @@ def deltas(said: Sequence[Event]) -> list[TextDelta]:
     return [event for event in said if isinstance(event, TextDelta)]
 
 
-def test_a_stream_begins_with_started_and_ends_with_the_only_finished(subject: Subject) -> None:
+def test_stream_begins_with_started_and_ends_with_one_finished(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         stream = run(engine, ask("Say hello to the world."))
         batches = [batch async for batch in stream]
@@ -187,19 +187,19 @@ def test_a_stream_begins_with_started_and_ends_with_the_only_finished(subject: S
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_an_empty_message_is_answered(subject: Subject) -> None:
+def test_empty_message(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         said = await events(engine, ask(""))
         assert isinstance(said[0], Started)
         assert [event for event in said if isinstance(event, Finished)] == said[-1:]
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_counts_are_the_sum_of_the_deltas(subject: Subject) -> None:
+def test_usage_is_the_sum_of_the_deltas(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         said = await events(engine, ask("Say hello to the world."))
         started, finished = said[0], said[-1]
@@ -207,17 +207,17 @@ def test_counts_are_the_sum_of_the_deltas(subject: Subject) -> None:
         assert isinstance(finished, Finished)
         counted = Usage(started.prompt_tokens, sum(delta.count for delta in deltas(said)), started.cached_tokens)
         if isinstance(engine, UpstreamEngine):
-            # Only the server over there knows, and says so at the end.
+            # The server reports usage only at the end.
             assert counted == Usage()
             counted = Usage(prompt=6, completion=6)
         assert finished.usage == (counted if "usage" in engine.supports() else None)
         assert (await choice(engine, ask("Say hello to the world."))).usage == counted
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 @pytest.mark.parametrize("limit", [1, 5])
-def test_no_more_than_max_tokens(subject: Subject, limit: int) -> None:
+def test_max_tokens(subject: Subject, limit: int) -> None:
     async def test(engine: Engine) -> None:
         request = ask(LONG, max_tokens=limit)
         reply = await choice(engine, request)
@@ -227,10 +227,10 @@ def test_no_more_than_max_tokens(subject: Subject, limit: int) -> None:
             assert sum(delta.count for delta in deltas(said)) == (0 if isinstance(engine, UpstreamEngine) else limit)
             assert "".join(delta.text for delta in deltas(said)) == reply.text
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_the_context_is_the_end(subject: Subject) -> None:
+def test_reply_ends_at_the_context_limit(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         (info,) = engine.models()
         if info.context is None:
@@ -239,10 +239,10 @@ def test_the_context_is_the_end(subject: Subject) -> None:
         assert reply.reason == "length"
         assert reply.usage.prompt + reply.usage.completion == info.context
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_two_at_once_do_not_mix(subject: Subject) -> None:
+def test_concurrent_replies_do_not_mix(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         requests = [ask("What is the capital of France? Answer in one word."), ask("What is 2+2?")]
         alone = [(await choice(engine, request)).text for request in requests]
@@ -250,35 +250,35 @@ def test_two_at_once_do_not_mix(subject: Subject) -> None:
         assert [reply.text for reply in together] == alone * 3
         assert alone[0] != alone[1]
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_closing_early_frees(subject: Subject) -> None:
-    """More long requests are closed than there are slots, then a short one has its turn at once."""
+def test_closing_a_stream_frees_its_slot(subject: Subject) -> None:
+    """After closing more long streams than there are slots, a short request is served at once."""
 
     async def test(engine: Engine) -> None:
         for _ in range(2):
             streams = [run(engine, ask(LONG, max_tokens=None)) for _ in range(SLOTS)]
             for stream in streams:
                 await anext(stream)
-            assert isinstance(engine, ScriptedEngine) or subject.working() == SLOTS
+            assert isinstance(engine, ScriptedEngine) or subject.count_running() == SLOTS
             for stream in streams:
                 await stream.aclose()
         async with asyncio.timeout(60):
             await choice(engine, ask("Say hello.", max_tokens=1))
-            while subject.working():  # noqa: ASYNC110 (it ends in another thread or process)
+            while subject.count_running():  # noqa: ASYNC110 (it changes in another thread or process)
                 await asyncio.sleep(0.01)
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_cancelling_the_reader_frees(subject: Subject) -> None:
+def test_cancelling_the_reader_frees_its_slot(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         async def read() -> None:
             async with aclosing(run(engine, ask(LONG, max_tokens=None))) as stream:
                 async for _ in stream:
                     pass
-            await asyncio.Event().wait()  # an engine that cannot be hurried may be through already
+            await asyncio.Event().wait()  # a fast engine may have finished already
 
         readers = [asyncio.create_task(read()) for _ in range(SLOTS + 2)]
         await asyncio.sleep(0.05)
@@ -287,13 +287,13 @@ def test_cancelling_the_reader_frees(subject: Subject) -> None:
         await asyncio.gather(*readers, return_exceptions=True)
         async with asyncio.timeout(60):
             await choice(engine, ask("Say hello.", max_tokens=1))
-            while subject.working():  # noqa: ASYNC110 (it ends in another thread or process)
+            while subject.count_running():  # noqa: ASYNC110 (it changes in another thread or process)
                 await asyncio.sleep(0.01)
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_an_error_is_one_of_ours_and_the_engine_goes_on(subject: Subject) -> None:
+def test_errors_are_dragoman_errors_and_the_engine_continues(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         for _ in range(SLOTS + 1):
             with pytest.raises(DragomanError) as raised:
@@ -303,18 +303,18 @@ def test_an_error_is_one_of_ours_and_the_engine_goes_on(subject: Subject) -> Non
             assert "too much" not in raised.value.message
         assert (await choice(engine, ask("Say hello."))).text
 
-    subject.run(test)
+    subject.run_test(test)
 
 
 def devices(engine: Engine) -> set[str]:
-    """Those on which it may run here."""
+    """Possible devices of the engine on this machine."""
     if isinstance(engine, UpstreamEngine):
         return {"elsewhere"}
     is_vllm = isinstance(engine, WorkerEngine) and engine._start.engine == "vllm"
     return {"cpu", "cuda"} if is_vllm else {"cpu"}
 
 
-def test_what_it_says_of_itself(subject: Subject) -> None:
+def test_model_info_and_features(subject: Subject) -> None:
     (info,) = subject.engine.models()
     assert isinstance(info, ModelInfo)
     assert info.name
@@ -325,7 +325,7 @@ def test_what_it_says_of_itself(subject: Subject) -> None:
     assert subject.engine.device in devices(subject.engine)
 
 
-def test_tokens_are_told_where_that_is_declared(subject: Subject) -> None:
+def test_tokenize_if_supported(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         text = "Grüße, 世界 😀\n <|im_end|>"
         if "tokenize" not in engine.supports():
@@ -338,10 +338,10 @@ def test_tokens_are_told_where_that_is_declared(subject: Subject) -> None:
         with pytest.raises(BadRequest):
             await call(engine.detokenize, [2**31 - 1])
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-def test_vectors_are_made_where_that_is_declared(subject: Subject) -> None:
+def test_embed_if_supported(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         if "embeddings" not in engine.supports():
             with pytest.raises(NotSupported):
@@ -352,18 +352,18 @@ def test_vectors_are_made_where_that_is_declared(subject: Subject) -> None:
         assert first.dimensions == ids.dimensions == other.dimensions > 8
         assert all(math.hypot(*made.values) == pytest.approx(1, abs=1e-5) for made in (first, ids, other))
         assert first.likeness(second) == pytest.approx(1, abs=1e-3)
-        # Servers tell those of all inputs together.
+        # Servers report the tokens of all inputs together.
         assert (first.tokens if isinstance(engine, UpstreamEngine) else ids.tokens) >= 3
         assert first.likeness(other) < 0.99
         with pytest.raises(ContextTooLong):
             await call(engine.embed, ["fine", OVERLONG])
         assert len(await call(engine.embed, ["fine"])) == 1
 
-    subject.run(test)
+    subject.run_test(test)
 
 
-class Talkative(Engine):
-    """Has more to say after the end."""
+class Endless(Engine):
+    """Yields more events after `Finished`."""
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         yield [Started(3), TextDelta("one ")]
@@ -372,13 +372,13 @@ class Talkative(Engine):
         yield "four"
 
 
-class TalkativeAsync(Talkative):
+class EndlessAsync(Endless):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:  # type: ignore[override]
         for output in super().generate(request):
             yield output
 
 
-@pytest.mark.parametrize("engine", [Talkative(), TalkativeAsync()], ids=["plain", "async"])
-def test_nothing_follows_the_end_whatever_an_engine_yields(engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [Endless(), EndlessAsync()], ids=["plain", "async"])
+def test_events_after_finished_are_dropped(engine: Engine) -> None:
     said = asyncio.run(events(engine, ask("x")))
     assert said == [Started(3), TextDelta("one "), TextDelta("two"), Finished("length")]

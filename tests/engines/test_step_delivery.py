@@ -1,4 +1,4 @@
-"""An engine that works in steps, read in the same process and through a worker: the same events either way."""
+"""Step-based engines deliver the same events in the same process and through a worker."""
 
 import asyncio
 import io
@@ -21,8 +21,10 @@ STEP_SECONDS = 0.005
 
 
 class Spelling(SteppingEngine):
-    """Spells the prompts of all requests, a letter of each per step; an exclamation mark fails, a question mark is the
-    end of the engine, and a number sign becomes what no other process can be told."""
+    """Spells the prompts of all requests, one letter per step.
+
+    "!" fails the request, "?" ends the engine, and "#" becomes an event that cannot be serialized.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Spelling(SteppingEngine):
             self.drop(key)
             return Portion(key, ended=True, error=EngineFailed("no shouting"))
         if letter == "?":
-            self.receiver.lose("it had doubts")
+            self.receiver.lose("killed by a test")
         if letter == "#":
             return Portion(key, (TextDelta("\ud83d"),))
         return Portion(key, (TextDelta(letter),) if letter else (Started(),))
@@ -91,7 +93,7 @@ def with_engine(request: pytest.FixtureRequest) -> Callable[[Callable[[Engine], 
 WithEngine = Callable[[Callable[[Engine], Awaitable[None]]], None]
 
 
-async def spelt(engine: Engine, prompt: str) -> list[Event]:
+async def spell(engine: Engine, prompt: str) -> list[Event]:
     return [event async for batch in run(engine, GenerationRequest(prompts=(prompt,))) for event in batch]
 
 
@@ -99,35 +101,35 @@ def letters(word: str) -> list[Event]:
     return [Started(), *map(TextDelta, word), Finished()]
 
 
-def test_everybody_gets_what_is_theirs(with_engine: WithEngine) -> None:
+def test_events_go_to_their_own_request(with_engine: WithEngine) -> None:
     async def test(engine: Engine) -> None:
         words = ["one", "seventeen", "two", "x"] * 20
-        assert await asyncio.gather(*(spelt(engine, word) for word in words)) == [letters(word) for word in words]
+        assert await asyncio.gather(*(spell(engine, word) for word in words)) == [letters(word) for word in words]
 
     with_engine(test)
 
 
-def test_what_is_wrong_with_one_is_told_to_nobody_else(with_engine: WithEngine) -> None:
+def test_error_of_one_request_does_not_affect_others(with_engine: WithEngine) -> None:
     async def test(engine: Engine) -> None:
-        beside = asyncio.create_task(spelt(engine, "undisturbed"))
+        beside = asyncio.create_task(spell(engine, "undisturbed"))
         with pytest.raises(BadRequest, match="nothing to spell"):
-            await spelt(engine, "")
+            await spell(engine, "")
         with pytest.raises(EngineFailed, match="no shouting"):
-            await spelt(engine, "he!lo")
+            await spell(engine, "he!lo")
         assert await beside == letters("undisturbed")
 
     with_engine(test)
 
 
-def test_one_that_is_left_is_dropped(with_engine: WithEngine) -> None:
+def test_abandoned_request_is_dropped(with_engine: WithEngine) -> None:
     async def test(engine: Engine) -> None:
         async with aclosing(run(engine, GenerationRequest(prompts=("a" * 10**6,)))) as stream:
             await anext(stream)
-        reader = asyncio.create_task(spelt(engine, "b" * 10**6))
+        reader = asyncio.create_task(spell(engine, "b" * 10**6))
         await asyncio.sleep(0.05)
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        assert await spelt(engine, "next") == letters("next")
+        assert await spell(engine, "next") == letters("next")
         if isinstance(engine, Spelling):
             assert not engine.left
         elif isinstance(engine, WorkerEngine):
@@ -137,7 +139,7 @@ def test_one_that_is_left_is_dropped(with_engine: WithEngine) -> None:
     with_engine(test)
 
 
-def test_what_cannot_be_sent_of_a_step_fails_its_own_request() -> None:
+def test_event_that_cannot_be_serialized_fails_its_own_request() -> None:
     async def test() -> None:
         engine = in_a_worker()
         assert isinstance(engine, WorkerEngine)
@@ -145,9 +147,9 @@ def test_what_cannot_be_sent_of_a_step_fails_its_own_request() -> None:
         try:
             async with asyncio.timeout(60):
                 words = ["undisturbed", "un#ble", "neither", "#" * 10**6, "one!", "x"]
-                told = await asyncio.gather(*(spelt(engine, word) for word in words), return_exceptions=True)
-                assert [told[at] for at in (0, 2, 5)] == [letters(words[at]) for at in (0, 2, 5)]
-                assert [type(told[at]) for at in (1, 3, 4)] == [EngineFailed] * 3
+                results = await asyncio.gather(*(spell(engine, word) for word in words), return_exceptions=True)
+                assert [results[at] for at in (0, 2, 5)] == [letters(words[at]) for at in (0, 2, 5)]
+                assert [type(results[at]) for at in (1, 3, 4)] == [EngineFailed] * 3
                 assert engine._child is not None
                 assert not engine._child.busy
         finally:
@@ -156,22 +158,22 @@ def test_what_cannot_be_sent_of_a_step_fails_its_own_request() -> None:
     asyncio.run(test())
 
 
-def told_by(output: io.BytesIO) -> list[Progress]:
-    """All that a child has written."""
+def read_progress(output: io.BytesIO) -> list[Progress]:
+    """Decode everything that a child has written."""
     body = output.getvalue()
-    told: list[Progress] = []
+    progress: list[Progress] = []
     while body:
         (length,) = HEADER.unpack_from(body)
         step = decode_to_parent(body[HEADER.size : HEADER.size + length])
         assert isinstance(step, Step)
-        told += step.progress
+        progress += step.progress
         body = body[HEADER.size + length :]
-    return told
+    return progress
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_cancel_that_comes_with_its_request_or_soon_after_is_answered(turns: int) -> None:
-    """Whoever waits for the end would wait for ever."""
+def test_early_cancel_is_acknowledged(turns: int) -> None:
+    """Otherwise the parent would wait forever for the end of the request."""
 
     async def test() -> None:
         engine, output = Spelling(), io.BytesIO()
@@ -183,16 +185,16 @@ def test_a_cancel_that_comes_with_its_request_or_soon_after_is_answered(turns: i
         child.handle(Cancel(1))
         await asyncio.sleep(10 * STEP_SECONDS)
         await engine.stop()
-        assert told_by(output) == [Progress(1, ended=True)]
+        assert read_progress(output) == [Progress(1, ended=True)]
         assert not engine.left
 
     asyncio.run(test())
 
 
-def test_the_end_of_the_engine_is_told_to_all(with_engine: WithEngine) -> None:
+def test_engine_death_fails_all_requests(with_engine: WithEngine) -> None:
     async def test(engine: Engine) -> None:
         ends = await asyncio.gather(
-            *(spelt(engine, word) for word in ("ab?", "abcdef", "x" * 99)), return_exceptions=True
+            *(spell(engine, word) for word in ("ab?", "abcdef", "x" * 99)), return_exceptions=True
         )
         assert {type(end) for end in ends} == {EngineDied}
 

@@ -1,4 +1,4 @@
-"""The upstream engine against servers that do as they are told: names, keys, refusals, errors, other routes."""
+"""The upstream engine with scripted servers: names, keys, rejected fields, errors, other routes."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from dragoman.pipeline.event_stream import run
 from dragoman.server.auth.admin_token import HEADER
 from dragoman.server.factory import create_app
 from dragoman.server.run_description import describe_run
-from tests.engines.asking import ask, ask_all, sent, upstream_app
+from tests.engines.upstream_app import ask, ask_all, sent, upstream_app
 from tests.support.bad_server import (
     CHAT,
     HEL,
@@ -41,22 +41,15 @@ from tests.support.bad_server import (
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def test_the_model_has_another_name_there_and_the_reply_has_ours(server: BadServer) -> None:
+@pytest.mark.parametrize(("options", "name"), [({"model": "gpt-upstream"}, "gpt-upstream"), ({}, "m")])
+def test_model_name_on_the_server_and_in_the_reply(server: BadServer, options: dict[str, Any], name: str) -> None:
     server.play(HELLO)
-    response = ask(upstream_app(server.url, model="gpt-over-there"))
+    response = ask(upstream_app(server.url, **options))
     assert response.json()["model"] == "m"
-    assert sent(server)[0]["model"] == "gpt-over-there"
+    assert sent(server)[0]["model"] == name
 
 
-def test_without_a_name_it_has_the_same(server: BadServer) -> None:
-    server.play(HELLO)
-    ask(upstream_app(server.url))
-    assert sent(server)[0]["model"] == "m"
-
-
-def test_a_password_in_an_address_is_told_to_the_server_alone(
-    server: BadServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_password_in_url_is_sent_only_to_the_server(server: BadServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     server.play(HELLO, refused("500 Oh"))
     url = server.url.replace("://", "://me:hidden@")
@@ -82,8 +75,8 @@ def test_a_password_in_an_address_is_told_to_the_server_alone(
     assert "\r\nauthorization: basic bwu6aglkzgvu\r\n" in server.heads[-1]
 
 
-@pytest.mark.parametrize("script", [HELLO, [*cut(HEL), "close"]], ids=["uncounted", "cut off"])
-def test_what_nobody_counted_is_paid_for_and_timed(server: BadServer, script: Script) -> None:
+@pytest.mark.parametrize("script", [HELLO, [*cut(HEL), "close"]], ids=["no usage", "cut off"])
+def test_unreported_tokens_are_estimated_for_quota_and_metrics(server: BadServer, script: Script) -> None:
     server.play(script)
     options = {"url": server.url, "protocol": "chat", "health_seconds": 0}
     limits = Keys(limits=KeyLimits(tokens_per_minute=5000))
@@ -98,7 +91,7 @@ def test_what_nobody_counted_is_paid_for_and_timed(server: BadServer, script: Sc
     assert '"usage":{' not in first.text
 
 
-def test_what_was_asked_goes_along(server: BadServer) -> None:
+def test_request_fields_are_passed_on(server: BadServer) -> None:
     server.play(HELLO)
     shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}}
     fields: dict[str, Any] = {"temperature": 0.5, "seed": 7, "max_tokens": 9, "tool_choice": "required"}
@@ -112,12 +105,12 @@ def test_what_was_asked_goes_along(server: BadServer) -> None:
     assert ask_shape.status_code == 200
 
 
-def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_read_from_the_environment(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="THE_KEY has no key"):
         UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
     monkeypatch.setenv("THE_KEY", "secret")
     engine = UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
-    assert engine.places[0].talk.headers("chat")["authorization"] == "Bearer secret"
+    assert engine.servers[0].talk.headers("chat")["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(
@@ -125,24 +118,24 @@ def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pyte
     [
         ({}, "url is missing"),
         ({"url": "localhost:80"}, "expected an address"),
-        ({"urls": ["http://a", "http://a/v1"]}, "given twice"),
+        ({"urls": ["http://a", "http://a/v1"]}, "same address twice"),
         ({"urls": ["one", "two"]}, "'one': expected an address.*'two': expected an address"),
-        ({"url": "http://a", "urls": ["http://b"]}, "give one of the two"),
+        ({"url": "http://a", "urls": ["http://b"]}, "exclude each other"),
         ({"url": "http://a", "proxy": "nonsense"}, "proxy: 'nonsense': expected an address"),
         ({"url": "http://a/v1?api-version=1"}, "cannot be sent"),
-        ({"url": "http://a", "model": "x", "models": "all"}, "give one of the two"),
+        ({"url": "http://a", "model": "x", "models": "all"}, "exclude each other"),
         ({"url": "http://a", "protocol": "smtp"}, "protocol"),
         ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),
     ],
 )
-def test_mistakes_of_the_operator(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_invalid_options(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     file = tmp_path / "dragoman.json"
     file.write_text(json.dumps({"models": {"m": {"engine": "upstream", **options}}}))
     with pytest.raises(ConfigError, match=rf"dragoman.json:1: models\.m.*{words}"):
         load_settings(str(file), Flags(), {})
 
 
-def test_an_optional_parameter_that_is_refused_is_left_out_told_and_remembered(server: BadServer) -> None:
+def test_rejected_optional_parameter_is_omitted_reported_and_remembered(server: BadServer) -> None:
     no = refused("400 Bad", "Unsupported parameter: 'seed' is not supported with this model", "unsupported_parameter")
     server.play(no, HELLO)
     responses = ask_all(upstream_app(server.url), [{"seed": 1, "temperature": 1.5}] * 2)
@@ -151,7 +144,7 @@ def test_an_optional_parameter_that_is_refused_is_left_out_told_and_remembered(s
     assert all(body["temperature"] == 1.5 for body in sent(server))
 
 
-def test_in_strict_mode_it_is_an_error(server: BadServer) -> None:
+def test_rejected_parameter_is_an_error_in_strict_mode(server: BadServer) -> None:
     server.play(refused("400 Bad", "logprobs are not supported"), HELLO)
     response = ask(upstream_app(server.url), headers={"x-dragoman-strict": "true"}, logprobs=True)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
@@ -165,24 +158,23 @@ def test_in_strict_mode_it_is_an_error(server: BadServer) -> None:
         refused("400 Bad", '"auto" tool choice requires --enable-auto-tool-choice; tools not enabled'),
     ],
 )
-def test_what_cannot_be_left_out_is_not_supported(server: BadServer, no: Script) -> None:
+def test_rejected_essential_parameter_is_not_supported(server: BadServer, no: Script) -> None:
     server.play(no, HELLO)
     first, second = ask_all(upstream_app(server.url), [{"tools": TOOLS}, {}])
     assert (first.status_code, first.json()["error"]["param"]) == (501, "tools")
     assert second.status_code == 200
 
 
-def test_a_server_that_does_not_know_stream_options(server: BadServer) -> None:
+def test_server_that_rejects_stream_options(server: BadServer) -> None:
     server.play(refused("422 No", "Extra inputs are not permitted: stream_options"), HELLO)
     response = ask(upstream_app(server.url))
     assert response.status_code == 200
     assert "x-dragoman-ignored" not in response.headers
-    assert "does not say how many tokens" in response.headers["x-dragoman-warning"]
+    assert "did not report token usage" in response.headers["x-dragoman-warning"]
 
 
-def test_what_a_protocol_has_no_word_for_is_told(server: BadServer) -> None:
-    said = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
-    server.play(answer(said), path="/v1/messages")
+def test_fields_missing_in_a_protocol_are_reported(server: BadServer) -> None:
+    server.play(answer(MESSAGE), path="/v1/messages")
     app = upstream_app(server.url, protocol="auto")
     response = ask(app, min_p=0.1, logprobs=True)
     assert response.json()["choices"][0]["message"]["content"] == "Hello"
@@ -194,7 +186,7 @@ MESSAGE = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "s
 MARK = {"type": "ephemeral"}
 
 
-def test_what_asks_nothing_of_a_reply_goes_along(server: BadServer) -> None:
+def test_labels_are_passed_on(server: BadServer) -> None:
     server.play(HELLO)
     response = ask(upstream_app(server.url), metadata={"a": "b"}, **LABELS)
     assert {name: sent(server)[-1].get(name) for name in (*LABELS, "metadata")} == LABELS | {"metadata": None}
@@ -218,21 +210,21 @@ def marked(*places: str, ttl: str = "5m") -> dict[str, Any]:
 
 @pytest.mark.parametrize("ttl", ["5m", "1h"])
 @pytest.mark.parametrize("places", [(), ("tools",), ("system",), ("messages",), ("tools", "system", "messages")])
-def test_what_is_to_be_kept_is_marked_there_too(server: BadServer, places: tuple[str, ...], ttl: str) -> None:
+def test_cache_control_is_passed_on(server: BadServer, places: tuple[str, ...], ttl: str) -> None:
     server.play(answer(MESSAGE), path="/v1/messages")
-    told = ask(upstream_app(server.url, protocol="messages"), "/v1/messages", **marked(*places, ttl=ttl))
-    assert "x-dragoman-ignored" not in told.headers
+    response = ask(upstream_app(server.url, protocol="messages"), "/v1/messages", **marked(*places, ttl=ttl))
+    assert "x-dragoman-ignored" not in response.headers
     body = sent(server, "/v1/messages")[-1]
     mark = MARK if ttl == "5m" else {**MARK, "ttl": ttl}
     ends = {"tools": body["tools"][-1], "system": body["system"][-1], "messages": body["messages"][-1]["content"][-1]}
     found = {name: end.get("cache_control") for name, end in ends.items() if isinstance(end, dict)}
     assert {name for name, control in found.items() if control == mark} == set(places)
     server.play(HELLO)
-    told = ask(upstream_app(server.url), "/v1/messages", **marked(*places))
-    assert told.headers.get("x-dragoman-ignored") == ("cache_control" if places else None)
+    response = ask(upstream_app(server.url), "/v1/messages", **marked(*places))
+    assert response.headers.get("x-dragoman-ignored") == ("cache_control" if places else None)
 
 
-def test_a_label_that_is_refused_is_left_out(server: BadServer) -> None:
+def test_rejected_label_is_omitted(server: BadServer) -> None:
     refusal = refused("400 Bad", "Unrecognized request argument supplied: prompt_cache_key")
     server.play(refusal, HELLO)
     response = ask(upstream_app(server.url), **LABELS)
@@ -240,7 +232,7 @@ def test_a_label_that_is_refused_is_left_out(server: BadServer) -> None:
     assert sent(server)[-1]["user"] == "ann"
 
 
-def test_tokens_are_those_that_the_server_counted(server: BadServer) -> None:
+def test_usage_is_reported_by_the_server(server: BadServer) -> None:
     used = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 20}}
     server.play(stream(HEL, finish(usage=used)))
     usage = ask(upstream_app(server.url)).json()["usage"]
@@ -248,8 +240,8 @@ def test_tokens_are_those_that_the_server_counted(server: BadServer) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 20
 
 
-def test_tokens_of_a_reply_that_is_ended_here(server: BadServer) -> None:
-    """By servers that do not know stop strings."""
+def test_usage_of_a_reply_ended_by_a_stop_string(server: BadServer) -> None:
+    """The server ignores stop strings, so the pipeline ends the reply."""
     used = {"prompt_tokens": 3, "completion_tokens": 2}
     server.play(answer(REPLY | {"usage": used}))
     whole = ask(upstream_app(server.url), stop="lo").json()
@@ -261,7 +253,7 @@ def test_tokens_of_a_reply_that_is_ended_here(server: BadServer) -> None:
     assert "stop string" in cut_short.headers["x-dragoman-warning"]
 
 
-def test_the_log_says_whose_request_failed(server: BadServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_contains_the_request_id_of_a_failure(server: BadServer, caplog: pytest.LogCaptureFixture) -> None:
     server.play(refused("500 Oops", "out of paper"))
     response = ask(upstream_app(server.url))
     line = next(record for record in caplog.records if "out of paper" in record.getMessage())
@@ -272,18 +264,20 @@ def test_the_log_says_whose_request_failed(server: BadServer, caplog: pytest.Log
     )
 
 
-def test_logprobs_come_through(server: BadServer) -> None:
+def test_logprobs_are_passed_on(server: BadServer) -> None:
     entry = {"token": "Hel", "logprob": -0.5, "bytes": [72, 101, 108], "top_logprobs": []}
     rival = {"token": "Bye", "logprob": -2.0, "bytes": None}
     chunk = {"choices": [{"index": 0, "delta": {"content": "Hel"}, "logprobs": {"content": [entry]}}]}
     entry["top_logprobs"] = [rival]
     server.play(stream(b"data: " + json.dumps(chunk).encode() + b"\n\n", finish()))
-    told = ask(upstream_app(server.url), logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
-    assert [(one["token"], one["logprob"], one["top_logprobs"][0]["token"]) for one in told] == [("Hel", -0.5, "Bye")]
+    content = ask(upstream_app(server.url), logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["logprob"], one["top_logprobs"][0]["token"]) for one in content] == [
+        ("Hel", -0.5, "Bye")
+    ]
     assert (sent(server)[0]["logprobs"], sent(server)[0]["top_logprobs"]) == (True, 1)
 
 
-def test_completions_of_texts_and_token_ids(server: BadServer) -> None:
+def test_completions_of_text_and_token_ids(server: BadServer) -> None:
     reply = {"choices": [{"text": " world", "finish_reason": "length"}], "usage": {"prompt_tokens": 1}}
     server.play(answer(reply), path="/v1/completions")
     app = upstream_app(server.url)
@@ -293,12 +287,12 @@ def test_completions_of_texts_and_token_ids(server: BadServer) -> None:
     assert [body["prompt"] for body in sent(server, "/v1/completions")] == ["hello", [1, 2]]
 
 
-def test_a_server_without_completions(server: BadServer) -> None:
+def test_server_without_completions(server: BadServer) -> None:
     server.play(HELLO)
     assert ask(upstream_app(server.url), "/v1/completions", prompt="hello").status_code == 501
 
 
-def test_vectors_and_counts(server: BadServer) -> None:
+def test_embeddings_and_token_counts(server: BadServer) -> None:
     vectors = {"data": [{"embedding": [3, 4]}, {"embedding": [0, 1]}], "usage": {"prompt_tokens": 5}}
     server.play(answer(vectors), path="/v1/embeddings")
     server.also(answer({"input_tokens": 12}), path="/v1/messages/count_tokens")
@@ -312,7 +306,7 @@ def test_vectors_and_counts(server: BadServer) -> None:
     assert ask(upstream_app(server.url), "/v1/messages/count_tokens").status_code == 501
 
 
-def test_a_server_that_only_gives_text_is_read_here(server: BadServer) -> None:
+def test_format_option_parses_plain_text(server: BadServer) -> None:
     text = '<think>Hmm</think><tool_call>{"name": "f", "arguments": {}}</tool_call>'
     server.play(stream(*(delta(content=text[at : at + 5]) for at in range(0, len(text), 5)), finish()))
     message = ask(upstream_app(server.url, format="hermes"), tools=TOOLS).json()["choices"][0]["message"]
@@ -320,30 +314,30 @@ def test_a_server_that_only_gives_text_is_read_here(server: BadServer) -> None:
     assert message["tool_calls"][0]["function"]["name"] == "f"
 
 
-def test_text_stays_text_even_where_a_call_was_required(server: BadServer) -> None:
+def test_text_is_not_parsed_without_format_option(server: BadServer) -> None:
     server.play(HELLO)
     response = ask(upstream_app(server.url), tools=TOOLS, tool_choice="required")
     assert response.json()["choices"][0]["message"]["content"] == "Hello"
 
 
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden", "402 Payment Required"])
-def test_our_callers_key_is_not_at_fault(server: BadServer, status: str) -> None:
+def test_rejected_upstream_key_is_502(server: BadServer, status: str) -> None:
     server.play(refused(status, f"key sk-123 at {server.url}"))
     response = ask(upstream_app(server.url))
     assert response.status_code == 502
     assert "sk-123" not in response.text
 
 
-def test_how_long_to_wait_is_passed_on(server: BadServer) -> None:
+def test_retry_after_is_passed_on(server: BadServer) -> None:
     server.play(refused("429 Too Many", retry_after="7"))
     app = upstream_app(server.url)
     response = ask(app)
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
-    # No key of ours has a limit that kept it out.
+    # It does not count as a rate limit of our own.
     assert not app.telemetry.metrics.limited
 
 
-def test_to_leave_ends_it_over_there(server: BadServer) -> None:
+def test_closing_the_stream_closes_the_connection(server: BadServer) -> None:
     server.play([*cut(HEL), "hang"])
 
     async def leave() -> None:
@@ -360,24 +354,7 @@ def test_to_leave_ends_it_over_there(server: BadServer) -> None:
     asyncio.run(leave())
 
 
-def test_connections_are_used_again(server: BadServer) -> None:
-    server.play(HELLO)
-
-    async def talk() -> None:
-        engine = UpstreamEngine("m", UpstreamOptions(url=server.url, protocol="chat", health_seconds=0))
-        for _ in range(5):
-            request = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
-            events = run(engine, request)
-            async for batch in events:
-                assert batch
-            await asyncio.sleep(0.02)
-        await engine.stop()
-
-    asyncio.run(talk())
-    assert server.connections == 1
-
-
-def test_another_is_asked_before_the_first_byte_and_not_after(server: BadServer, other: BadServer) -> None:
+def test_retry_on_another_server_before_the_first_event_only(server: BadServer, other: BadServer) -> None:
     scripts: list[Script] = [["reset"], ["close"], refused("500 Oops"), refused("429 Busy"), refused("401 No")]
     for script in [*scripts, [*cut(), "close"]]:
         server.play(script)
@@ -395,7 +372,7 @@ def test_another_is_asked_before_the_first_byte_and_not_after(server: BadServer,
 
 @pytest.mark.parametrize("stop", [None, "zz"])
 @pytest.mark.parametrize("broken", [[*cut(HEL), "close"], stream(HEL, frame({"error": "boom"})), [*cut(HEL), "hang"]])
-def test_a_whole_reply_begins_again_elsewhere(
+def test_unstreamed_reply_is_retried_on_another_server(
     server: BadServer, other: BadServer, broken: Script, stop: str | None
 ) -> None:
     server.play(broken)
@@ -411,13 +388,13 @@ def test_a_whole_reply_begins_again_elsewhere(
     assert [choice["message"]["content"] for choice in several] == ["Hello"] * 3
 
 
-def test_json_replies_are_taken_too(server: BadServer) -> None:
+def test_json_reply_to_a_streaming_request(server: BadServer) -> None:
     server.play(answer(REPLY))
     assert ask(upstream_app(server.url), stream=True).text.endswith("data: [DONE]\n\n")
 
 
-def test_more_than_a_reader_can_take_at_once(server: BadServer) -> None:
-    """The connection pauses, and nothing is lost."""
+def test_backpressure_of_a_slow_reader(server: BadServer) -> None:
+    """The connection pauses and no data is lost."""
     server.play(stream(*[delta(content="x" * 1_000_000)] * 6, finish()))
 
     async def read_slowly() -> int:

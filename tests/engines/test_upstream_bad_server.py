@@ -1,4 +1,4 @@
-"""The table of bad servers, behind the upstream engine: each has a status or an error frame, and nothing hangs."""
+"""The upstream engine with misbehaving servers: each yields a status or an error frame, and nothing hangs."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from dragoman.core import errors
 from dragoman.core.request import Reasoning, Text, ToolCall
-from tests.engines.asking import ask, asked_all, upstream_app
+from tests.engines.upstream_app import ask, ask_all_async, upstream_app
 from tests.support.bad_server import CHAT, LAST, ROWS, BadServer, Row, chunk, head, zipped
 
 STATUS: dict[type[errors.DragomanError], int] = {
@@ -39,12 +39,12 @@ def parts_of(message: dict[str, object]) -> list[object]:
     return [*found, *(ToolCall("", call["function"]["name"], call["function"]["arguments"]) for call in calls)]
 
 
-def wanted_parts(parts: tuple[object, ...]) -> list[object]:
+def without_ids(parts: tuple[object, ...]) -> list[object]:
     return [ToolCall("", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in parts]
 
 
 def first_attempt(row: Row) -> tuple[int, tuple[object, ...]]:
-    """What the engine makes of the first script: to ask again is for our own caller to decide."""
+    """The expected result of the first script: the engine does not retry on the same server."""
     if row.made is errors.MalformedToolCall:
         return 200, row.arrived
     if isinstance(row.made, tuple):
@@ -56,13 +56,13 @@ def first_attempt(row: Row) -> tuple[int, tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_without_a_stream(server: BadServer, row: Row) -> None:
+def test_unstreamed_reply(server: BadServer, row: Row) -> None:
     server.play(*row.scripts)
     status, parts = first_attempt(row)
     response = ask(upstream_app(server.url, silence_seconds=server.silence))
     assert response.status_code == status, response.text
     if status == 200:
-        assert parts_of(response.json()["choices"][0]["message"]) == wanted_parts(parts)
+        assert parts_of(response.json()["choices"][0]["message"]) == without_ids(parts)
     else:
         assert response.json()["error"]["message"]
         assert str(server.port) not in response.text
@@ -71,7 +71,7 @@ def test_without_a_stream(server: BadServer, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.arrived], ids=[row.name for row in ROWS if row.arrived])
-def test_in_the_middle_of_a_stream(server: BadServer, row: Row) -> None:
+def test_error_in_the_middle_of_a_stream(server: BadServer, row: Row) -> None:
     server.play(*row.scripts)
     response = ask(upstream_app(server.url, silence_seconds=server.silence), stream=True)
     assert response.status_code == 200
@@ -84,19 +84,19 @@ def test_in_the_middle_of_a_stream(server: BadServer, row: Row) -> None:
     assert json.loads(frames[-1])["error"]["code"]
 
 
-def test_what_one_server_sends_holds_nobody_else_up(server: BadServer) -> None:
-    """A few hundred kilobytes on the way, hundreds of megabytes unpacked."""
+def test_huge_compressed_reply_does_not_block_the_event_loop(server: BadServer) -> None:
+    """The reply has a few hundred kilobytes, and hundreds of megabytes when decompressed."""
     server.play([head(content_encoding="gzip", transfer_encoding="chunked"), chunk(zipped(b" " * 300_000_000)), LAST])
 
     async def longest_turn() -> float:
         """CPU seconds of the longest turn of the event loop. CPU time does not depend on other processes."""
         longest = 0.0
-        asking = asyncio.create_task(asked_all(upstream_app(server.url), [{}]))
-        while not asking.done():
+        task = asyncio.create_task(ask_all_async(upstream_app(server.url), [{}]))
+        while not task.done():
             begun = time.thread_time()
             await asyncio.sleep(0.001)
             longest = max(longest, time.thread_time() - begun)
-        assert (await asking)[0].status_code == 502
+        assert (await task)[0].status_code == 502
         return longest
 
     assert asyncio.run(longest_turn()) < 1

@@ -1,4 +1,4 @@
-"""Servers that ask each other in a circle."""
+"""Upstream servers that form a loop."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from tools.ports import free_port
 from dragoman.core import loop_guard
 from dragoman.core.errors import LoopDetected
 from dragoman.server.app import App
-from tests.engines.asking import ask, upstream_app
+from tests.engines.upstream_app import ask, upstream_app
 from tests.support.bad_server import CHAT, HELLO, BadServer
 
 ASKS: dict[str, dict[str, Any]] = {
@@ -21,8 +21,8 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
-async def circle(ports: list[int], path: str) -> tuple[httpx.Response, list[int]]:
-    """The answer of the first, and how many requests each of them had."""
+async def call_loop(ports: list[int], path: str) -> tuple[httpx.Response, list[int]]:
+    """Return the response of the first server, and the number of requests per server."""
     counts = [0] * len(ports)
 
     def counted(app: App, at: int) -> object:
@@ -39,7 +39,7 @@ async def circle(ports: list[int], path: str) -> tuple[httpx.Response, list[int]
     ]
     servers = [uvicorn.Server(config) for config in configs]
     tasks = [asyncio.create_task(server.serve()) for server in servers]
-    while not all(server.started for server in servers):  # noqa: ASYNC110 (uvicorn has nothing to wait for)
+    while not all(server.started for server in servers):  # noqa: ASYNC110 (uvicorn has no event for it)
         await asyncio.sleep(0.01)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=20) as client:
         answer = await client.post(path, json={"model": "m"} | ASKS[path])
@@ -53,26 +53,26 @@ async def circle(ports: list[int], path: str) -> tuple[httpx.Response, list[int]
 
 @pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("length", [1, 3])
-def test_a_circle_ends_after_one_round(path: str, length: int) -> None:
-    answer, counts = asyncio.run(circle([free_port() for _ in range(length)], path))
+def test_loop_is_detected_after_one_round(path: str, length: int) -> None:
+    answer, counts = asyncio.run(call_loop([free_port() for _ in range(length)], path))
     assert answer.status_code == 502
     assert "leads back to" in answer.text
     assert counts == [2] + [1] * (length - 1)
 
 
-def test_each_signs_what_it_sends_on() -> None:
+def test_via_header_is_extended_if_valid() -> None:
     with BadServer() as server:
         server.play(HELLO)
         before = f"{'a' * 16},{'b' * 16}"
-        for told, kept in {before: f"{before},", "../etc, x": "", "": ""}.items():
-            assert ask(upstream_app(server.url), headers={"x-dragoman-via": told}).status_code == 200
+        for received, prefix in {before: f"{before},", "../etc, x": "", "": ""}.items():
+            assert ask(upstream_app(server.url), headers={"x-dragoman-via": received}).status_code == 200
             head = next(head for head in reversed(server.heads) if CHAT in head)
             line = next(line for line in head.split("\r\n") if line.startswith("x-dragoman-via: "))
-            assert line.startswith(f"x-dragoman-via: {kept}")
-            assert len(line) == len(f"x-dragoman-via: {kept}") + 16
+            assert line.startswith(f"x-dragoman-via: {prefix}")
+            assert len(line) == len(f"x-dragoman-via: {prefix}") + 16
 
 
-def test_nobody_goes_round_for_ever() -> None:
+def test_number_of_hops_is_limited() -> None:
     loop_guard.arrive(b",".join([b"a" * 16] * (loop_guard.MOST_HOPS + 1)))
     with pytest.raises(LoopDetected):
         loop_guard.check("b" * 16, "m")

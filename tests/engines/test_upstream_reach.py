@@ -1,4 +1,4 @@
-"""Whom the upstream engine asks, by which names: redirects, proxies, certificates, images, all models of a server."""
+"""Addresses and names the upstream engine uses: redirects, proxies, certificates, images, all models of a server."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.server.factory import build_app, create_app
 from dragoman.server.http.server import tls_context
-from tests.engines.asking import ask, ask_all, sent, upstream_app
+from tests.engines.upstream_app import ask, ask_all, sent, upstream_app
 from tests.server.test_connections import certified
 from tests.support.bad_server import (
     CHAT,
@@ -29,7 +29,7 @@ def test_redirects_are_not_followed(server: BadServer, other: BadServer) -> None
     assert not other.requests
 
 
-def test_proxies_of_the_environment_are_not_used(
+def test_only_the_configured_proxy_is_used(
     server: BadServer, other: BadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy"):
@@ -39,7 +39,7 @@ def test_proxies_of_the_environment_are_not_used(
     other.play(HELLO, path=f"{server.url}{CHAT}")
     proxy = other.url.replace("://", "://me:hidden@")
     assert ask(upstream_app(server.url, proxy=proxy)).status_code == 200
-    # Only the proxy was asked the second time, and by somebody whom it knows.
+    # The second request went only to the proxy, with credentials.
     assert len(server.requests[CHAT]) == len(other.requests[f"{server.url}{CHAT}"]) == 1
     assert "\r\nproxy-authorization: basic bwu6aglkzgvu\r\n" in other.heads[-1]
 
@@ -48,7 +48,7 @@ def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tls = certified(tmp_path)
     with BadServer(tls_context(tls)) as server:
         server.play(HELLO)
-        # Nobody has heard of whoever signed its certificate.
+        # The certificate is signed by an unknown authority.
         assert ask(upstream_app(server.url)).status_code == 503
         assert not server.requests[CHAT]
         monkeypatch.setenv("SSL_CERT_FILE", tls.certificate)
@@ -58,15 +58,8 @@ def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(server.requests[CHAT]) == 2
 
 
-def test_a_proxy_of_the_configuration_is_used(server: BadServer, other: BadServer) -> None:
-    other.play(HELLO, path=f"{server.url}{CHAT}")
-    app = upstream_app(server.url, proxy=other.url)
-    assert ask(app).json()["choices"][0]["message"]["content"] == "Hello"
-    assert not server.requests
-
-
 @pytest.mark.parametrize("allowed", [False, True])
-def test_addresses_of_images_are_for_the_operator_to_allow(server: BadServer, other: BadServer, allowed: bool) -> None:
+def test_image_urls_need_the_option(server: BadServer, other: BadServer, allowed: bool) -> None:
     server.play(HELLO)
     other.play(HELLO, path="/cat.png")
     picture = {"type": "image_url", "image_url": {"url": f"{other.url}/cat.png"}}
@@ -76,7 +69,7 @@ def test_addresses_of_images_are_for_the_operator_to_allow(server: BadServer, ot
     assert bool(server.requests[CHAT]) is allowed
 
 
-def test_images_go_along_as_data(server: BadServer) -> None:
+def test_image_data_is_passed_on(server: BadServer) -> None:
     server.play(HELLO)
     data = "data:image/png;base64,iVBORw0KGgo="
     picture = {"type": "image_url", "image_url": {"url": data}}
@@ -101,7 +94,7 @@ def test_all_models_of_a_server(server: BadServer) -> None:
             assert reply.json()["model"] == "cloud/Org/Big"
             assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
             for path in (CHAT, "/v1/messages/count_tokens") * 3:
-                # However often it is asked for: that is no failure of the server's.
+                # Repeated, because it must not count as a failure of the server.
                 refusal = await client.post(path, json=body | {"model": "cloud"})
                 assert refusal.status_code == 404
                 assert "stands for several models: cloud/Org/Big, cloud/small" in refusal.text
@@ -118,7 +111,7 @@ def test_all_models_of_a_server(server: BadServer) -> None:
     assert [body["model"] for body in sent(server, "/v1/embeddings")] == ["small", "Org/Big"]
 
 
-def test_names_that_nobody_knows_of_are_no_labels(server: BadServer) -> None:
+def test_unknown_model_names_are_not_metric_labels(server: BadServer) -> None:
     server.play(refused("404 Not Found", code="model_not_found"))
     server.also(refused("404 Not Found"), path="/v1/models")
     options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
@@ -140,7 +133,7 @@ def test_names_that_nobody_knows_of_are_no_labels(server: BadServer) -> None:
     assert [body["model"] for body in sent(server)] == ["made-up", "made-up-too"]
 
 
-def test_an_alias_may_name_one_of_them(tmp_path: Path) -> None:
+def test_alias_of_an_upstream_model(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.yaml"
     file.write_text("models: {cloud: {engine: upstream, url: 'http://a', models: all}}\naliases: {gpt: cloud/gpt-9}\n")
     settings = load_settings(str(file), Flags(), {})

@@ -1,4 +1,4 @@
-"""Replies that are told as the bytes arrive: pauses, errors of whoever listens, silence, ends."""
+"""Push-based replies of the upstream engine: pauses, listener errors, timeouts, ends."""
 
 import asyncio
 import gzip
@@ -35,10 +35,10 @@ def with_engine(
     asyncio.run(used())
 
 
-def told(
+def collect_events(
     server: BadServer, *scripts: Script, listener: Listener | None = None, silence: float | None = None
 ) -> list[Event]:
-    """All events of one reply; whatever comes of it is raised after them."""
+    """Collect the events of one reply."""
     events: list[Event] = []
 
     def note(ready: Sequence[Event]) -> Awaitable[None] | None:
@@ -65,20 +65,20 @@ def text(events: Sequence[Event]) -> str:
         [part for digit in DIGITS for part in (digit[:9], 0.002, digit[9:])] + [END + DONE],
         [part for digit in DIGITS for part in (digit, 0.005)] + [END, DONE],
     ],
-    ids=["one by one", "together", "cut", "slowly"],
+    ids=["one by one", "together", "split", "slowly"],
 )
-def test_a_reply_is_told(server: BadServer, pieces: Script) -> None:
-    events = told(server, stream(*pieces))
+def test_reply_text(server: BadServer, pieces: Script) -> None:
+    events = collect_events(server, stream(*pieces))
     assert text(events) == "0123456789"
     assert isinstance(events[-1], Finished)
 
 
-def test_what_is_compressed_is_told_too(server: BadServer) -> None:
+def test_compressed_reply(server: BadServer) -> None:
     script = [whole(gzip.compress(GREETING), content_type="text/event-stream", content_encoding="gzip")]
-    assert text(told(server, script)) == "Hello"
+    assert text(collect_events(server, script)) == "Hello"
 
 
-def test_a_listener_who_wants_a_pause_gets_it(server: BadServer) -> None:
+def test_listener_is_awaited_before_the_next_batch(server: BadServer) -> None:
     pausing = 0
 
     async def pause() -> None:
@@ -92,54 +92,54 @@ def test_a_listener_who_wants_a_pause_gets_it(server: BadServer) -> None:
         return pause()
 
     slowly = [part for digit in DIGITS for part in (digit, 0.004)]
-    assert text(told(server, stream(*slowly, END, DONE), listener=listener)) == "0123456789"
+    assert text(collect_events(server, stream(*slowly, END, DONE), listener=listener)) == "0123456789"
 
 
 @pytest.mark.parametrize("last", [0, 4])
-def test_what_a_listener_raises_ends_it_and_is_nobody_elses_fault(server: BadServer, last: int) -> None:
+def test_listener_error_propagates_and_closes_the_connection(server: BadServer, last: int) -> None:
     def listener(events: Sequence[Event]) -> None:
         if str(last) in text(events):
             raise BadRequest("enough")
 
     slowly = [part for digit in DIGITS[: last + 1] for part in (0.005, digit)]
     with pytest.raises(BadRequest, match="enough"):
-        told(server, [*cut(*slowly), "hang"], listener=listener)
+        collect_events(server, [*cut(*slowly), "hang"], listener=listener)
     assert server.left.wait(60)
 
 
-def test_to_cancel_it_ends_it_over_there(server: BadServer) -> None:
+def test_cancelling_closes_the_connection(server: BadServer) -> None:
     server.play([*cut(*DIGITS[:3]), "hang"])
 
     async def leave(engine: UpstreamEngine) -> None:
-        heard: list[Event] = []
-        telling = asyncio.create_task(engine.tell(REQUEST, heard.extend))
-        while text(heard) != "012":  # noqa: ASYNC110 (it is looked at now and then)
+        received: list[Event] = []
+        task = asyncio.create_task(engine.tell(REQUEST, received.extend))
+        while text(received) != "012":  # noqa: ASYNC110 (filled by another task)
             await asyncio.sleep(0.005)
-        telling.cancel()
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await telling
+            await task
         assert await asyncio.to_thread(server.left.wait, 60)
 
     with_engine(server, leave)
 
 
 @pytest.mark.parametrize("act", ["close", "reset", "hang"])
-def test_what_came_is_told_before_it_fails(server: BadServer, act: str) -> None:
-    heard: list[Event] = []
+def test_received_text_is_delivered_before_the_error(server: BadServer, act: str) -> None:
+    received: list[Event] = []
     slowly = [part for digit in DIGITS for part in (digit, 0.005)]
     with pytest.raises(DragomanError) as failure:
-        told(server, [*cut(*slowly), act], listener=heard.extend)  # type: ignore[list-item]
+        collect_events(server, [*cut(*slowly), act], listener=received.extend)  # type: ignore[list-item]
     assert type(failure.value) is StreamCutOff
-    assert text(heard) == "0123456789"
+    assert text(received) == "0123456789"
 
 
-def test_a_slow_stream_is_no_silence(server: BadServer) -> None:
-    """As long as something comes in time, however long it takes in all."""
+def test_slow_stream_does_not_time_out(server: BadServer) -> None:
+    """Only the time between two chunks is limited."""
     slowly = [part for digit in DIGITS for part in (digit, SILENCE / 4)]
-    assert text(told(server, stream(*slowly, END, DONE), silence=SILENCE)) == "0123456789"
+    assert text(collect_events(server, stream(*slowly, END, DONE), silence=SILENCE)) == "0123456789"
 
 
-def test_the_connection_is_used_again(server: BadServer) -> None:
+def test_connection_is_reused(server: BadServer) -> None:
     server.play(HELLO)
 
     async def ask(engine: UpstreamEngine) -> None:

@@ -1,4 +1,4 @@
-"""The vllm engine in its worker, over a stand-in for vLLM that speaks the same messages per step."""
+"""The vllm engine in a worker process, with a fake vLLM that sends the same messages per step."""
 
 import asyncio
 import re
@@ -29,8 +29,7 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.ipc.worker_engine import WorkerEngine
-from tests.engines.vllm_faults import BELL
-from tests.engines.vllm_stand_in import (
+from tests.engines.fake_vllm_engine import (
     IM_END,
     IM_START,
     NOT_ONE,
@@ -40,11 +39,12 @@ from tests.engines.vllm_stand_in import (
     text_of,
     with_engine,
 )
+from tests.engines.vllm_faults import BELL
 
 pytestmark = pytest.mark.usefixtures("stand_in")
 
 
-def test_a_reply_from_started_to_finished() -> None:
+def test_reply_events_and_usage() -> None:
     async def test(made: WorkerEngine) -> None:
         said = await events(made, chat("Grüße, 世界 😀"))
         started, finished = said[0], said[-1]
@@ -59,7 +59,7 @@ def test_a_reply_from_started_to_finished() -> None:
     with_engine(test)
 
 
-def test_what_it_says_of_itself() -> None:
+def test_model_info_and_features() -> None:
     async def test(made: WorkerEngine) -> None:
         assert [(info.name, info.context, info.format) for info in made.models()] == [("m", 512, "hermes")]
         assert {"chat", "completion", "constraint", "logprobs", "usage"} <= made.supports()
@@ -69,7 +69,7 @@ def test_what_it_says_of_itself() -> None:
     with_engine(test, context=512, slots=3, format="hermes")
 
 
-def test_a_control_token_in_a_message_is_text() -> None:
+def test_control_token_in_message_is_text() -> None:
     async def test(made: WorkerEngine) -> None:
         rendered = await made.render(chat("a<|im_end|>\n<|im_start|>system"))
         assert rendered.tokens.count(IM_START) == 2
@@ -80,7 +80,7 @@ def test_a_control_token_in_a_message_is_text() -> None:
     with_engine(test)
 
 
-def test_limits_stop_tokens_and_what_ends_a_text() -> None:
+def test_max_tokens_stop_tokens_and_context_limit() -> None:
     async def test(made: WorkerEngine) -> None:
         assert (await events(made, chat("hello", max_tokens=2)))[-1] == Finished("length", usage=Usage(24, 2, 0))
         none = await events(made, chat("hello", max_tokens=0))
@@ -101,7 +101,7 @@ def test_limits_stop_tokens_and_what_ends_a_text() -> None:
     with_engine(test, context=256)
 
 
-def test_log_probabilities() -> None:
+def test_logprobs() -> None:
     async def test(made: WorkerEngine) -> None:
         request = GenerationRequest(prompts=("abc",), echo=True, logprobs=Logprobs(2, prompt=True), max_tokens=2)
         started, first, *_ = await events(made, request)
@@ -117,7 +117,7 @@ def test_log_probabilities() -> None:
     with_engine(test)
 
 
-def test_what_vllm_refuses_is_the_callers_to_mend_and_harms_nobody() -> None:
+def test_request_rejected_by_vllm_is_bad_request_and_others_continue() -> None:
     async def test(made: WorkerEngine) -> None:
         beside = asyncio.create_task(events(made, chat("count 100")))
         for wrong in (
@@ -133,7 +133,7 @@ def test_what_vllm_refuses_is_the_callers_to_mend_and_harms_nobody() -> None:
     with_engine(test)
 
 
-def test_a_schema_that_nothing_fits_is_refused_with_its_field() -> None:
+def test_unsatisfiable_schema_is_rejected_with_its_field() -> None:
     async def test(made: WorkerEngine) -> None:
         shape = JsonSchema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
         assert text_of(await events(made, chat('{"a": 1}', constraint=shape))) == '{"a": 1}'
@@ -154,8 +154,8 @@ def test_a_schema_that_nothing_fits_is_refused_with_its_field() -> None:
         (False, "auto", True, True),
     ],
 )
-def test_calls_are_shaped_where_that_is_asked_for(strict: bool, mode: Any, always: bool, shaped: bool) -> None:
-    """The stand-in tells what grammar it was given by what it calls the user's text."""
+def test_tool_calls_are_constrained_when_requested(strict: bool, mode: Any, always: bool, shaped: bool) -> None:
+    """The fake model answers "what grammar" with the grammar it was given."""
 
     async def test(made: WorkerEngine) -> None:
         tool = Tool("f", parameters={"type": "object"}, strict=strict)
@@ -165,10 +165,10 @@ def test_calls_are_shaped_where_that_is_asked_for(strict: bool, mode: Any, alway
     with_engine(test, format="hermes", strict_tools=always)
 
 
-def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:
+def test_reasoning_is_closed_when_its_budget_is_used_up() -> None:
     async def test(made: WorkerEngine) -> None:
         said = await events(made, chat("<think>12345678", thinking=Thinking(budget_tokens=3), max_tokens=40))
-        # The stand-in knows nothing of its own words: taken up again, it begins anew, with nothing left to think.
+        # The fake model ignores its own reply: when resumed, it starts over with no budget left.
         assert text_of(said) == ("<think>123\n</think>\n\n" + "<think>\n</think>\n\n" * 9)[:40]
         finished = said[-1]
         assert isinstance(finished, Finished)
@@ -179,7 +179,7 @@ def test_a_thought_is_closed_when_its_budget_is_used_up() -> None:
 
 
 @pytest.mark.parametrize("constraint", [OneOf(("yes", "no")), None])
-def test_log_probabilities_that_are_not_the_models_own_are_reported(constraint: OneOf | None) -> None:
+def test_logprobs_of_constrained_reply_are_reported_as_ignored(constraint: OneOf | None) -> None:
     async def test(made: WorkerEngine) -> None:
         asked = Asked("logprobs", "top_logprobs"), Asked("logprobs", "best_of")
         started, first, *_ = await events(made, chat("yes", constraint=constraint, logprobs=Logprobs(2), asked=asked))
@@ -191,7 +191,7 @@ def test_log_probabilities_that_are_not_the_models_own_are_reported(constraint: 
     with_engine(test)
 
 
-def test_what_could_not_be_enforced_is_looked_at_afterwards() -> None:
+def test_unenforced_keywords_are_checked_after_the_reply() -> None:
     async def test(made: WorkerEngine) -> None:
         for text, words in (('{"a": 1}', "should not be valid"), ('{"a": 2}', None)):
             said = await events(made, chat(text, constraint=NOT_ONE))
@@ -210,9 +210,9 @@ def test_what_could_not_be_enforced_is_looked_at_afterwards() -> None:
         chat("<think>123456 at most 1 times", thinking=Thinking(budget_tokens=3), max_tokens=90),
         chat("at most 0 times"),
     ],
-    ids=["what is looked at afterwards", "what is taken up again", "what is begun"],
+    ids=["check after the reply", "resume", "submit"],
 )
-def test_what_goes_wrong_aside_is_told_to_its_own_request(request_given: GenerationRequest) -> None:
+def test_background_failure_fails_only_its_request(request_given: GenerationRequest) -> None:
     async def test(made: WorkerEngine) -> None:
         beside = asyncio.create_task(events(made, chat("count 50")))
         with pytest.raises(EngineFailed):
@@ -223,7 +223,7 @@ def test_what_goes_wrong_aside_is_told_to_its_own_request(request_given: Generat
     with_engine(test, "tests.engines.vllm_faults:Faulty", format="hermes")
 
 
-def test_a_step_that_cannot_be_handed_on_is_the_end_of_the_engine_and_not_its_silence() -> None:
+def test_step_that_cannot_be_processed_fails_all_requests() -> None:
     async def test(made: WorkerEngine) -> None:
         readers = (events(made, chat(text)) for text in ("count 999", f"ring {BELL}", "count 999"))
         ends = await asyncio.gather(*readers, return_exceptions=True)
@@ -240,27 +240,27 @@ def adapter(folder: Path, rank: int) -> str:
     return str(folder)
 
 
-def test_adapters_are_models_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_listed_as_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     adapter(tmp_path / "poet", 40)
 
     async def test(made: WorkerEngine) -> None:
         assert [info.name for info in made.models()] == ["m", "m-legal", "m-poet"]
-        for model, told in (("m", "None"), ("m-legal", "m-legal"), ("m-poet", "m-poet"), ("", "None")):
-            assert text_of(await events(made, chat("what adapter", model=model))) == told
+        for model, adapter_name in (("m", "None"), ("m-legal", "m-legal"), ("m-poet", "m-poet"), ("", "None")):
+            assert text_of(await events(made, chat("what adapter", model=model))) == adapter_name
 
     with_engine(test, adapters={"m-legal": adapter(tmp_path / "legal", 12), "m-poet": "~/poet"})
 
 
 @pytest.mark.parametrize(
-    ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "no room")]
+    ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "max_loras exceeded")]
 )
-def test_an_adapter_that_vllm_refuses_is_named(tmp_path: Path, rank: int, args: dict[str, Any], words: str) -> None:
+def test_adapter_rejected_by_vllm_is_named(tmp_path: Path, rank: int, args: dict[str, Any], words: str) -> None:
     async def main() -> None:
         given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", rank)}, "args": args}
         made = WorkerEngine("vllm", "m", given)
         try:
-            with pytest.raises(ConfigError, match=f"the adapter x cannot be used: .*{words}"):
+            with pytest.raises(ConfigError, match=f"adapter x cannot be loaded: .*{words}"):
                 await made.start()
         finally:
             await made.stop()
@@ -269,7 +269,7 @@ def test_an_adapter_that_vllm_refuses_is_named(tmp_path: Path, rank: int, args: 
 
 
 @pytest.mark.parametrize(("name", "error"), [("large", ModelFailed), ("odd", ConfigError)])
-def test_memory_that_is_short_is_no_mistake_of_an_adapter(tmp_path: Path, name: str, error: type[Exception]) -> None:
+def test_out_of_memory_for_adapter_is_no_config_error(tmp_path: Path, name: str, error: type[Exception]) -> None:
     async def main() -> None:
         made = WorkerEngine("vllm", "m", {"path": "some/model", "adapters": {name: adapter(tmp_path / "x", 8)}})
         try:
@@ -282,7 +282,7 @@ def test_memory_that_is_short_is_no_mistake_of_an_adapter(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("dies_in", ["tasks", "loras", "settings"])
-def test_an_engine_process_that_dies_before_it_serves_has_not_started(tmp_path: Path, dies_in: str) -> None:
+def test_engine_process_death_during_start_fails_the_start(tmp_path: Path, dies_in: str) -> None:
     async def main() -> None:
         given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", 8)}, "args": {"dies_in": dies_in}}
         made = WorkerEngine("vllm", "m", given)
@@ -297,7 +297,7 @@ def test_an_engine_process_that_dies_before_it_serves_has_not_started(tmp_path: 
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_beginnings_are_shared_between_principals_unless_they_are_kept_apart(isolate: bool) -> None:
+def test_prefix_cache_isolation_between_principals(isolate: bool) -> None:
     async def test(made: WorkerEngine) -> None:
         async def cached(principal: str) -> int:
             started = (await events(made, chat("the same " * 9, principal=principal)))[0]
@@ -313,7 +313,7 @@ def test_beginnings_are_shared_between_principals_unless_they_are_kept_apart(iso
     with_engine(test, isolate=isolate)
 
 
-def test_a_pooling_model_makes_vectors() -> None:
+def test_pooling_model_embeds() -> None:
     async def test(made: WorkerEngine) -> None:
         assert made.supports() == {"embeddings", "tokenize"}
         first, same, other = await made.embed(["abba", "abba", (100, 101)])
@@ -330,11 +330,11 @@ def test_a_pooling_model_makes_vectors() -> None:
     with_engine(test, args={"runner": "pooling"})
 
 
-def test_a_vector_that_is_none_fails_its_own_request() -> None:
+def test_nan_embedding_fails_only_its_request() -> None:
     async def test(made: WorkerEngine) -> None:
-        wanted = [["abba"], ["x", "not a number", "y"], ["not a number"], ["abba"]]
-        told = await asyncio.gather(*(made.embed(texts) for texts in wanted), return_exceptions=True)
-        assert [type(each) for each in told] == [tuple, EngineFailed, EngineFailed, tuple]
+        batches = [["abba"], ["x", "not a number", "y"], ["not a number"], ["abba"]]
+        results = await asyncio.gather(*(made.embed(texts) for texts in batches), return_exceptions=True)
+        assert [type(result) for result in results] == [tuple, EngineFailed, EngineFailed, tuple]
         assert len(await made.embed(["abba"])) == 1
         assert made._child is not None
         assert not made._child.busy
@@ -354,13 +354,19 @@ def test_a_vector_that_is_none_fails_its_own_request() -> None:
         ({"path": "broken"}, "no such model"),
         ({"path": "starved"}, "vllm: starved: ValueError: No available memory for the cache blocks."),
         ({"path": "silent"}, "vllm: silent: Engine core initialization failed."),
-        ({"context": 5, "args": {"max_model_len": 6}}, "vllm: args.max_model_len: context sets it; give it once"),
-        ({"slots": 5, "args": {"max-num-seqs": 6}}, "vllm: args.max-num-seqs: slots sets it; give it once"),
-        ({"args": {"model": "other"}}, "vllm: args.model: source sets it; give it once"),
-        ({"adapters": {"x": "/nowhere"}}, "the adapter x"),
+        (
+            {"context": 5, "args": {"max_model_len": 6}},
+            "args.max_model_len: already set by the option context",
+        ),
+        (
+            {"slots": 5, "args": {"max-num-seqs": 6}},
+            "args.max-num-seqs: already set by the option slots",
+        ),
+        ({"args": {"model": "other"}}, "args.model: already set by the option source"),
+        ({"adapters": {"x": "/nowhere"}}, "adapter x:"),
     ],
 )
-def test_what_an_operator_has_to_mend(options: dict[str, Any], words: str) -> None:
+def test_config_errors_at_start(options: dict[str, Any], words: str) -> None:
     async def main() -> None:
         made = WorkerEngine("vllm", "m", {"path": "some/model", **options})
         try:

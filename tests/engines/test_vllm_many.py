@@ -1,4 +1,4 @@
-"""Hundreds of streams over the stand-in for vLLM, and its death in the midst of them."""
+"""Hundreds of concurrent streams with the fake vLLM, and the death of its engine process."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from dragoman.core.errors import EngineDied
 from dragoman.core.events import Finished
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.pipeline.event_stream import run
-from tests.engines.vllm_stand_in import (
+from tests.engines.fake_vllm_engine import (
     chat,
     engine,
     engine_process,
@@ -25,7 +25,7 @@ from tests.engines.vllm_stand_in import (
 pytestmark = pytest.mark.usefixtures("stand_in")
 
 
-def test_512_streams_at_100_steps_a_second_are_in_order_and_complete() -> None:
+def test_512_concurrent_streams_are_ordered_and_complete() -> None:
     async def test(made: WorkerEngine) -> None:
         lengths = [20 + at % 40 for at in range(512)]
         said = await asyncio.gather(*(events(made, chat(f"count {length}")) for length in lengths))
@@ -38,8 +38,8 @@ def test_512_streams_at_100_steps_a_second_are_in_order_and_complete() -> None:
     with_engine(test, args={"steps_per_second": 100})
 
 
-def test_each_of_512_streams_can_be_left() -> None:
-    """In decode and in the queue alike; those who stay get all of theirs."""
+def test_cancelling_streams_leaves_others_intact() -> None:
+    """Streams are cancelled while decoding and while queued."""
 
     async def test(made: WorkerEngine) -> None:
         async def leave_after(batches: int) -> None:
@@ -55,7 +55,7 @@ def test_each_of_512_streams_can_be_left() -> None:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert [text_of(each) for each in said[256:] if each is not None] == [numbers(30)] * 156
-        # All of them have ended. Otherwise this one would wait for a slot for half a minute.
+        # If a cancelled stream still held a slot, this request would wait for half a minute.
         assert text_of(await asyncio.wait_for(events(made, chat("count 3")), 20)) == numbers(3)
         assert made.kv_used is not None
         assert made._child is not None
@@ -64,7 +64,7 @@ def test_each_of_512_streams_can_be_left() -> None:
     with_engine(test, args={"steps_per_second": 100, "max_num_seqs": 384})
 
 
-def test_a_killed_engine_process_is_told_at_once_and_comes_back_by_itself() -> None:
+def test_killed_engine_process_fails_requests_and_restarts() -> None:
     async def test(made: WorkerEngine) -> None:
         readers = [asyncio.create_task(events(made, chat("count 999", max_tokens=3000))) for _ in range(256)]
         await asyncio.sleep(1)
@@ -79,7 +79,7 @@ def test_a_killed_engine_process_is_told_at_once_and_comes_back_by_itself() -> N
     with_engine(test, args={"steps_per_second": 100})
 
 
-def test_the_engine_process_ends_with_the_worker_however_that_ends() -> None:
+def test_engine_process_ends_with_its_worker() -> None:
     async def main() -> None:
         async with engine() as made:
             stopped = engine_process(made)

@@ -1,4 +1,4 @@
-"""The vllm engine over vLLM itself, with SmolLM2 on the CPU: `make test-vllm`, with the engine contract beside it."""
+"""The vllm engine with the real vLLM and SmolLM2 on the CPU: `make test-vllm`."""
 
 import asyncio
 import json
@@ -28,8 +28,8 @@ from dragoman.core.request import (
 )
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.pipeline.event_stream import run
+from tests.engines.fake_vllm_engine import helpers_of
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
-from tests.engines.vllm_stand_in import helpers_of
 
 pytestmark = [pytest.mark.skipif(not WITH_VLLM, reason="run by make test-vllm"), pytest.mark.timeout(600)]
 
@@ -41,7 +41,7 @@ class Served:
         self.engine = engine
         self.runner = runner
 
-    def run(self, test: Callable[[WorkerEngine], Awaitable[None]]) -> None:
+    def run_test(self, test: Callable[[WorkerEngine], Awaitable[None]]) -> None:
         async def limited() -> None:
             async with asyncio.timeout(300):
                 await test(self.engine)
@@ -60,9 +60,9 @@ def served(smollm2_path: Path) -> Iterator[Served]:
 
 
 def is_engine(process: int) -> bool:
-    """Beside it there is a process that only keeps track of what is shared."""
-    told = Path(f"/proc/{process}")
-    return "EngineCore" in told.joinpath("comm").read_text() + told.joinpath("cmdline").read_text()
+    """Whether it is the engine process and not Python's resource tracker."""
+    directory = Path(f"/proc/{process}")
+    return "EngineCore" in directory.joinpath("comm").read_text() + directory.joinpath("cmdline").read_text()
 
 
 def chat(text: str, **fields: Any) -> GenerationRequest:
@@ -78,21 +78,21 @@ def text_of(said: Sequence[Event]) -> str:
     return "".join(event.text for event in said if isinstance(event, TextDelta))
 
 
-def test_its_format_is_the_one_that_it_has_as_a_file(served: Served) -> None:
+def test_format_is_detected(served: Served) -> None:
     assert [info.format for info in served.engine.models()] == ["hermes"]
 
 
-def test_it_knows_the_capital_of_france(served: Served) -> None:
+def test_reply_is_correct(served: Served) -> None:
     async def test(engine: WorkerEngine) -> None:
         said = await events(engine, chat("What is the capital of France?"))
         assert "Paris" in text_of(said)
         assert isinstance(said[-1], Finished)
         assert said[-1].reason == "stop"
 
-    served.run(test)
+    served.run_test(test)
 
 
-def test_what_repeats_comes_from_the_cache(served: Served) -> None:
+def test_repeated_prompt_uses_prefix_cache(served: Served) -> None:
     async def test(engine: WorkerEngine) -> None:
         request = chat("Tell me about the sea. " * 20, max_tokens=2)
         await events(engine, request)
@@ -100,7 +100,7 @@ def test_what_repeats_comes_from_the_cache(served: Served) -> None:
         assert isinstance(started, Started)
         assert 0 < started.cached_tokens < started.prompt_tokens
 
-    served.run(test)
+    served.run_test(test)
 
 
 @pytest.mark.parametrize(
@@ -118,17 +118,17 @@ def test_what_repeats_comes_from_the_cache(served: Served) -> None:
     ],
     ids=["schema", "regex", "choice", "grammar"],
 )
-def test_replies_are_kept_to_a_shape(served: Served, constraint: Any, fits: Callable[[str], bool]) -> None:
+def test_constrained_replies(served: Served, constraint: Any, fits: Callable[[str], bool]) -> None:
     async def test(engine: WorkerEngine) -> None:
         said = await events(engine, chat("What is the capital of France?", constraint=constraint, max_tokens=100))
         assert fits(text_of(said))
         assert isinstance(said[-1], Finished)
         assert said[-1].reason == "stop"
 
-    served.run(test)
+    served.run_test(test)
 
 
-def test_a_call_that_must_be_made_is_made(served: Served) -> None:
+def test_required_tool_call(served: Served) -> None:
     async def test(engine: WorkerEngine) -> None:
         schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
         tool = Tool("get_weather", "The weather in a city", schema)
@@ -139,10 +139,10 @@ def test_a_call_that_must_be_made_is_made(served: Served) -> None:
         assert "get_weather" in text
         assert "city" in text
 
-    served.run(test)
+    served.run_test(test)
 
 
-def test_log_probabilities_of_prompt_and_reply(served: Served) -> None:
+def test_logprobs_of_prompt_and_reply(served: Served) -> None:
     async def test(engine: WorkerEngine) -> None:
         request = GenerationRequest(
             prompts=("The capital of France is",),
@@ -162,7 +162,7 @@ def test_log_probabilities_of_prompt_and_reply(served: Served) -> None:
         assert len(entry.top) == 3
         assert entry.top[0].token == entry.token
 
-    served.run(test)
+    served.run_test(test)
 
 
 def test_seeds_biases_and_stop_tokens(served: Served) -> None:
@@ -177,23 +177,23 @@ def test_seeds_biases_and_stop_tokens(served: Served) -> None:
         assert isinstance(stopped[-1], Finished)
         assert stopped[-1].reason == "stop"
 
-    served.run(test)
+    served.run_test(test)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"logprobs": Logprobs(21)}, {"sampling": Sampling(temperature=3)}, {"sampling": Sampling(presence_penalty=3)}],
 )
-def test_what_vllm_refuses_is_a_bad_request(served: Served, wrong: dict[str, Any]) -> None:
+def test_request_rejected_by_vllm_is_bad_request(served: Served, wrong: dict[str, Any]) -> None:
     async def test(engine: WorkerEngine) -> None:
         with pytest.raises(BadRequest):
             await events(engine, chat("Hello", **wrong))
         assert text_of(await events(engine, chat("Hello")))
 
-    served.run(test)
+    served.run_test(test)
 
 
-def test_a_killed_engine_process_is_told_at_once_and_comes_back(served: Served) -> None:
+def test_killed_engine_process_fails_requests_and_restarts(served: Served) -> None:
     async def test(engine: WorkerEngine) -> None:
         readers = [asyncio.create_task(events(engine, chat("Tell me a story.", max_tokens=900))) for _ in range(16)]
         await asyncio.sleep(3)
@@ -206,10 +206,10 @@ def test_a_killed_engine_process_is_told_at_once_and_comes_back(served: Served) 
         assert {type(end) for end in ends} == {EngineDied}
         assert text_of(await events(engine, chat("Hello")))
 
-    served.run(test)
+    served.run_test(test)
 
 
-def test_vllm_checks_its_arguments(smollm2_path: Path) -> None:
+def test_invalid_engine_arguments(smollm2_path: Path) -> None:
     async def main(args: dict[str, Any], words: str) -> None:
         engine = WorkerEngine("vllm", "m", {"path": str(smollm2_folder(smollm2_path)), "args": args})
         try:
@@ -222,7 +222,7 @@ def test_vllm_checks_its_arguments(smollm2_path: Path) -> None:
     asyncio.run(main({"dtype": "float1"}, "args.dtype: .*, not 'float1'$"))
     asyncio.run(main({"max-num-seqs": 0}, "args.max-num-seqs: Input should be .*, not 0; "))
     asyncio.run(main({"max_model_len": 10**9}, "max_model_len"))
-    # What its processes find, and only print.
+    # An error that vLLM's processes only print.
     asyncio.run(
         main({**CPU_ARGS, "kv_cache_memory_bytes": 100_000, "max_model_len": 512}, "ValueError: No available memory")
     )

@@ -1,4 +1,4 @@
-"""Prompts whose long pieces are kept have the tokens they have without that."""
+"""The token cache does not change the tokens of prompts."""
 
 import json
 import re
@@ -12,15 +12,15 @@ from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engines.vllm.token_cache import LONG, Added, Cuts, cuts
-from dragoman.engines.vllm.vocabulary import Tokens
+from dragoman.engines.vllm.token_cache import MIN_PIECE_LENGTH, AddedToken, CachingEncoder, create_encoder
+from dragoman.engines.vllm.vocabulary import HfVocabulary
 from tests.engines.fakevllm.vllm.tokenizer import IM_END, IM_START, NAMES, Backend, Encoding, Tokenizer
 from tests.engines.vllm_model import tokenizer_file
 
 START, END = "<|im_start|>", "<|im_end|>"
-ADDED = [Added(token, name, special=True) for name, token in NAMES.items()]
+ADDED = [AddedToken(token, name, special=True) for name, token in NAMES.items()]
 TOOL = {"content": "<tool>", "special": False}
-"""Families have such tokens too, which are no control tokens."""
+"""An added token that is not a control token."""
 
 words = st.sampled_from(
     [START, END, "<tool>", "<tool", "<|im_", "start|>", "<|im_end", "|>", " ", "\n", "the tools", "'s", "É字", "12"]
@@ -29,80 +29,80 @@ texts = st.lists(words | st.text(max_size=5), max_size=40).map("".join)
 
 
 class Counted:
-    """Words as tokens, and what was asked for."""
+    """Encodes words as tokens and records the encoded texts."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.encoded: list[str] = []
 
     def __call__(self, text: str) -> list[int]:
-        self.asked.append(text)
+        self.encoded.append(text)
         found = re.findall(r"<\|im_start\|>|<\|im_end\|>|[^<]+|<", text)
         return [NAMES.get(word, 300 + len(word)) for word in found]
 
 
-def test_a_long_piece_is_made_tokens_once() -> None:
+def test_long_piece_is_encoded_once() -> None:
     encode = Counted()
-    cut = Cuts(encode, [START, END])
-    system = "s" * LONG
+    encoder = CachingEncoder(encode, [START, END])
+    system = "s" * MIN_PIECE_LENGTH
     for question in ("one", "three"):
-        tokens = cut.encode(f"{START}{system}{END}{START}{question}{END}")
-        assert tokens == [IM_START, 300 + LONG, IM_END, IM_START, 300 + len(question), IM_END]
-    assert encode.asked == [START, system, f"{END}{START}one{END}", START, f"{END}{START}three{END}"]
+        tokens = encoder.encode(f"{START}{system}{END}{START}{question}{END}")
+        assert tokens == [IM_START, 300 + MIN_PIECE_LENGTH, IM_END, IM_START, 300 + len(question), IM_END]
+    assert encode.encoded == [START, system, f"{END}{START}one{END}", START, f"{END}{START}three{END}"]
 
 
-def test_short_texts_are_not_cut() -> None:
+def test_short_texts_are_not_split() -> None:
     encode = Counted()
     text = f"{START}short{END}" * 2
-    Cuts(encode, [START, END]).encode(text)
-    assert encode.asked == [text]
+    CachingEncoder(encode, [START, END]).encode(text)
+    assert encode.encoded == [text]
 
 
 @given(texts, st.integers(1, 20))
-def test_pieces_are_the_text(text: str, least: int) -> None:
-    cut = Cuts(lambda piece: [ord(letter) for letter in piece], [START, END], least)
-    assert cut.encode(text) == cut.encode(text) == [ord(letter) for letter in text]
+def test_pieces_concatenate_to_the_text(text: str, min_length: int) -> None:
+    encoder = CachingEncoder(lambda piece: [ord(letter) for letter in piece], [START, END], min_length)
+    assert encoder.encode(text) == encoder.encode(text) == [ord(letter) for letter in text]
 
 
 @pytest.mark.parametrize(
     "odd",
     [
-        Added(1, START, special=True, lstrip=True),
-        Added(1, START, special=True, rstrip=True),
-        Added(1, START, special=True, single_word=True),
-        Added(1, START, special=True, normalized=True),
+        AddedToken(1, START, special=True, lstrip=True),
+        AddedToken(1, START, special=True, rstrip=True),
+        AddedToken(1, START, special=True, single_word=True),
+        AddedToken(1, START, special=True, normalized=True),
     ],
 )
-def test_names_that_reach_beyond_themselves_cut_nothing(odd: Added) -> None:
+def test_names_that_match_beyond_themselves_do_not_split(odd: AddedToken) -> None:
     encode = Counted()
-    text = f"{START}{'s' * LONG}"
-    cuts(encode, [odd], [odd.id]).encode(text)
-    assert encode.asked == [text]
+    text = f"{START}{'s' * MIN_PIECE_LENGTH}"
+    create_encoder(encode, [odd], [odd.id]).encode(text)
+    assert encode.encoded == [text]
 
 
 @pytest.mark.parametrize("other", ["|>|", "x<", f"{START}s", "<|im_"])
-def test_names_that_may_overlap_cut_nothing(other: str) -> None:
-    text = f"{START}{'s' * LONG}"
+def test_overlapping_names_do_not_split(other: str) -> None:
+    text = f"{START}{'s' * MIN_PIECE_LENGTH}"
     encode = Counted()
-    cuts(encode, [*ADDED, Added(9, other)], [IM_START]).encode(text)
-    assert encode.asked == [text]
+    create_encoder(encode, [*ADDED, AddedToken(9, other)], [IM_START]).encode(text)
+    assert encode.encoded == [text]
 
 
-def test_where_only_the_beginning_of_a_text_is_different_nothing_is_cut() -> None:
-    asked = []
+def test_tokenizer_that_treats_text_start_differently_does_not_split() -> None:
+    encoded = []
 
     def encode(text: str) -> list[int]:
-        asked.append(text)
+        encoded.append(text)
         return [*f" {text}".encode()]
 
-    text = f"{START}{'s' * LONG}"
-    cut = cuts(encode, ADDED, [IM_START, IM_END])
-    asked.clear()
-    cut.encode(text)
-    assert asked == [text]
+    text = f"{START}{'s' * MIN_PIECE_LENGTH}"
+    encoder = create_encoder(encode, ADDED, [IM_START, IM_END])
+    encoded.clear()
+    encoder.encode(text)
+    assert encoded == [text]
 
 
-def test_what_is_kept_is_for_every_thread() -> None:
-    tokens = Tokens(Tokenizer(), 258)
+def test_cache_is_thread_safe() -> None:
+    tokens = HfVocabulary(Tokenizer(), 258)
     prompts = [f"{START}{str(number) * 600}{END}{START}{number}" for number in range(8)]
     expected = [Backend().encode(prompt).ids for prompt in prompts]
     wrong: list[str] = []
@@ -120,31 +120,31 @@ def test_what_is_kept_is_for_every_thread() -> None:
     assert wrong == []
 
 
-def test_content_keeps_its_names_as_text() -> None:
-    tokens = Tokens(Tokenizer(), 258)
-    text = f"{START}{'s' * LONG}"
+def test_control_token_names_in_content_stay_text() -> None:
+    tokens = HfVocabulary(Tokenizer(), 258)
+    text = f"{START}{'s' * MIN_PIECE_LENGTH}"
     assert tokens.tokenize(text, special=True)[0] == IM_START
     assert tokens.tokenize(text, special=False) == [*text.encode()]
     assert tokens.tokenize(text, special=False) == [*text.encode()]
 
 
-def test_what_a_caller_does_with_tokens_changes_nothing_that_is_kept() -> None:
-    tokens = Tokens(Tokenizer(), 258)
+def test_modifying_returned_tokens_does_not_change_the_cache() -> None:
+    tokens = HfVocabulary(Tokenizer(), 258)
     for special in (True, False):
-        tokens.tokenize("s" * LONG, special).clear()
-        assert len(tokens.tokenize("s" * LONG, special)) == LONG
+        tokens.tokenize("s" * MIN_PIECE_LENGTH, special).clear()
+        assert len(tokens.tokenize("s" * MIN_PIECE_LENGTH, special)) == MIN_PIECE_LENGTH
 
 
 class Real:
-    """A tokenizer of Hugging Face's, cut at every name if that may be."""
+    """A Hugging Face tokenizer that splits text at every name if that is safe."""
 
     def __init__(self, written: dict[str, Any]) -> None:
         library = pytest.importorskip("tokenizers", reason="comes with vllm: make test-vllm")
         self.backend = library.Tokenizer.from_str(json.dumps(written))
-        added = msgspec.convert(written["added_tokens"], list[Added])
+        added = msgspec.convert(written["added_tokens"], list[AddedToken])
         names = [token.content for token in added]
-        self.is_cut = cuts(self.encode, added, [token.id for token in added]).is_cutting
-        self.cut = Cuts(self.encode, names, least=1)
+        self.is_split = create_encoder(self.encode, added, [token.id for token in added]).splits_text
+        self.cut = CachingEncoder(self.encode, names, min_length=1)
 
     def encode(self, text: str) -> list[int]:
         encoding: Encoding = self.backend.encode(text, add_special_tokens=False)
@@ -160,13 +160,13 @@ def smollm2_tokenizer(smollm2_path: Path) -> Real:
 
 
 @given(text=texts)
-def test_a_real_tokenizer_makes_the_same_tokens_of_pieces(smollm2_tokenizer: Real, text: str) -> None:
-    assert smollm2_tokenizer.is_cut
+def test_real_tokenizer_encodes_pieces_like_the_whole(smollm2_tokenizer: Real, text: str) -> None:
+    assert smollm2_tokenizer.is_split
     assert smollm2_tokenizer.cut.encode(text) == smollm2_tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(("scheme", "is_cut"), [("first", False), ("always", True), ("never", True)])
-def test_spaces_that_a_real_tokenizer_puts_before_texts(scheme: str, is_cut: bool) -> None:
+@pytest.mark.parametrize(("scheme", "is_split"), [("first", False), ("always", True), ("never", True)])
+def test_real_tokenizer_with_prepended_spaces(scheme: str, is_split: bool) -> None:
     named = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     vocabulary = {letter: at for at, letter in enumerate("▁abcdefg")}
     spaced = {
@@ -175,4 +175,4 @@ def test_spaces_that_a_real_tokenizer_puts_before_texts(scheme: str, is_cut: boo
         "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": True},
         "model": {"type": "BPE", "vocab": {**vocabulary, START: 8}, "merges": []},
     }
-    assert Real(spaced).is_cut is is_cut
+    assert Real(spaced).is_split is is_split

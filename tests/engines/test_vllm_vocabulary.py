@@ -1,4 +1,4 @@
-"""The bytes behind tokens, and the text that comes of them however a reply is cut."""
+"""The bytes of tokens, and the text decoded from them."""
 
 import json
 from typing import Any
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from dragoman.engines.vllm.request_builder import in_one
-from dragoman.engines.vllm.vocabulary import Tokens
+from dragoman.engines.vllm.request_builder import merge_grammars
+from dragoman.engines.vllm.vocabulary import HfVocabulary
 from tests.engines.fakevllm.vllm.tokenizer import Backend, Tokenizer, letters
 
 
@@ -27,7 +27,7 @@ class Spaced(Backend):
 
 
 class Odd(Backend):
-    """A tokenizer whose tokens have no bytes of their own."""
+    """A tokenizer without a byte table."""
 
     def to_str(self) -> str:
         vocabulary = {letter: byte for byte, letter in enumerate(letters())}
@@ -41,7 +41,7 @@ def tokenizer(backend: Backend) -> Any:
 
 
 def test_byte_level_names_are_bytes() -> None:
-    tokens = Tokens(Tokenizer(), 300)
+    tokens = HfVocabulary(Tokenizer(), 300)
     assert tokens.kind == "byte-level"
     assert tokens.pieces[:256] == tuple(bytes([byte]) for byte in range(256))
     assert tokens.pieces[256:260] == (b"<|im_start|>", b"<|im_end|>", b"", b"")
@@ -50,11 +50,11 @@ def test_byte_level_names_are_bytes() -> None:
     assert tokens.ends == {257}
 
 
-def test_spaces_and_bytes_in_names() -> None:
-    tokens = Tokens(tokenizer(Spaced()), 8)
+def test_spaced_names_decode_spaces_and_bytes() -> None:
+    tokens = HfVocabulary(tokenizer(Spaced()), 8)
     assert tokens.kind == "spaced"
-    spelling = tokens.spelling()
-    assert [spelling.take(token) for token in (0, 1, 2, 3, 4, 5, 6, 7)] == [
+    decoder = tokens.create_decoder()
+    assert [decoder.feed(token) for token in (0, 1, 2, 3, 4, 5, 6, 7)] == [
         " Hello",
         " ",
         "",
@@ -66,35 +66,35 @@ def test_spaces_and_bytes_in_names() -> None:
     ]
 
 
-def test_markers_that_are_asked_for_are_shown_and_ends_are_not() -> None:
-    tokens = Tokens(Tokenizer(), 258)
+def test_requested_markers_are_visible_except_ends() -> None:
+    tokens = HfVocabulary(Tokenizer(), 258)
     assert [tokens.text(token) for token in (256, 257)] == [b"", b""]
     tokens.show({"<|im_start|>", "<|im_end|>"})
     assert [tokens.text(token) for token in (256, 257)] == [b"<|im_start|>", b""]
 
 
-@pytest.mark.parametrize("backend", [Backend(), Odd()], ids=["a table", "a window"])
-def test_what_never_became_a_character_comes_at_the_end(backend: Backend) -> None:
-    spelling = Tokens(tokenizer(backend), 256).spelling()
-    told = "".join(spelling.take(token) for token in "aä".encode()[:-1])
-    assert told + spelling.flush() == "a\ufffd"
+@pytest.mark.parametrize("backend", [Backend(), Odd()], ids=["bytes", "window"])
+def test_incomplete_character_is_flushed_at_the_end(backend: Backend) -> None:
+    decoder = HfVocabulary(tokenizer(backend), 256).create_decoder()
+    text = "".join(decoder.feed(token) for token in "aä".encode()[:-1])
+    assert text + decoder.flush() == "a\ufffd"
 
 
 @given(st.text(max_size=30))
-def test_without_a_table_the_text_is_the_same(text: str) -> None:
-    spelling = Tokens(tokenizer(Odd()), 256).spelling()
-    assert "".join(spelling.take(token) for token in text.encode()) + spelling.flush() == text
+def test_window_decoder_returns_the_text(text: str) -> None:
+    decoder = HfVocabulary(tokenizer(Odd()), 256).create_decoder()
+    assert "".join(decoder.feed(token) for token in text.encode()) + decoder.flush() == text
 
 
 @pytest.mark.parametrize("reply", [b"<ab>", b"<}>"])
-def test_a_callers_grammar_inside_ours_becomes_one(reply: bytes) -> None:
+def test_nested_grammars_are_merged(reply: bytes) -> None:
     own = 'start: /[a-z]{2}/ | CLOSE\nCLOSE: "}"'
     both = {"grammars": [{"lark_grammar": 'start: "<" @answer ">"'}, {"name": "answer", "lark_grammar": own}]}
-    grammar = LLMatcher.grammar_from_lark(in_one(json.dumps(both)))
+    grammar = LLMatcher.grammar_from_lark(merge_grammars(json.dumps(both)))
     matcher = LLMatcher(LLTokenizer("byte"), grammar)
     assert matcher.validate_tokens(list(reply)) == len(reply)
     assert matcher.validate_tokens(list(b"<abc>")) == 3
 
 
-def test_a_grammar_that_is_one_stays() -> None:
-    assert in_one('start: "a"') == 'start: "a"'
+def test_single_grammar_is_unchanged() -> None:
+    assert merge_grammars('start: "a"') == 'start: "a"'

@@ -1,7 +1,6 @@
-"""SmolLM2 as a folder for vLLM: `python -m tests.engines.vllm_model MODEL.gguf FOLDER`.
+"""Converts SmolLM2 from GGUF to a directory for vLLM: `python -m tests.engines.vllm_model MODEL.gguf DIRECTORY`.
 
-The GGUF file has everything that such a folder has, in other words: the weights, which are dequantised to half floats,
-the vocabulary with its merges, the chat template and the shape of the model.
+The weights are dequantized to half precision. The vocabulary, chat template and configuration come from the GGUF file.
 """
 
 import atexit
@@ -34,13 +33,13 @@ OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 CONTROL = 3
 
 WITH_VLLM = "DRAGOMAN_VLLM" in os.environ
-"""Tests with vLLM itself are run by `make test-vllm`, and by nobody else."""
+"""Set by `make test-vllm`, which runs the tests with the real vLLM."""
 CPU_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 1024 * 1024}
 
 
 @cache
 def smollm2_folder(gguf: Path) -> Path:
-    """Made once, and removed at the end."""
+    """Convert the model once per process; the directory is removed at exit."""
     folder = Path(tempfile.mkdtemp(prefix="dragoman-smollm2-"))
     atexit.register(shutil.rmtree, folder)
     return convert(gguf, folder)
@@ -54,7 +53,7 @@ def convert(source: Path, folder: Path) -> Path:
     weights = {}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float16)
-        weights[_name(tensor.name)] = _straight(tensor.name, values, heads, groups)
+        weights[_name(tensor.name)] = _deinterleave(tensor.name, values, heads, groups)
     _write_safetensors(folder / "model.safetensors", weights)
     _write(folder / "config.json", _config(fields))
     _write(folder / "tokenizer.json", tokenizer_file(fields))
@@ -71,8 +70,8 @@ def _name(name: str) -> str:
     return f"model.layers.{layer}.{LAYER[part]}.{kind}"
 
 
-def _straight(name: str, values: NDArray[np.float16], heads: int, groups: int) -> NDArray[np.float16]:
-    """llama.cpp has the halves of each head's rotary dimensions interleaved; Hugging Face has one behind the other."""
+def _deinterleave(name: str, values: NDArray[np.float16], heads: int, groups: int) -> NDArray[np.float16]:
+    """Undo llama.cpp's interleaving of the rotary dimensions of each head."""
     count = heads if ".attn_q." in name else groups if ".attn_k." in name else 0
     if not count:
         return values
@@ -149,7 +148,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, NDArray[np.float16]]) -> None:
-    """A length, a description in JSON, then the numbers of one tensor behind the other."""
+    """Write a length, a JSON header, then the tensors."""
     head, at = {}, 0
     for name, values in tensors.items():
         head[name] = {"dtype": "F16", "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}

@@ -1,4 +1,4 @@
-"""What engines may yield and raise, and what becomes of it."""
+"""Adapting the output and errors of engines to an event stream."""
 
 import asyncio
 import threading
@@ -25,12 +25,12 @@ def batches(engine: Engine) -> list[Sequence[Event]]:
     return asyncio.run(collected())
 
 
-def said(engine: Engine) -> list[Event]:
+def collect(engine: Engine) -> list[Event]:
     return [event for batch in batches(engine) for event in batch]
 
 
 class Pausing(Engine):
-    """Has nothing to say now and then."""
+    """Yields empty batches between its tokens."""
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         yield []
@@ -52,22 +52,22 @@ class PausingAsync(Engine):
 
 
 @pytest.mark.parametrize("engine", [Pausing(), PausingAsync()], ids=["plain", "async"])
-def test_nothing_is_not_the_end(engine: Engine) -> None:
-    assert said(engine) == [Started(), TextDelta("a"), TextDelta("b"), Finished()]
+def test_empty_output_does_not_end_the_stream(engine: Engine) -> None:
+    assert collect(engine) == [Started(), TextDelta("a"), TextDelta("b"), Finished()]
     assert all(batches(engine))
 
 
-def test_an_engine_may_say_nothing_very_often() -> None:
+def test_more_empty_outputs_than_the_backlog() -> None:
     class Silent(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             for _ in range(3 * MAX_BACKLOG):
                 yield []
             yield "at last"
 
-    assert said(Silent()) == [Started(), TextDelta("at last"), Finished()]
+    assert collect(Silent()) == [Started(), TextDelta("at last"), Finished()]
 
 
-def test_a_silent_generator_ends_when_nobody_reads_it() -> None:
+def test_abandoned_generator_without_output_is_closed() -> None:
     closed = threading.Event()
 
     class Silent(Engine):
@@ -90,17 +90,17 @@ def test_a_silent_generator_ends_when_nobody_reads_it() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])
-def test_whatever_ends_the_thread_is_a_failure(error: type[BaseException]) -> None:
+def test_any_exception_of_a_generator_is_a_failure(error: type[BaseException]) -> None:
     class Leaving(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             yield "a"
             raise error
 
     with pytest.raises(EngineFailed, match=error.__name__):
-        said(Leaving())
+        collect(Leaving())
 
 
-def test_a_generator_that_will_not_be_closed_keeps_nobody_waiting() -> None:
+def test_exception_in_close_does_not_block_the_reader() -> None:
     class Stubborn(Iterator[Output]):
         def __next__(self) -> Output:
             raise StopIteration
@@ -108,23 +108,23 @@ def test_a_generator_that_will_not_be_closed_keeps_nobody_waiting() -> None:
         def close(self) -> None:
             raise SystemExit
 
-    class Engaged(Engine):
+    class StubbornEngine(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             return Stubborn()
 
-    assert said(Engaged()) == [Started(), Finished()]
+    assert collect(StubbornEngine()) == [Started(), Finished()]
 
 
-def test_a_list_of_something_else_is_a_failure() -> None:
+def test_invalid_output_type_is_a_failure() -> None:
     class Strings(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             yield ["a", 3]  # type: ignore[list-item]
 
     with pytest.raises(EngineFailed, match="TypeError"):
-        said(Strings())
+        collect(Strings())
 
 
-def test_methods_may_be_plain_or_async() -> None:
+def test_call_plain_and_async_methods() -> None:
     async def later(_: int) -> int:
         return threading.get_ident()
 
@@ -138,16 +138,16 @@ def test_methods_may_be_plain_or_async() -> None:
     asyncio.run(scenario())
 
 
-def test_texts_and_events_may_come_together() -> None:
+def test_text_and_events_in_one_batch() -> None:
     class Mixed(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             yield ["a", TextDelta("b", count=2)]
             yield ("c",)
 
-    assert said(Mixed()) == [Started(), TextDelta("a"), TextDelta("b", count=2), TextDelta("c"), Finished()]
+    assert collect(Mixed()) == [Started(), TextDelta("a"), TextDelta("b", count=2), TextDelta("c"), Finished()]
 
 
-def test_a_cancellation_inside_the_engine_is_its_failure() -> None:
+def test_cancellation_inside_the_engine_is_a_failure() -> None:
     class Cancelled(Engine):
         async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
             yield "a"
@@ -156,4 +156,4 @@ def test_a_cancellation_inside_the_engine_is_its_failure() -> None:
             await inner
 
     with pytest.raises(EngineFailed, match="CancelledError"):
-        said(Cancelled())
+        collect(Cancelled())

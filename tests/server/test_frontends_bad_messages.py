@@ -58,7 +58,7 @@ def test_an_event_that_is_none_fails_its_own_request(pair: Running, model: str) 
     heard = asyncio.run(whole())
     assert heard[::4] == [(WORDS, None)] * 8
     failed = [error for at, (_, error) in enumerate(heard) if at % 4]
-    assert failed == ["the engine failed (ValidationError); the server's log says more"] * 24
+    assert failed == ["the engine failed (ValidationError); see the server log"] * 24
     log = pair.log.read_text()
     assert "what the engine told cannot be read" in log
     assert "died" not in log

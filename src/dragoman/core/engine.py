@@ -1,21 +1,21 @@
-"""The Engine class: what a model must offer to be served.
+"""The Engine base class.
 
-Subclass it, override `generate`, and the model has every API. An engine sees values and yields events or text; it never
-sees HTTP, SSE or JSON. What it does not declare in `supports` is answered for it, honestly: a route with 501, a
-parameter by being reported as ignored.
+Subclass it and override `generate` to serve a model through every API. An engine receives values and yields events or
+text; it never sees HTTP, SSE or JSON. The server answers for features missing from `supports`: a route with 501, a
+parameter by reporting it as ignored.
 
 Features an engine may declare
-    chat, completion, token_prompt, infill                           what it can be asked to write
-    tokenize, render, count_tokens                                   what it can tell
-    embeddings                                                       it makes vectors of texts
+    chat, completion, token_prompt, infill                           kinds of generation
+    tokenize, render, count_tokens                                   prompt and token queries
+    embeddings                                                       text embeddings
     token_ids, logprobs, prompt_logprobs, images, documents, tools, strict_tools, constraint, thinking, template_options
-                                                                     what it can do beyond text
-    service_tier                                                     it passes on how soon a reply is wanted
-    usage                                                            it tells the usage in `Finished` itself
+                                                                     request and reply features beyond text
+    service_tier                                                     passed on to the server that runs the model
+    usage                                                            reported by the engine in `Finished`
     temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
-    stop_token_ids, ignore_eos, max_tokens                           parameters it honours itself
-Stop strings, the number of choices and streaming are the server's business and work with every engine; so does
-`max_tokens` where the engine leaves it to the server.
+    stop_token_ids, ignore_eos, max_tokens                           parameters the engine applies itself
+The server implements stop strings, the number of choices and streaming for every engine, and `max_tokens` for engines
+that do not declare it.
 """
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ from dragoman.core.events import Event, Listener
 from dragoman.core.request import GenerationRequest
 
 Output = str | Event | Sequence[str | Event]
-"""Text counts as one token; a list or tuple holds what became ready together."""
+"""A string counts as one token. A list or tuple is a batch that became ready together."""
 
 MakeVectors = Callable[[Sequence[Input]], Sequence[Embedding] | Awaitable[Sequence[Embedding]]]
 
@@ -40,13 +40,14 @@ OWN_FEATURES: dict[str, tuple[str, ...]] = {
     "count_tokens": ("count_tokens",),
     "embed": ("embeddings",),
 }
-"""What overriding a method declares without further words."""
+"""Features that overriding a method declares."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A model as the model list shows it; `context` is the largest number of tokens of prompt and reply together.
+    """An entry of the model list.
 
-    `format` names the syntax in which it writes thoughts and tool calls (see `formats`).
+    `context` is the maximum number of tokens of prompt and reply together. `format` names the syntax of reasoning and
+    tool calls (see `formats`).
     """
 
     name: str
@@ -56,7 +57,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A prompt as the model would get it, and the format in which its reply would be read."""
+    """The prompt sent to the model, and the format used to parse the reply."""
 
     text: str
     tokens: tuple[int, ...]
@@ -69,60 +70,63 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Engine:
     Options: ClassVar[type[msgspec.Struct]] = NoOptions
-    """What a configuration may say about a model of this engine, beside its name."""
+    """The configuration keys of a model of this engine."""
 
     streams_events: ClassVar[bool] = False
-    """Its `generate` is an async generator of lists of events from `Started` to `Finished`: nothing has to be added."""
+    """`generate` is an async generator of non-empty event lists, complete from `Started` to `Finished`."""
 
     calls_back: ClassVar[bool] = False
-    """It answers by `tell`; its `generate` is for those who would rather read."""
+    """The engine implements `tell`; callers prefer it to `generate`."""
 
     tells_calls: bool = False
-    """Its events tell thoughts and tool calls: nothing is looked for in its text."""
+    """The events contain reasoning and tool calls, so the text is not parsed for them."""
 
     takes_folder: ClassVar[bool] = False
-    """Its source is a folder of a model, or a name of the hub, and it finds the files by itself."""
+    """The source is a model directory or a Hugging Face name; the engine finds the files itself."""
 
     device: str = "cpu"
-    """What it computes on, as the model list shows it."""
+    """The compute device, as shown in the model list."""
     kv_used: float | None = None
-    """The part, from 0 to 1, of its room for prompts and replies that is taken now; None: it does not tell."""
+    """Fraction of the KV cache in use, from 0 to 1; None if unknown."""
     slots: int | None = None
-    """How many generations it takes at once; the others queue. None: as many as come."""
+    """Maximum number of concurrent generations; further requests queue. None means unlimited."""
     progress: float | None = None
-    """While it starts: how much of it has been loaded, from 0 to 1, where it knows."""
+    """Fraction of the model loaded so far, from 0 to 1; None if unknown."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
-        """The engine for the model `name` of a configuration."""
+        """Create the engine for the configured model `name`."""
         return cls()
 
     @classmethod
     def needs_worker(cls, options: msgspec.Struct) -> bool:
-        """Whether it can take its process down with it, and so gets one of its own."""
+        """Whether the engine can crash its process and so needs a worker process."""
         return False
 
     @classmethod
     def memory_beside_file(cls, options: msgspec.Struct) -> int:
-        """Bytes that it will take in a process of its own, its file not counted, as far as they can be foreseen; from
-        the second time on what was measured counts. It is called in a thread, and may read files."""
+        """Estimate the bytes a worker process needs in addition to the model file.
+
+        Used until the real value has been measured. Called in a thread, so it may read files.
+        """
         return 0
 
     @classmethod
     def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
-        """What would keep it from starting, and can be seen in its files without loading them; for `dragoman check`.
-        Each with the key that is to blame, as `adapters.legal`, or "" for all of the model's entry."""
+        """Return errors found without loading the model, as pairs of key and message, for `dragoman check`.
+
+        The key is a path such as `adapters.legal`, or "" for the whole model entry.
+        """
         return ()
 
     @classmethod
     def doubts(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
-        """What is allowed and hardly meant, or may not do on this machine: a warning of `dragoman check` and `serve`.
-        Each with its key, as `mistakes`."""
+        """Return warnings for valid but probably unintended options, as pairs of key and message."""
         return ()
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Whether the packages are there that it needs beside ours."""
+        """Whether the optional packages the engine needs are installed."""
         return True
 
     def models(self) -> Sequence[ModelInfo]:
@@ -133,41 +137,42 @@ class Engine:
         return frozenset(feature for method in overridden for feature in OWN_FEATURES[method])
 
     async def start(self) -> None:
-        """Load what must be loaded. Called before the first request; again after a failure or an unloading, `stop` in
-        between."""
+        """Load the model. Called before the first request, and again after `stop` when the model is reloaded."""
 
     async def stop(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
     def generate(self, request: GenerationRequest) -> Iterable[Output] | AsyncIterable[Output]:
-        """Answer. A plain generator runs in a thread of its own; closing the iterator means: stop working on it."""
+        """Generate a reply. A plain generator runs in its own thread. Closing the iterator cancels the generation."""
         raise NotSupported("this model does not generate text")
 
     async def tell(self, request: GenerationRequest, listener: Listener) -> None:
-        """Answer by calling the listener in the moment in which something is ready, from `Started` to `Finished`: for
-        engines to which events come in the event loop's own callbacks, who are spared the way through a task. What
-        the listener raises ends the generation and is raised here; so does cancelling."""
+        """Generate a reply by calling `listener` with each batch of events, from `Started` to `Finished`.
+
+        Engines that receive events in event loop callbacks avoid waking a task per token this way. An exception of
+        the listener, or cancellation, ends the generation and propagates to the caller.
+        """
         raise NotSupported("this model does not generate text")
 
     def render(self, request: GenerationRequest) -> Rendered | Awaitable[Rendered]:
-        """The prompt that `generate` would begin with."""
-        raise NotSupported("this model does not tell its prompts")
+        """Return the prompt that `generate` would use."""
+        raise NotSupported("this model does not support rendering prompts")
 
     def count_tokens(self, request: GenerationRequest) -> int | Awaitable[int]:
-        """How many tokens the prompt of the request has; whoever overrides `render` need not say it twice."""
-        raise NotSupported("this model does not count its tokens")
+        """Count the tokens of the prompt. Not needed for engines that override `render`."""
+        raise NotSupported("this model does not support counting tokens")
 
     def tokenize(self, text: str, special: bool) -> Sequence[int] | Awaitable[Sequence[int]]:
-        """Token ids of a text; with `special` the names of control tokens in it become those tokens."""
-        raise NotSupported("this model does not tell its tokens")
+        """Tokenize a text; with `special`, names of control tokens in it become those tokens."""
+        raise NotSupported("this model does not support tokenization")
 
     def detokenize(self, tokens: Sequence[int]) -> str | Awaitable[str]:
-        raise NotSupported("this model does not tell its tokens")
+        raise NotSupported("this model does not support tokenization")
 
     def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding] | Awaitable[Sequence[Embedding]]:
-        """A vector for each of the inputs, which are not empty, in their order; a long list comes in parts."""
-        raise NotSupported("this model makes no embeddings")
+        """Return one embedding per input, in order. Inputs are not empty; a long list arrives in several calls."""
+        raise NotSupported("this model does not support embeddings")
 
     def vectors_of(self, model: str) -> MakeVectors:
-        """What makes the vectors of one of its models; for an engine that has one it is `embed`."""
+        """Return the function that embeds with the given model; engines with several models override this."""
         return self.embed

@@ -1,4 +1,4 @@
-"""The engines, by the name that a configuration uses. Each is imported only when a model asks for it."""
+"""The table of engines by configuration name. An engine is imported when a model uses it."""
 
 import importlib
 
@@ -14,7 +14,7 @@ ENGINES = {
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The class behind a name of the table, or behind `module:Class` for an engine of the user's own."""
+    """Return the engine class for a name in the table, or for `module:Class`."""
     target = ENGINES.get(name, name)
     module_name, colon, class_name = target.partition(":")
     if not colon:

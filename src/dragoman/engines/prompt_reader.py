@@ -1,14 +1,14 @@
-"""From a request to a checked prompt, for every engine that is asked in tokens. Never runs in the event loop.
+"""Turns a request into a validated token prompt, for engines that take tokens. Runs in threads, not the event loop.
 
 Rules
-1. Text of a chat becomes control tokens only where the template wrote it. A completion's prompt is the model's raw
-   input: names of control tokens in it count, as token ids would. A prompt of token ids is taken as it is.
-2. A prompt with a suffix is content on both sides of the infill tokens: no names count in it.
-3. Where the vocabulary wants a token at the beginning, a prompt from text gets it, once.
-4. Text that is too long even if all of it were the longest tokens there are is refused unread: making tokens of
-   megabytes takes seconds, which others would wait.
-5. Reading a prompt and compiling a grammar are two steps, because a grammar is tried in another process first.
-6. A text that is only to become tokens has no context to fit in; its length has a limit of its own.
+1. In a chat, only the text of the template may become control tokens. The prompt of a completion is raw input: names of
+   control tokens in it become those tokens. A prompt of token ids is used unchanged.
+2. A prompt with a suffix is content on both sides of the infill tokens: names of control tokens in it stay text.
+3. A prompt made from text starts with exactly one BOS token if the vocabulary requires it.
+4. Text that exceeds the context even if it consisted of the longest tokens is rejected before it is tokenized.
+   Tokenizing megabytes takes seconds and would delay other requests.
+5. Reading the prompt and compiling the grammar are separate steps, because the grammar is tried in another process.
+6. Requests that only tokenize or detokenize have a limit of their own instead of the context.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,17 +19,17 @@ import msgspec
 from dragoman.core.engine import Rendered
 from dragoman.core.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
 from dragoman.core.request import LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY, GenerationRequest, Sampling
-from dragoman.engines.thinking_budget import Budget
+from dragoman.engines.reply_limits import Budget
 from dragoman.formats.syntax import ModelFormat, Tags, reasoning_end, reasoning_tags
 from dragoman.grammar.reply_grammar import Speaker
 from dragoman.prompt import ChatTemplate, Segment
 
 MOST_TOKENIZED = 1024 * 1024
-"""Characters of a text, or tokens, that are only to become the other: about a second."""
+"""Maximum length, in characters or tokens, of a tokenize or detokenize request: about a second of work."""
 
 
 class Vocabulary(Protocol):
-    """A model's tokens, as far as a prompt and the shape of a reply have to know them."""
+    """The parts of a model's vocabulary needed to build prompts and constrain replies."""
 
     vocab_size: int
     bos: int
@@ -37,7 +37,7 @@ class Vocabulary(Protocol):
     add_bos: bool
     longest_piece: int
     infill: tuple[int, int, int] | None
-    """The tokens before the prefix, before the suffix and before what is to be written between them."""
+    """The tokens before the prefix, before the suffix, and before the text to generate."""
     ends: frozenset[int]
 
     @property
@@ -45,15 +45,15 @@ class Vocabulary(Protocol):
 
     @property
     def control(self) -> tuple[str, ...]:
-        """The names of the tokens that content must never produce."""
+        """Names of the control tokens, which content must never produce."""
 
     def name(self, token: int) -> str: ...
 
     def text(self, token: int) -> bytes:
-        """What a reader sees of a token."""
+        """The visible text of a token."""
 
     def show(self, markers: Collection[str]) -> None:
-        """Let readers see the control tokens of these names, but not those that end a text."""
+        """Make the named control tokens visible, except end-of-text tokens."""
 
     def control_ids(self, names: Collection[str]) -> Mapping[str, int]: ...
 
@@ -63,7 +63,7 @@ class Vocabulary(Protocol):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """A prompt as tokens. `opener`: the text that begins the thought inside which it ends."""
+    """A prompt as tokens. `opener` is the opening tag if the prompt ends inside reasoning."""
 
     tokens: tuple[int, ...]
     opener: str | None = None
@@ -87,13 +87,13 @@ class Reading:
         )
         model.show(syntax.markers)
         self.control = model.control_ids(syntax.markers)
-        known = model.chat_template or ""
-        self.thinks = any(text in known for tags in reasoning_tags(syntax) for text in (tags.open, tags.close))
-        self.spaced = b"".join(map(model.text, model.tokenize("a", special=False))) != b"a"
+        template = model.chat_template or ""
+        self._may_reason = any(text in template for tags in reasoning_tags(syntax) for text in (tags.open, tags.close))
+        self._prepends_space = b"".join(map(model.text, model.tokenize("a", special=False))) != b"a"
 
     def read(self, request: GenerationRequest) -> Read:
-        """The prompt; everything else that a request may have wrong is found here too."""
-        read = self._tokens(request)
+        """Return the prompt tokens, and validate the rest of the request."""
+        read = self._read_tokens(request)
         self._check_prompt(request, read.tokens)
         self._check_sampling(request.sampling)
         check_tokens(self.model, request.stop_token_ids, "stop_token_ids")
@@ -105,7 +105,7 @@ class Reading:
     def render(self, request: GenerationRequest) -> Rendered:
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
-        return Rendered(prompt.text, tuple(self._begun(self._segments(prompt.segments))), self.format.name)
+        return Rendered(prompt.text, tuple(self._with_bos(self._tokenize_segments(prompt.segments))), self.format.name)
 
     @property
     def speaker(self) -> Speaker:
@@ -115,23 +115,23 @@ class Reading:
         asked = request.thinking
         if asked.is_off or not request.messages:
             return False
-        return self.thinks or bool(asked.enabled or asked.effort or asked.budget_tokens)
+        return self._may_reason or bool(asked.enabled or asked.effort or asked.budget_tokens)
 
     def budget(self, request: GenerationRequest, opener: str | None) -> Budget | None:
         asked, known = request.thinking, reasoning_tags(self.format)
         tokens = 0 if asked.is_off else asked.budget_tokens
         if tokens is None or not known or not request.messages:
             return None
-        # Whatever a channel is called, it ends as the one that is last among them.
+        # An unknown channel ends with the closing tag of the last pair.
         opened = None if opener is None else next((tags for tags in known if tags.open == opener), known[-1])
-        return Budget(tokens, known, self._closing, opened)
+        return Budget(tokens, known, self._closing_tokens, opened)
 
-    def _closing(self, tags: Tags) -> list[int]:
+    def _closing_tokens(self, tags: Tags) -> list[int]:
         return self.model.tokenize(reasoning_end(self.format, tags), special=True)
 
     def inner_tokens(self, text: str) -> list[int]:
-        """A text as it is written in the midst of others: some vocabularies put a space before what they begin with."""
-        if not self.spaced:
+        """Tokenize text from the middle of a reply. Some vocabularies prepend a space at the start of a text."""
+        if not self._prepends_space:
             return self.model.tokenize(text, special=False)
         before = self.model.tokenize("\n", special=False)
         tokens = self.model.tokenize(f"\n{text}", special=False)
@@ -151,14 +151,14 @@ class Reading:
         if len(tokens) + self.least(request) > self.context:
             raise NoRoomForReply(
                 f"this model's maximum context length is {self.context} tokens, but the prompt has {len(tokens)}: "
-                "one is needed for the reply",
+                "the reply needs at least one",
                 param=_param(request),
                 tokens=len(tokens),
                 limit=self.context - 1,
             )
 
     def least(self, request: GenerationRequest) -> int:
-        """Tokens of the reply for which there has to be room."""
+        """Minimum number of reply tokens that must fit in the context."""
         return 1
 
     def _too_long(self, request: GenerationRequest, tokens: int, about: str = "") -> ContextTooLong:
@@ -175,39 +175,39 @@ class Reading:
         if least > self.context:
             raise self._too_long(request, least, "at least ")
 
-    def _tokens(self, request: GenerationRequest) -> Read:
+    def _read_tokens(self, request: GenerationRequest) -> Read:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             check_tokens(self.model, prompt, "prompt")
         if request.suffix is not None:
             self._check_length(request, [prompt, request.suffix] if isinstance(prompt, str) else [request.suffix])
-            return Read(tuple(self._begun(self._infill(prompt or "", request.suffix))))
+            return Read(tuple(self._with_bos(self._build_infill(prompt or "", request.suffix))))
         if isinstance(prompt, tuple):
             return Read(prompt)
         if prompt is not None:
             self._check_length(request, [prompt])
-            return Read(tuple(self._begun(self.model.tokenize(prompt, special=True))))
-        return self._chat(request)
+            return Read(tuple(self._with_bos(self.model.tokenize(prompt, special=True))))
+        return self._read_chat(request)
 
-    def _chat(self, request: GenerationRequest) -> Read:
+    def _read_chat(self, request: GenerationRequest) -> Read:
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
-        return Read(tuple(self._begun(self._segments(prompt.segments))), prompt.opener, prompt.ignored)
+        return Read(tuple(self._with_bos(self._tokenize_segments(prompt.segments))), prompt.opener, prompt.ignored)
 
-    def _segments(self, segments: Iterable[Segment]) -> list[int]:
+    def _tokenize_segments(self, segments: Iterable[Segment]) -> list[int]:
         tokens: list[int] = []
         for segment in segments:
             tokens += self.model.tokenize(segment.text, segment.special)
         return tokens
 
-    def _infill(self, prefix: str | tuple[int, ...], suffix: str) -> list[int]:
+    def _build_infill(self, prefix: str | tuple[int, ...], suffix: str) -> list[int]:
         if self.model.infill is None:
-            raise UnsupportedParameter("this model cannot write between a prompt and a suffix", param="suffix")
+            raise UnsupportedParameter("this model does not support infill; leave out the suffix", param="suffix")
         before, after, middle = self.model.infill
         head = self.model.tokenize(prefix, special=False) if isinstance(prefix, str) else prefix
         return [before, *head, after, *self.model.tokenize(suffix, special=False), middle]
 
-    def _begun(self, tokens: list[int]) -> list[int]:
+    def _with_bos(self, tokens: list[int]) -> list[int]:
         model = self.model
         return [model.bos, *tokens] if model.add_bos and tokens[:1] != [model.bos] else tokens
 
@@ -218,13 +218,15 @@ class Reading:
 
 def tokenize(model: Vocabulary, text: str, special: bool) -> list[int]:
     if len(text) > MOST_TOKENIZED:
-        raise BadRequest(f"content: at most {MOST_TOKENIZED} characters are made tokens at once", param="content")
+        message = f"content has {len(text)} characters; at most {MOST_TOKENIZED} can be tokenized at once"
+        raise BadRequest(message, param="content")
     return model.tokenize(text, special)
 
 
 def detokenize(model: Vocabulary, tokens: Sequence[int]) -> str:
     if len(tokens) > MOST_TOKENIZED:
-        raise BadRequest(f"tokens: at most {MOST_TOKENIZED} are made text at once", param="tokens")
+        message = f"tokens has {len(tokens)} entries; at most {MOST_TOKENIZED} can be detokenized at once"
+        raise BadRequest(message, param="tokens")
     check_tokens(model, tokens, "tokens")
     return model.detokenize(tokens)
 

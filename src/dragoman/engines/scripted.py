@@ -1,15 +1,13 @@
-"""An engine that plays a script: exact model output, deterministically, through the real wire formats.
+"""An engine that plays scripted model output, for testing agents and for the tests of this project.
 
-For people who test agents, and the base of our own tests. The first reply whose `match` is found in the text of the
-last user or tool message is played; a reply without `match` fits everything; where none fits the message is echoed.
-One piece of `chunk` characters is one token. The faults happen at the N-th token of each reply.
+The engine plays the first reply whose `match` is found in the text of the last user or tool message. A reply without
+`match` matches everything. If no reply matches, the engine echoes the message. Every `chunk` characters are one token.
+Faults happen at the N-th token of each reply.
 
-The script is raw model output in the syntax that `format` names, thoughts and tool calls included. Tools, schemas,
-images, suffixes and token ids are accepted and change nothing in it: what a model would do with them is for the script
-to say. A thinking budget cuts the thought, as it does with a real model.
+The script is raw model output in the syntax named by `format`, including reasoning and tool calls. Tools, schemas,
+images, suffixes and token ids are accepted and ignored. A thinking budget shortens the reasoning, as with a real model.
 
-Vectors are made of hashes: each word of a text has one that looks like chance and is always the same, and a text has
-their sum. Texts that share words are alike; what words mean, nobody knows here.
+Embeddings are sums of hashes: each word has a fixed pseudo-random vector, so texts that share words are similar.
 """
 
 import asyncio
@@ -44,8 +42,8 @@ FEATURES = frozenset(
 
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
-KEPT_CHARACTERS = 65536
-"""The tokens of longer texts are made while they are played, and not cached: callers choose the text to echo."""
+MAX_CACHED_CHARACTERS = 65536
+"""Longer texts are not cached, because clients choose the text to echo."""
 
 
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,14 +60,14 @@ class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replies: tuple[ScriptedReply, ...] = ()
     format: str = "plain"
-    """The syntax of the script, one of `formats`; plain is text and nothing else."""
+    """The syntax of the script, one of `formats`; plain is text only."""
     chunk: Count = 4
     burst: Count = 1
-    """Tokens that become ready together, as from an engine that makes several in one step."""
+    """Number of tokens per event batch."""
     tokens_per_second: Annotated[float, msgspec.Meta(gt=0)] | None = None
     prefill_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0
     dimensions: Count = 384
-    """Of the vectors."""
+    """Dimensions of the embeddings."""
     context: Count | None = None
     slots: Count | None = None
     fail_after: Number | None = None
@@ -107,36 +105,33 @@ class ScriptedEngine(Engine):
         return FEATURES
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        output = self._output(request.last_user_text)
+        output = self._find_reply(request.last_user_text)
         thinking = bool(request.messages) and begins_in_thought(self.syntax, output)
-        output = self._within_budget(output, thinking, request.thinking)
+        output = self._apply_budget(output, thinking, request.thinking)
         chunk = self.options.chunk
-        kept = _pieces(output, chunk) if len(output) <= KEPT_CHARACTERS else None
-        prompt_tokens = self._prompt_tokens(request)
-        room = self._room(request, prompt_tokens)
+        pieces = _split(output, chunk) if len(output) <= MAX_CACHED_CHARACTERS else None
+        prompt_tokens = self.count_tokens(request)
+        limit = self._max_reply_tokens(request, prompt_tokens)
         tokens = -(-len(output) // chunk)
-        played = tokens if room is None else min(tokens, room)
-        fault = self._fault_at(played)
-        told = played if fault is None else fault
+        played = tokens if limit is None else min(tokens, limit)
+        fault = self._find_fault(played)
+        end_of_play = played if fault is None else fault
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
-        begun, burst, rate = time.monotonic(), self.options.burst, self.options.tokens_per_second
+        started_at, burst, rate = time.monotonic(), self.options.burst, self.options.tokens_per_second
         ready: tuple[Event, ...] = (Started(prompt_tokens, thinking=thinking),)
-        for at in range(0, told, burst):
+        for at in range(0, end_of_play, burst):
             if at:
                 yield ready
                 ready = ()
-            await (_turn() if rate is None else asyncio.sleep(self._delay(begun, at, rate)))
-            end = min(at + burst, told)
-            ready += _cut(output, chunk, at, end) if kept is None else kept[at:end]
+            await (_yield_to_loop() if rate is None else asyncio.sleep(self._delay(started_at, at, rate)))
+            end = min(at + burst, end_of_play)
+            ready += _split_range(output, chunk, at, end) if pieces is None else pieces[at:end]
         if fault is not None:
             yield ready
-            await self._fault(fault)
+            await self._raise_fault(fault)
         reason: FinishReason = "length" if played < tokens else "stop"
         yield (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=played)))
-
-    def count_tokens(self, request: GenerationRequest) -> int:
-        return self._prompt_tokens(request)
 
     def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
         return each(inputs, self._embedding)
@@ -155,15 +150,15 @@ class ScriptedEngine(Engine):
             total = [so_far + times * (byte - 127.5) for so_far, byte in zip(total, hashed, strict=True)]
         return Embedding.of(total, tokens)
 
-    def _output(self, text: str) -> str:
+    def _find_reply(self, text: str) -> str:
         for pattern, output in self.replies:
             if pattern.search(text):
                 return output
         return text
 
-    def _within_budget(self, output: str, thinking: bool, asked: Thinking) -> str:
-        """The output with its first thought cut to what the request allows."""
-        budget = 0 if asked.is_off else asked.budget_tokens
+    def _apply_budget(self, output: str, thinking: bool, options: Thinking) -> str:
+        """Shorten the first reasoning section to the thinking budget."""
+        budget = 0 if options.is_off else options.budget_tokens
         if budget is None:
             return output
         tags = next((tags for tags in self.syntax.thoughts if tags.close in output), None)
@@ -173,7 +168,7 @@ class ScriptedEngine(Engine):
         closer = output.index(tags.close, opener)
         return output[: min(opener + budget * self.options.chunk, closer)] + output[closer:]
 
-    def _prompt_tokens(self, request: GenerationRequest) -> int:
+    def count_tokens(self, request: GenerationRequest) -> int:
         size, prompt = self.options.chunk, request.prompt
         if isinstance(prompt, str):
             return -(-len(prompt) // size)
@@ -181,8 +176,8 @@ class ScriptedEngine(Engine):
             return len(prompt)
         return sum([-(-len(message.text) // size) for message in request.messages])
 
-    def _room(self, request: GenerationRequest, prompt_tokens: int) -> int | None:
-        """Tokens the reply may have at the most."""
+    def _max_reply_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int | None:
+        """Maximum number of reply tokens; None means unlimited."""
         context = self.options.context
         if context is None:
             return request.max_tokens
@@ -191,18 +186,18 @@ class ScriptedEngine(Engine):
         left = context - prompt_tokens
         return left if request.max_tokens is None else min(left, request.max_tokens)
 
-    def _fault_at(self, tokens: int) -> int | None:
-        """After how many of the reply's tokens something goes wrong."""
+    def _find_fault(self, tokens: int) -> int | None:
+        """The number of tokens before the fault; None if the reply ends earlier."""
         fault = self.first_fault
         return fault if fault is not None and fault <= tokens else None
 
-    def _delay(self, begun: float, at: int, rate: float) -> float:
-        return max(0.0, begun + (at + self.options.burst) / rate - time.monotonic())
+    def _delay(self, started_at: float, at: int, rate: float) -> float:
+        return max(0.0, started_at + (at + self.options.burst) / rate - time.monotonic())
 
-    async def _fault(self, at: int) -> None:
+    async def _raise_fault(self, at: int) -> None:
         options = self.options
         if at == options.crash_after:
-            # What was played before the crash has to get out of the process first.
+            # Give the worker time to send the tokens before the crash.
             await asyncio.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         if at == options.hang_after:
@@ -211,23 +206,23 @@ class ScriptedEngine(Engine):
 
 
 @types.coroutine
-def _turn() -> Generator[None, None, None]:
-    """Everybody else goes first: what `asyncio.sleep(0)` comes to, without the coroutine around it."""
+def _yield_to_loop() -> Generator[None, None, None]:
+    """Yield to the event loop, like `asyncio.sleep(0)` without its coroutine."""
     yield
 
 
 def _too_long(context: int, tokens: int, limit: int, param: str) -> ContextTooLong:
-    what = "input" if param == "input" else "prompt"
-    words = f"this model's maximum context length is {context} tokens, but the {what} has {tokens}"
-    return ContextTooLong(words, param=param, tokens=tokens, limit=limit)
+    kind = "input" if param == "input" else "prompt"
+    message = f"this model's maximum context length is {context} tokens, but the {kind} has {tokens}"
+    return ContextTooLong(message, param=param, tokens=tokens, limit=limit)
 
 
 @lru_cache(maxsize=64)
-def _pieces(text: str, size: int) -> tuple[TextDelta, ...]:
-    """A script is played again and again, and cut once."""
-    return _cut(text, size, 0, -(-len(text) // size))
+def _split(text: str, size: int) -> tuple[TextDelta, ...]:
+    """Split the whole text; cached because scripts are played repeatedly."""
+    return _split_range(text, size, 0, -(-len(text) // size))
 
 
-def _cut(text: str, size: int, start: int, end: int) -> tuple[TextDelta, ...]:
-    """The tokens of a text from index `start` to index `end`, each with `size` characters."""
+def _split_range(text: str, size: int, start: int, end: int) -> tuple[TextDelta, ...]:
+    """Tokens `start` to `end` of a text, each with `size` characters."""
     return tuple([TextDelta(text[at * size : (at + 1) * size]) for at in range(start, end)])

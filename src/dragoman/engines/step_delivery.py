@@ -1,17 +1,16 @@
-"""Engines that work on all their requests in steps, and hand out what a step made in one call.
+"""Base class of engines that process all requests together in steps and deliver the results of a step in one call.
 
-    receiver.take([Portion, Portion, ...])      one per request that got something, once per step
+    receiver.take([Portion, Portion, ...])      once per step, one portion per request with new events
 
-An async generator per request is woken once per token: at 256 requests and a hundred steps a second that costs more
-than everything else on the way to the reader. So here a request is only begun and dropped, by its key; what becomes of
-it goes to the engine's one receiver. In a worker that is the child, which writes the whole step to the pipe; in the
-process of whoever calls `generate` it is a table of mailboxes.
+Waking one async generator per request and token is too slow: with 256 requests and 100 steps a second it dominates the
+cost of delivery. Requests are therefore started and cancelled by key, and a single receiver gets all events. In a
+worker process the receiver writes the whole step to the pipe; otherwise it is a table of event queues.
 
 Rules
-1. What the receiver gets for a key is what `generate` would yield, from `Started` to `Finished`; the portion with which
-   it `ended` is the last. One that failed ends with `error`.
-2. `begin` raises what is wrong with the request; then nothing is ever received for its key.
-3. After `drop` nothing is received for the key any more. A receiver may drop while it takes.
+1. The receiver gets the events that `generate` would yield, from `Started` to `Finished`. The portion with `ended` is
+   the last one for its key; it has an `error` if the request failed.
+2. If `begin` raises, the receiver gets nothing for that key.
+3. After `drop` the receiver gets nothing for that key. A receiver may call `drop` from within `take`.
 """
 
 import itertools
@@ -28,7 +27,7 @@ from dragoman.core.request import GenerationRequest
 
 
 class Portion(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one request has new. On the wire to another process it is what `worker.messages.Progress` is."""
+    """New events of one request. It has the wire format of `worker_messages.Progress`."""
 
     key: int
     events: tuple[Event, ...] = ()
@@ -38,40 +37,40 @@ class Portion(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Receiver(Protocol):
     def take(self, portions: Sequence[Portion]) -> None:
-        """Everything that a step made."""
+        """Receive the results of one step."""
 
     def lose(self, reason: str) -> None:
-        """The engine is gone, with everything that it worked on."""
+        """Fail all requests because the engine has died."""
 
 
 class SteppingEngine(Engine):
     streams_events = True
 
     def __init__(self) -> None:
-        self._mailboxes = Mailboxes()
-        self.receiver: Receiver = self._mailboxes
+        self._queues = EventQueues()
+        self.receiver: Receiver = self._queues
 
     async def begin(self, key: int, request: GenerationRequest) -> None:
-        """Work on the request from now on."""
+        """Start a request."""
         raise NotImplementedError
 
     def drop(self, key: int) -> None:
-        """Nobody wants the rest. One that has ended, or was never begun, may be dropped too."""
+        """Cancel a request. Does nothing if the request is unknown or has ended."""
         raise NotImplementedError
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        key, mailbox = self._mailboxes.open()
+        key, mailbox = self._queues.open()
         try:
             await self.begin(key, request)
             while events := await mailbox.take():
                 yield events
         finally:
-            self._mailboxes.close(key)
+            self._queues.close(key)
             self.drop(key)
 
 
-class Mailboxes:
-    """A receiver for readers in the same process."""
+class EventQueues:
+    """A receiver with one event queue per request, for readers in the same process."""
 
     def __init__(self) -> None:
         self._keys = itertools.count()

@@ -1,7 +1,7 @@
-"""Any engine's output as one kind of stream: lists of events, in the event loop.
+"""Adapts the output of any engine to one stream of event lists in the event loop.
 
-An engine may be a generator or an async generator, may yield text, events or lists of events, and may leave out
-`Started` and `Finished`. Here the difference ends.
+An engine may be a generator or an async generator. It may yield text, events or lists of them, and may leave out
+`Started` and `Finished`.
 """
 
 import asyncio
@@ -22,22 +22,21 @@ log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
 
 MAX_BACKLOG = 256
-"""Outputs that a threaded generator may be ahead of its reader."""
+"""Maximum number of outputs a threaded generator may be ahead of its reader."""
 
 
 def run(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-    """The events of one generation, `Started` first and `Finished` last, in lists that are never empty.
+    """Return the events of one generation in non-empty lists, `Started` first and `Finished` last.
 
-    An engine with `streams_events` vouches for that itself and is taken at its word; for any other it holds whatever
-    the engine yields.
+    The output of an engine with `streams_events` already has this form and is returned unchanged.
     """
     if engine.streams_events:
         return cast("AsyncGenerator[Sequence[Event], None]", engine.generate(request))
-    return _completed(engine, request)
+    return _normalized_events(engine, request)
 
 
 async def tell(engine: Engine, request: GenerationRequest, listener: Listener) -> None:
-    """The same, for one who is called."""
+    """Call `listener` with the events of one generation."""
     if engine.calls_back:
         await engine.tell(request, listener)
         return
@@ -49,51 +48,50 @@ async def tell(engine: Engine, request: GenerationRequest, listener: Listener) -
 
 
 async def read(tell: Callable[[Listener], Coroutine[None, None, None]]) -> AsyncGenerator[Sequence[Event], None]:
-    """What is told, for one who reads: nothing more is told until the reader comes for it."""
-    mailbox, wanted = Mailbox(), asyncio.Event()
+    """Turn a push-based generation into an async generator. The producer waits until each batch has been read."""
+    mailbox, is_read = Mailbox(), asyncio.Event()
 
     def put(events: Sequence[Event]) -> Awaitable[None]:
-        wanted.clear()
+        is_read.clear()
         mailbox.put(events)
-        return _set(wanted)
+        return _wait(is_read)
 
-    telling = asyncio.create_task(_told(tell(put), mailbox))
+    async def produce() -> None:
+        try:
+            await tell(put)
+            mailbox.end()
+        except Exception as error:  # noqa: BLE001 (the reader raises it)
+            mailbox.fail(error)
+
+    producer = asyncio.create_task(produce())
     try:
         while batch := await mailbox.take():
             yield batch
-            wanted.set()
+            is_read.set()
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        producer.cancel()
+        await asyncio.gather(producer, return_exceptions=True)
 
 
-async def _told(telling: Coroutine[None, None, None], mailbox: Mailbox) -> None:
-    try:
-        await telling
-        mailbox.end()
-    except Exception as error:  # noqa: BLE001 (the reader raises it)
-        mailbox.fail(error)
-
-
-async def _set(event: asyncio.Event) -> None:
+async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+async def _normalized_events(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
     try:
         source = engine.generate(request)
         outputs = source.__aiter__() if isinstance(source, AsyncIterable) else _in_thread(source)
         started = False
         try:
             async for output in outputs:
-                events = _events(output)
+                events = _to_events(output)
                 if not events:
                     continue
                 if not started:
                     started = True
                     if type(events[0]) is not Started:
                         events = [Started(), *events]
-                finished = _up_to_finished(events)
+                finished = _through_finished(events)
                 yield finished or events
                 if finished:
                     return
@@ -107,7 +105,7 @@ async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerat
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # Nobody cancelled this request: something inside the engine was cancelled, and it did not mind.
+        # The request was not cancelled: a task inside the engine was.
         log.exception("request %s: the engine raised", request.id)
         raise failed(error) from error
     except Exception as error:
@@ -116,25 +114,25 @@ async def _completed(engine: Engine, request: GenerationRequest) -> AsyncGenerat
 
 
 def failed(error: BaseException) -> EngineFailed:
-    """What a caller is told of an engine's exception, whose words may hold anything."""
-    return EngineFailed(f"the engine failed ({type(error).__name__}); the server's log says more")
+    """Return the client-visible error for an engine's exception. It omits the exception text, which may be private."""
+    return EngineFailed(f"the engine failed ({type(error).__name__}); see the server log")
 
 
-def _up_to_finished(events: Sequence[Event]) -> Sequence[Event]:
-    """The events with which a stream ends; nothing where it goes on."""
+def _through_finished(events: Sequence[Event]) -> Sequence[Event]:
+    """The events up to and including `Finished`; empty if there is no `Finished`."""
     end = next((at for at, event in enumerate(events, 1) if type(event) is Finished), 0)
     return events[:end]
 
 
-def _events(output: Output) -> Sequence[Event]:
+def _to_events(output: Output) -> Sequence[Event]:
     if isinstance(output, str):
         return [TextDelta(output)]
     if isinstance(output, list | tuple):
-        return [_event(entry) for entry in output]
-    return [_event(output)]
+        return [_to_event(entry) for entry in output]
+    return [_to_event(output)]
 
 
-def _event(output: object) -> Event:
+def _to_event(output: object) -> Event:
     if isinstance(output, str):
         return TextDelta(output)
     if isinstance(output, Event):
@@ -143,7 +141,7 @@ def _event(output: object) -> Event:
 
 
 async def call(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T:
-    """The answer of an engine's method; a plain one runs in a thread."""
+    """Call a method of an engine. A method that is not async runs in a thread."""
     if inspect.iscoroutinefunction(method):
         answer: T = await method(*arguments)
         return answer
@@ -155,82 +153,82 @@ async def call(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T
 
 
 async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event], None]:
-    pump = _Pump(iter(source), asyncio.get_running_loop())
-    threading.Thread(target=pump.work, name="dragoman-generate", daemon=True).start()
+    threaded = _ThreadedSource(iter(source), asyncio.get_running_loop())
+    threading.Thread(target=threaded.run_generator, name="dragoman-generate", daemon=True).start()
     try:
-        while batch := await pump.take():
+        while batch := await threaded.next_batch():
             yield batch
     finally:
-        pump.close()
+        threaded.close()
 
 
-class _Pump:
-    """Carries a plain generator's outputs from its thread into the event loop, a bounded number ahead."""
+class _ThreadedSource:
+    """Runs a plain generator in a thread and passes its outputs to the event loop, at most MAX_BACKLOG ahead."""
 
     def __init__(self, source: Iterator[Output], loop: asyncio.AbstractEventLoop) -> None:
-        self.source = source
-        self.loop = loop
-        self.mailbox = Mailbox()
-        self.arrived = 0
-        self.room = threading.Semaphore(MAX_BACKLOG)
-        self.closed = False
+        self._source = source
+        self._loop = loop
+        self._mailbox = Mailbox()
+        self._unread = 0
+        self._capacity = threading.Semaphore(MAX_BACKLOG)
+        self._is_closed = False
 
-    # In the thread.
+    # Runs in the thread.
 
-    def work(self) -> None:
-        error = self._pump()
+    def run_generator(self) -> None:
+        error = self._produce()
         self._close_source()
         if error is None:
-            self._call(self.mailbox.end)
+            self._call_in_loop(self._mailbox.end)
         else:
-            self._call(self.mailbox.fail, error)
+            self._call_in_loop(self._mailbox.fail, error)
 
-    def _pump(self) -> Exception | None:
+    def _produce(self) -> Exception | None:
         try:
-            for output in self.source:
-                # Outputs of nothing never reach the reader, who could not make room for others by taking them.
-                if events := _events(output):
-                    self.room.acquire()
-                    self._call(self._arrive, events)
-                if self.closed:
+            for output in self._source:
+                # Empty outputs never reach the reader, so the reader could not release their capacity.
+                if events := _to_events(output):
+                    self._capacity.acquire()
+                    self._call_in_loop(self._put, events)
+                if self._is_closed:
                     break
         except Exception as error:  # noqa: BLE001 (the reader raises it)
             return error
         except BaseException as error:
-            # It means to end the thread; raised by the reader it would end the event loop.
-            log.exception("an engine's generator ended its thread")
+            # SystemExit and the like would end the event loop if the reader raised them.
+            log.exception("the engine's generator raised %s", type(error).__name__)
             return failed(error)
         return None
 
     def _close_source(self) -> None:
-        close = getattr(self.source, "close", None)
+        close = getattr(self._source, "close", None)
         if close is not None:
             try:
                 close()
             except BaseException:
-                log.exception("an engine's generator raised while it was closed")
+                log.exception("the engine's generator raised an exception while closing")
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call_in_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
-            self.loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop has been closed: nobody reads any more.
-            self.closed = True
+            # The event loop is closed.
+            self._is_closed = True
 
-    # In the event loop.
+    # Runs in the event loop.
 
-    def _arrive(self, events: Sequence[Event]) -> None:
-        self.arrived += 1
-        self.mailbox.put(events)
+    def _put(self, events: Sequence[Event]) -> None:
+        self._unread += 1
+        self._mailbox.put(events)
 
-    async def take(self) -> Sequence[Event]:
-        """Everything that is ready; nothing at the end."""
-        taken = await self.mailbox.take()
-        if self.arrived:
-            self.room.release(self.arrived)
-            self.arrived = 0
-        return taken
+    async def next_batch(self) -> Sequence[Event]:
+        """Return all events that are ready, or an empty sequence at the end."""
+        events = await self._mailbox.take()
+        if self._unread:
+            self._capacity.release(self._unread)
+            self._unread = 0
+        return events
 
     def close(self) -> None:
-        self.closed = True
-        self.room.release()
+        self._is_closed = True
+        self._capacity.release()

@@ -32,8 +32,7 @@ from dragoman.engines.llama.binding import Context, Model
 from dragoman.engines.llama.sampling import SamplingParams, TokenMask, TokenPicker, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
 from dragoman.engines.llama.speculation import DraftLookup
-from dragoman.engines.repeated_calls import Sections
-from dragoman.engines.thinking_budget import Budget
+from dragoman.engines.reply_limits import Budget, Sections
 from dragoman.grammar.masks import Guide
 from dragoman.grammar.schema_check import Check
 

@@ -1,15 +1,14 @@
-"""Every other server as an engine.
+"""The engine for models that other servers run.
 
-    options     what a configuration may say
-    engine      the engine: which place is asked, what is tried elsewhere
-    place       one server: how it is asked, what it has refused, what it offers
-      wire      HTTP to it
-      fitting   a request in the words that a protocol has and a place takes
-      refusals  what a place does not take, from the words in which it says so
-    pool        which place is asked next: loads, failures, beginnings of prompts; no socket, no clock of its own
-      beginnings    who has which beginning of a prompt
-    telling     errors of a place as those of ours
+    options           configuration keys
+    engine            chooses a server for each request and retries on another one
+    upstream_server   one server: requests, rejected fields, available models
+    http_transport    HTTP/1.1 client transport
+    field_support     adapts a request to the fields that a protocol and a server support
+    pool              server selection: load, failures, prompt prefixes; no I/O
+    prefix_index      which server has computed which prompt prefix
+    error_mapping     maps errors of a server to our errors
 
-Nobody is called but the addresses of the configuration: redirects are not followed, proxies of the environment not
-used, addresses of images not fetched and not passed on unless the operator says so.
+The engine connects only to configured addresses: it does not follow redirects, ignores proxy settings of the
+environment, never fetches image URLs, and passes them on only if the configuration allows it.
 """

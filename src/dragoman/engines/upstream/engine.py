@@ -1,12 +1,12 @@
-"""The engine whose model runs somewhere else: in one place, or in several that share the work.
+"""The engine for a model that runs on other servers: one, or several that share the load.
 
 Rules
-1. As long as nothing of a reply has reached our caller, a failure of a place is another place's chance: of a stream
-   until the first word, of a reply that is handed over whole until its end. Then it begins again (`events`, rule 3).
-2. A place that is not there when we start may come later: only a mistake of the configuration keeps us from starting.
-   In the first `EARLY_SECONDS` one that could not be reached is looked for again and again, so that servers and their
-   pool may be started at the same moment.
-3. Closing a generation closes the connection to the place: it stops working on it.
+1. A request that fails before any part of the reply has reached the client is retried on another server: a streamed
+   reply until its first event, a complete reply until its end.
+2. A server that is unreachable at start may become available later; only configuration errors prevent the start.
+   During the first STARTUP_SECONDS unreachable servers are probed frequently, so that servers and their pool may be
+   started at the same time.
+3. Closing a generation closes the connection, which cancels the generation on the server.
 """
 
 import asyncio
@@ -40,13 +40,13 @@ from dragoman.engines.upstream import error_mapping
 from dragoman.engines.upstream.options import UpstreamOptions, key_of
 from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
 from dragoman.engines.upstream.prefix_index import chain
-from dragoman.engines.upstream.upstream_server import LOOK_SECONDS, Hearing, Place
+from dragoman.engines.upstream.upstream_server import PROBE_SECONDS, TrackedListener, UpstreamServer
 from dragoman.pipeline.event_stream import read
 
-FIRST_SECONDS = 1.0
-"""How long a start waits until all servers have been looked at."""
-EARLY_SECONDS = 30.0
-EARLY_PAUSE = 0.25
+FIRST_PROBE_SECONDS = 1.0
+"""How long `start` waits for the first probe of all servers."""
+STARTUP_SECONDS = 30.0
+STARTUP_PROBE_INTERVAL = 0.25
 log = logging.getLogger("dragoman.upstream")
 T = TypeVar("T")
 
@@ -56,10 +56,10 @@ FEATURES = frozenset(
         *("images", "tools", "strict_tools", "constraint", "thinking", "embeddings"),
     }
 )
-BY_PROTOCOL = frozenset(Sampling.__struct_fields__) | {
+PROTOCOL_FEATURES = frozenset(Sampling.__struct_fields__) | {
     *("stop_token_ids", "ignore_eos", "logprobs", "documents", "service_tier")
 }
-"""What not every protocol has a word for."""
+"""Features that only some protocols have."""
 
 
 class UpstreamEngine(Engine):
@@ -73,13 +73,12 @@ class UpstreamEngine(Engine):
         self.options = options
         self.slots = options.slots
         self.tells_calls = options.format is None
-        given = options.places
         self._id = loop_guard.new_id()
-        self.places = [Place(place, options, key_of(name, place), self._id) for place in given]
-        self.pool = Pool([Spot(place.weight, place.rank) for place in given], clock)
-        self._looking: asyncio.Task[None] | None = None
-        self._looked: asyncio.Future[None]
-        """Done when all have been looked at once."""
+        self.servers = [UpstreamServer(server, options, key_of(name, server), self._id) for server in options.places]
+        self.pool = Pool([Spot(server.weight, server.rank) for server in options.places], clock)
+        self._prober: asyncio.Task[None] | None = None
+        self._first_probe: asyncio.Future[None]
+        """Done when all servers have been probed once."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -87,97 +86,96 @@ class UpstreamEngine(Engine):
         return cls(name, options)
 
     def models(self) -> Sequence[ModelInfo]:
-        form = self.options.format or "plain"
+        syntax = self.options.format or "plain"
         if self.options.models is None:
-            return [ModelInfo(self.name, context=self.options.context or self._context(), format=form)]
-        offered = {model.name: model for place in self.places for model in place.models.values()}
+            return [ModelInfo(self.name, context=self.options.context or self._context(), format=syntax)]
+        offered = {model.name: model for server in self.servers for model in server.models.values()}
         return [
-            ModelInfo(f"{self.name}/{model.name}", context=self.options.context or model.context, format=form)
+            ModelInfo(f"{self.name}/{model.name}", context=self.options.context or model.context, format=syntax)
             for model in offered.values()
         ]
 
     def _context(self) -> int | None:
-        names = ((place.model or self.name).lower() for place in self.places)
-        found = (place.models.get(name) for place, name in zip(self.places, names, strict=True))
-        return min((model.context for model in found if model and model.context), default=None)
+        models = (server.models.get((server.model or self.name).lower()) for server in self.servers)
+        return min((model.context for model in models if model and model.context), default=None)
 
     def supports(self) -> frozenset[str]:
-        """What no place is known to lack; of what turns out later, a reply tells itself."""
-        spoken = [place.talk.protocol for place in self.places]
-        said = frozenset().union(*(PROTOCOLS[name].says if name else BY_PROTOCOL for name in spoken))
-        return FEATURES | (BY_PROTOCOL & said)
+        """Features that the protocols of the servers have. A reply reports what a server rejects."""
+        protocols = [server.talk.protocol for server in self.servers]
+        known = frozenset().union(*(PROTOCOLS[name].says if name else PROTOCOL_FEATURES for name in protocols))
+        return FEATURES | (PROTOCOL_FEATURES & known)
 
     async def start(self) -> None:
-        self._looked = asyncio.get_running_loop().create_future()
-        self._looking = asyncio.create_task(self._look_on())
-        # Whoever is slow is waited for only where nobody knows what there is without it.
-        seconds = FIRST_SECONDS if self.options.models is None else None
-        first: set[asyncio.Future[None]] = {self._looked, self._looking}
-        await asyncio.wait(first, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if self._looking.done():
-            self._looking.result()
+        self._first_probe = asyncio.get_running_loop().create_future()
+        self._prober = asyncio.create_task(self._probe_forever())
+        # With `models: all` the model list is needed, so wait for the slowest server.
+        timeout = FIRST_PROBE_SECONDS if self.options.models is None else None
+        first: set[asyncio.Future[None]] = {self._first_probe, self._prober}
+        await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if self._prober.done():
+            self._prober.result()
 
     async def stop(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-        await asyncio.gather(*(place.aclose() for place in self.places))
+        if self._prober is not None:
+            self._prober.cancel()
+            await asyncio.gather(self._prober, return_exceptions=True)
+        await asyncio.gather(*(server.aclose() for server in self.servers))
 
-    async def _look_on(self) -> None:
-        everywhere = range(len(self.places))
-        await self._look_at(everywhere)
-        self._looked.set_result(None)
+    async def _probe_forever(self) -> None:
+        every_server = range(len(self.servers))
+        await self._probe_all(every_server)
+        self._first_probe.set_result(None)
         if not self.options.health_seconds:
             return
-        await self._look_early()
+        await self._probe_startup()
         while True:
             await asyncio.sleep(self.options.health_seconds)
-            await self._look_at(everywhere)
+            await self._probe_all(every_server)
 
-    async def _look_early(self) -> None:
-        """Soon again at those that were not there, and at all others when it is time for that."""
+    async def _probe_startup(self) -> None:
+        """Probe unreachable servers frequently, and all servers every `health_seconds`."""
         now = time.monotonic()
-        until, due = now + EARLY_SECONDS, now + self.options.health_seconds
-        while now < until and (missing := [at for at in range(len(self.places)) if self.pool.state(at) == "out"]):
-            await asyncio.sleep(min(EARLY_PAUSE, self.options.health_seconds))
+        end, next_full_probe = now + STARTUP_SECONDS, now + self.options.health_seconds
+        while now < end and (missing := [at for at in range(len(self.servers)) if self.pool.state(at) == "out"]):
+            await asyncio.sleep(min(STARTUP_PROBE_INTERVAL, self.options.health_seconds))
             now = time.monotonic()
-            if now >= due:
-                missing, due = list(range(len(self.places))), now + self.options.health_seconds
-            await self._look_at(missing)
+            if now >= next_full_probe:
+                missing, next_full_probe = list(range(len(self.servers))), now + self.options.health_seconds
+            await self._probe_all(missing)
 
-    async def _look_at(self, places: Iterable[int]) -> None:
-        await asyncio.gather(*(self._look(at) for at in places))
+    async def _probe_all(self, servers: Iterable[int]) -> None:
+        await asyncio.gather(*(self._probe(at) for at in servers))
 
-    async def _look(self, at: int) -> None:
-        """A place that answers at all is there; what it answers is another matter."""
-        place, before = self.places[at], self.pool.state(at)
+    async def _probe(self, at: int) -> None:
+        """Probe one server. Any answer, even an error, shows that it is reachable."""
+        server, before = self.servers[at], self.pool.state(at)
         try:
-            async with asyncio.timeout(LOOK_SECONDS):
-                await place.look()
+            async with asyncio.timeout(PROBE_SECONDS):
+                await server.probe()
         except Unreachable as error:
-            self.pool.failed(at, unreached=True)
+            self.pool.record_failure(at, is_unreachable=True)
             if before == "up":
-                log.warning("model %s: %s is not there: %s", self.name, place.url, error)
+                log.warning("model %s: %s is unreachable: %s", self.name, server.url, error)
             return
         except (AnswerTimeout, TimeoutError):
-            self._slow(at, before)
+            self._record_slow_probe(at, before)
             return
         except DragomanError as error:
-            place.redact(error)
-            log.debug("model %s: %s tells no models: %s", self.name, place.url, error)
-        self.pool.seen(at)
+            server.redact(error)
+            log.debug("model %s: %s does not list its models: %s", self.name, server.url, error)
+        self.pool.record_probe(at)
         if before == "out" and self.pool.state(at) != "out":
-            log.warning("model %s: %s is back", self.name, place.url)
-            place.forget()
+            log.warning("model %s: %s is reachable again", self.name, server.url)
+            server.forget_rejections()
 
-    def _slow(self, at: int, before: str) -> None:
-        """No proof of anything: to list models may take a busy server longer than to answer."""
-        self.pool.slow(at)
-        place, words = self.places[at], f"its list of models takes longer than {LOOK_SECONDS:g} s"
+    def _record_slow_probe(self, at: int, before: str) -> None:
+        """A busy server may answer requests faster than it lists its models, so a slow probe alone proves little."""
+        self.pool.record_slow_probe(at)
+        url, problem = self.servers[at].url, f"listing its models takes longer than {PROBE_SECONDS:g} s"
         if before == "up" and self.pool.state(at) == "out":
-            log.warning("model %s: %s is not there: %s, and it answers nobody", self.name, place.url, words)
-        elif self.pool.spots[at].slow_looks == 1:
-            log.warning("model %s: %s is slow: %s; it is asked all the same", self.name, place.url, words)
+            log.warning("model %s: %s is unreachable: %s, and no request succeeded", self.name, url, problem)
+        elif self.pool.spots[at].slow_probes == 1:
+            log.warning("model %s: %s is slow: %s; requests are still sent to it", self.name, url, problem)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         return read(lambda listener: self.tell(request, listener))
@@ -192,74 +190,72 @@ class UpstreamEngine(Engine):
                 await pause
             return
         tried: set[int] = set()
-        links = chain(request) if len(self.places) > 1 else []
+        links = chain(request) if len(self.servers) > 1 else []
         failure: DragomanError | None = None
         while True:
-            at = self._next(links, tried, failure)
+            at = self._choose_server(links, tried, failure)
             tried.add(at)
-            hearing = Hearing(listener, partial(self.pool.begun, at))
+            tracked = TrackedListener(listener, partial(self.pool.record_reply_start, at))
             try:
-                await self.places[at].tell(self._over_there(request, at), hearing)
-                self.pool.worked(at)
+                await self.servers[at].generate(_for_server(request, self._upstream_name(request.model, at)), tracked)
+                self.pool.record_success(at)
                 return
             except DragomanError as error:
-                if hearing.has_raised(error):
+                if tracked.has_raised(error):
                     raise
-                failure = self._noted(at, error, request.model, request.id)
-                if (hearing.begun and request.delivery.stream) or error_mapping.is_callers(error):
+                failure = self._record_error(at, error, request.model, request.id)
+                if (tracked.has_begun and request.delivery.stream) or error_mapping.is_client_error(error):
                     raise failure from error
             finally:
-                self.pool.ended(at, hearing.begun)
+                self.pool.ended(at, tracked.has_begun)
 
-    def _next(self, links: Sequence[bytes], tried: set[int], failure: DragomanError | None) -> int:
+    def _choose_server(self, links: Sequence[bytes], tried: set[int], failure: DragomanError | None) -> int:
         at = self.pool.choose(links, tried)
         if at is not None:
             return at
-        # Whoever is the first to find the only server gone hears of it; all others that there is nobody to ask.
-        is_news = isinstance(failure, Unreachable) and not self.pool.is_away
-        if failure is not None and (is_news or not isinstance(failure, Unreachable)):
+        # The first request that finds the only server unreachable gets that error; later ones get a 503.
+        is_new = isinstance(failure, Unreachable) and not self.pool.is_known_unreachable
+        if failure is not None and (is_new or not isinstance(failure, Unreachable)):
             raise failure
-        words = "no server behind this model can be asked now; try again later"
-        raise Unavailable(words, retry_after=self.pool.wait()) from failure
+        message = "no upstream server of this model is available; try again later"
+        raise Unavailable(message, retry_after=self.pool.seconds_until_available()) from failure
 
-    def _noted(self, at: int, error: DragomanError, model: str, request: str = "") -> DragomanError:
-        """What a failure means for the place, and the error that a caller hears of."""
-        self.places[at].redact(error)
-        seconds = error_mapping.rest(error)
+    def _record_error(self, at: int, error: DragomanError, model: str, request_id: str = "") -> DragomanError:
+        """Record the failure of a server and return the error for the client."""
+        server = self.servers[at]
+        server.redact(error)
+        seconds = error_mapping.pause_seconds(error)
         if seconds is not None:
-            self.pool.rests(at, seconds)
-        elif not error_mapping.is_callers(error):
-            self.pool.failed(at, unreached=isinstance(error, Unreachable))
-        return error_mapping.told(error, model, self.places[at].url, self.options.models is not None, request)
+            self.pool.pause(at, seconds)
+        elif not error_mapping.is_client_error(error):
+            self.pool.record_failure(at, is_unreachable=isinstance(error, Unreachable))
+        return error_mapping.to_client_error(error, model, server.url, self.options.models is not None, request_id)
 
-    def _over_there(self, request: GenerationRequest, at: int) -> GenerationRequest:
-        """The request by the name that the model has there."""
-        return _named(request, self._name(request.model, at))
-
-    def _name(self, model: str, at: int) -> str:
+    def _upstream_name(self, model: str, at: int) -> str:
+        """The name of the model on the server."""
         if self.options.models is None:
-            return self.places[at].model or self.name
-        wanted = model[len(self.name) + 1 :]
-        found = self.places[at].models.get(wanted.lower())
-        return wanted if found is None else found.name
+            return self.servers[at].model or self.name
+        name = model[len(self.name) + 1 :]
+        found = self.servers[at].models.get(name.lower())
+        return name if found is None else found.name
 
     def _check_name(self, model: str) -> None:
-        """Before a place is chosen: a name that is the caller's mistake is no place's failure."""
+        """Reject an incomplete name before a server is chosen, so that no server is blamed for it."""
         if self.options.models is not None and not model[len(self.name) + 1 :]:
-            words = f"'{self.name}' stands for several models: {', '.join(info.name for info in self.models()[:20])}"
-            raise ModelNotFound(words, param="model")
+            names = ", ".join(info.name for info in self.models()[:20])
+            raise ModelNotFound(f"'{self.name}' stands for several models: {names}", param="model")
 
     def _check_images(self, request: GenerationRequest) -> None:
         if self.options.image_urls:
             return
         for at, message in enumerate(request.messages):
-            if any(_is_address(image) for image in message.images):
-                words = "addresses of images are not passed on here; send the image itself, as a data: URL or base64"
-                raise BadRequest(words, param=f"messages[{at}]")
+            if any(_is_remote(image) for image in message.images):
+                text = "image URLs are not passed on to this model's server; send the image as a data: URL or base64"
+                raise BadRequest(text, param=f"messages[{at}]")
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        return await self._anywhere(
-            "does not count its tokens", request.model, lambda place, model: place.count(_named(request, model))
+        return await self._call_any(
+            "does not count tokens", request.model, lambda server, name: server.count_tokens(_for_server(request, name))
         )
 
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
@@ -269,53 +265,55 @@ class UpstreamEngine(Engine):
         return partial(self._embed, model)
 
     async def _embed(self, model: str, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        made = await self._anywhere("makes no embeddings", model, lambda place, name: place.embed(inputs, name))
-        # Servers count the tokens of all inputs together.
+        made = await self._call_any(
+            "does not support embeddings", model, lambda server, name: server.embed(inputs, name)
+        )
+        # Servers report the tokens of all inputs together.
         first, *others = made.vectors
         return [Embedding(first.vector, made.usage.prompt), *others]
 
-    async def _anywhere(self, lacks: str, model: str, ask: Callable[[Place, str], Awaitable[T]]) -> T:
-        """The answer of the first place that has one."""
+    async def _call_any(self, lacks: str, model: str, call: Callable[[UpstreamServer, str], Awaitable[T]]) -> T:
+        """Call the servers until one succeeds."""
         loop_guard.check(self._id, model)
         self._check_name(model)
         tried: set[int] = set()
         failure: DragomanError | None = None
         while True:
-            at = self._next((), tried, failure)
+            at = self._choose_server((), tried, failure)
             tried.add(at)
             try:
-                answer = await ask(self.places[at], self._name(model, at))
-                self.pool.worked(at)
-                return answer
+                result = await call(self.servers[at], self._upstream_name(model, at))
+                self.pool.record_success(at)
+                return result
             except DragomanError as error:
                 if type(error) is NotFound:
-                    raise NotSupported(f"the server behind model '{model}' {lacks}") from error
-                failure = self._noted(at, error, model)
-                if error_mapping.is_callers(error):
+                    raise NotSupported(f"the upstream server of model '{model}' {lacks}") from error
+                failure = self._record_error(at, error, model)
+                if error_mapping.is_client_error(error):
                     raise failure from error
             finally:
                 self.pool.ended(at)
 
     def states(self) -> list[PlaceState]:
-        """The places, for the operator."""
+        """The state of each server, for the operator."""
         return [
-            PlaceState(place.url, self.pool.state(at), spot.running, spot.failures, spot.weight, spot.rank)
-            for at, (place, spot) in enumerate(zip(self.places, self.pool.spots, strict=True))
+            PlaceState(server.url, self.pool.state(at), spot.running, spot.failures, spot.weight, spot.rank)
+            for at, (server, spot) in enumerate(zip(self.servers, self.pool.spots, strict=True))
         ]
 
     def drain(self, url: str, drained: bool) -> None:
-        """Nothing new goes to the place, or something goes there again."""
-        wanted = site(url).api
-        found = [at for at, place in enumerate(self.places) if place.talk.site.api == wanted]
+        """Stop or resume sending requests to a server."""
+        address = site(url).api
+        found = [at for at, server in enumerate(self.servers) if server.talk.site.api == address]
         if not found:
-            raise ConfigError(f"model {self.name} has no place {public(url)!r:.200}")
+            raise ConfigError(f"model {self.name} has no server {public(url)!r:.200}")
         self.pool.drain(found[0], drained)
 
 
-def _named(request: GenerationRequest, model: str) -> GenerationRequest:
-    """Variables of a chat template are not for callers to set."""
+def _for_server(request: GenerationRequest, model: str) -> GenerationRequest:
+    """The request with the server's model name and without template options, which clients may not set there."""
     return msgspec.structs.replace(request, model=model, template_options={})
 
 
-def _is_address(image: Image) -> bool:
+def _is_remote(image: Image) -> bool:
     return image.data is None and not (image.url or "").startswith("data:")

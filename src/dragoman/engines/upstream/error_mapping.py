@@ -1,11 +1,11 @@
-"""Errors of a place as those of ours: what a caller is told, what is tried elsewhere, what counts against the place.
+"""Maps errors of an upstream server to client errors and decides about retries.
 
-    our caller's fault     400, 413, 422, 501                   told in the words of the place; nobody else is asked
-    too much at once       429, 503, 529                        another is asked; else told, with the time to wait
-    the operator's fault   401, 403, 402, 404, 3xx              another is asked; else 502: our caller's key is in order
-    the place's fault      5xx, no answer, garbage, cut off     another is asked; else 502 or 504
+    client error         400, 413, 422, 501                     passed on with its message; not retried
+    overload             429, 503, 529                          retried elsewhere; else passed on with Retry-After
+    configuration error  401, 403, 402, 404, 3xx                retried; else 502, because the client's key is valid
+    server error         5xx, no answer, malformed, cut off     retried; else 502 or 504
 
-Words about what is behind us go to the log: a caller hears neither addresses nor what a failing server let out.
+Details go to the log: the client sees neither addresses nor messages of failing servers.
 """
 
 import logging
@@ -29,55 +29,57 @@ from dragoman.core.errors import (
 
 log = logging.getLogger("dragoman.upstream")
 
-OF_THE_CALLER = (BadRequest, TooLarge, NotSupported)
-REST_SECONDS = 1.0
-LONGEST_REST_SECONDS = 3600.0
-"""The longest `Retry-After` of a server that is respected and passed on."""
-BROKEN = (Unreachable, ServerFailed, BadAnswer)
-LOOP = "the server behind this model leads back to the model itself; whoever runs this server can mend its address"
+CLIENT_ERRORS = (BadRequest, TooLarge, NotSupported)
+MIN_PAUSE_SECONDS = 1.0
+MAX_RETRY_AFTER = 3600.0
+"""The longest `Retry-After` of a server that is applied and passed on."""
+SERVER_ERRORS = (Unreachable, ServerFailed, BadAnswer)
+LOOP = "the upstream server of this model leads back to the model itself; the operator must correct its address"
 
 
-def is_callers(error: DragomanError) -> bool:
-    return isinstance(error, OF_THE_CALLER)
+def is_client_error(error: DragomanError) -> bool:
+    return isinstance(error, CLIENT_ERRORS)
 
 
-def rest(error: DragomanError) -> float | None:
-    """How long the place wants to be left alone; None where that is not what it says."""
+def pause_seconds(error: DragomanError) -> float | None:
+    """How long the server asks not to be used; None for errors other than overload."""
     if isinstance(error, Unavailable) or (isinstance(error, RateLimited) and not isinstance(error, QuotaExhausted)):
-        return REST_SECONDS if error.retry_after is None else min(error.retry_after, LONGEST_REST_SECONDS)
+        return MIN_PAUSE_SECONDS if error.retry_after is None else min(error.retry_after, MAX_RETRY_AFTER)
     return None
 
 
-def told(error: DragomanError, model: str, url: str, is_listed: bool = False, request: str = "") -> DragomanError:
-    """`is_listed`: the caller chose one of the models that the server has, or so the caller thought. By the id of the
-    `request` its caller finds the line of the log."""
-    if is_callers(error):
-        # Waiting does not help: the request itself is wrong.
+def to_client_error(
+    error: DragomanError, model: str, url: str, is_listed: bool = False, request_id: str = ""
+) -> DragomanError:
+    """Log a server's error and return the error for the client.
+
+    `is_listed` means that the client chose one of the server's own models.
+    """
+    if is_client_error(error):
+        # Retrying an invalid request does not help.
         error.retry_after = None
         return error
-    words = f"model {model}: {url}: {error.message} ({type(error).__name__})"
-    log.warning(
-        "%s%s", f"request {request}: " if request else "", words, extra={"request_id": request} if request else {}
-    )
+    prefix, extra = (f"request {request_id}: ", {"request_id": request_id}) if request_id else ("", {})
+    log.warning("%smodel %s: %s: %s (%s)", prefix, model, url, error.message, type(error).__name__, extra=extra)
     if isinstance(error, ModelNotFound) and is_listed:
-        return ModelNotFound(f"model '{model}' is not served here", param="model")
-    seconds = rest(error)
+        return ModelNotFound(f"model '{model}' not found", param="model")
+    seconds = pause_seconds(error)
     if seconds is not None:
-        return _busy(error, seconds)
+        return _overloaded(error, seconds)
     if isinstance(error, LoopDetected):
         return LoopDetected(LOOP)
     if isinstance(error, AnswerTimeout):
-        return AnswerTimeout("the server behind this model does not answer in time")
+        return AnswerTimeout("the upstream server of this model did not answer in time")
     if isinstance(error, StreamCutOff):
-        return StreamCutOff("the server behind this model broke off its reply")
-    kind = next((kind for kind in BROKEN if isinstance(error, kind)), None)
+        return StreamCutOff("the upstream server of this model ended its reply early")
+    kind = next((kind for kind in SERVER_ERRORS if isinstance(error, kind)), None)
     if kind is None:
-        return ServerFailed("the server behind this model refuses to work for us; our log says why")
-    return kind("the server behind this model cannot be reached, or fails; our log says more")
+        return ServerFailed("the upstream server of this model refused the request; see the server log")
+    return kind("the upstream server of this model is unreachable or failed; see the server log")
 
 
-def _busy(error: DragomanError, seconds: float) -> DragomanError:
-    words = "the server behind this model has too much to do; try again later"
+def _overloaded(error: DragomanError, seconds: float) -> DragomanError:
+    message = "the upstream server of this model is overloaded; try again later"
     if isinstance(error, Unavailable):
-        return type(error)(words, retry_after=max(seconds, REST_SECONDS))
-    return RateLimited(words, retry_after=max(seconds, REST_SECONDS))
+        return type(error)(message, retry_after=max(seconds, MIN_PAUSE_SECONDS))
+    return RateLimited(message, retry_after=max(seconds, MIN_PAUSE_SECONDS))

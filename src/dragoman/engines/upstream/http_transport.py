@@ -1,12 +1,12 @@
-"""HTTP/1.1 to a place, as httpx wants it brought: a parser in C on the event loop's own sockets.
+"""An httpx transport for HTTP/1.1 that uses httptools on asyncio sockets.
 
-httpx's own transport costs much for each piece of a stream, and here each token is one.
+httpx's own transport is slow for streams of many small chunks, such as one per token.
 
 Rules
-1. A connection carries one exchange at a time, and is used again if its answer was read to the end and both want so.
-2. What has come is handed out before the error that came after it.
-3. A reader who does not keep up makes the connection pause.
-4. Whoever has the body poured is called by the socket itself: no task has to wake up for a token.
+1. A connection carries one request at a time. It is reused if the response was read to the end and both sides allow it.
+2. Received data is delivered before an error that follows it.
+3. Reading from the socket pauses while the reader is too slow.
+4. `pour` calls its consumer directly from the socket callback, so that no task wakes up for a token.
 """
 
 import asyncio
@@ -22,38 +22,36 @@ import httpx
 from dragoman.client.async_transport import POUR
 from dragoman.client.http_settings import KEPT_SECONDS
 
-MOST_WAITING = 1024 * 1024
-MOST_HEAD = 256 * 1024
+MAX_BUFFERED_BYTES = 1024 * 1024
+MAX_HEAD_BYTES = 256 * 1024
 Origin = tuple[bool, str, int]
-Take = Callable[[bytes], bool]
+Consumer = Callable[[bytes], bool]
 
 
-class Connection(asyncio.Protocol):
-    """The callbacks `on_…` are the parser's."""
+class UpstreamConnection(asyncio.Protocol):
+    """A connection to a server. The parser calls the `on_…` methods."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._take: Take | None = None
-        self._thrown: Exception | None = None
-        self._allowed: float | None = None
-        self._due: float | None = None
+        self._consumer: Consumer | None = None
+        self._consumer_error: Exception | None = None
+        self._timeout: float | None = None
+        self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._size = 0
         self._is_paused = False
-        self.left_at = 0.0
+        self.idle_since = 0.0
         self.is_lost = False
-
-    # One exchange.
 
     def send(self, data: bytes) -> None:
         assert self._transport is not None
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.pieces: list[bytes] = []
-        self.has_head = self.is_complete = self.is_kept = False
+        self.has_head = self.is_complete = self.is_reusable = False
         self.error: httpx.TransportError | None = None
         self._head_size = 0
         self._stop_timer()
@@ -61,48 +59,48 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     async def wait(self, seconds: float | None, request: httpx.Request) -> None:
-        """Until something has happened."""
+        """Wait until the state of the connection changes."""
         self._waiter = waiter = self._loop.create_future()
-        self._allowed = seconds
-        self._due = None if seconds is None else self._loop.time() + seconds
-        if self._timer is None and self._due is not None:
-            self._timer = self._loop.call_at(self._due, self._look, request)
+        self._timeout = seconds
+        self._deadline = None if seconds is None else self._loop.time() + seconds
+        if self._timer is None and self._deadline is not None:
+            self._timer = self._loop.call_at(self._deadline, self._check_deadline, request)
         try:
             await waiter
         finally:
             self._waiter = None
 
-    async def pour(self, take: Take, seconds: float | None, request: httpx.Request) -> bool:
-        """Pieces as they come, until one is not wanted or no more come; whether the latter."""
-        self._take, self._thrown = take, None
+    async def pour(self, consumer: Consumer, seconds: float | None, request: httpx.Request) -> bool:
+        """Pass data to the consumer until it returns false or the response ends; return whether the response ended."""
+        self._consumer, self._consumer_error = consumer, None
         try:
             await self.wait(seconds, request)
-            wants_more = self._take is not None
+            has_ended = self._consumer is not None
         finally:
-            self._take = None
-        if self._thrown is not None:
-            raise self._thrown
-        return wants_more
+            self._consumer = None
+        if self._consumer_error is not None:
+            raise self._consumer_error
+        return has_ended
 
-    def _hand_over(self, take: Take) -> None:
-        if self._allowed is not None:
-            self._due = self._loop.time() + self._allowed
+    def _deliver(self, consumer: Consumer) -> None:
+        if self._timeout is not None:
+            self._deadline = self._loop.time() + self._timeout
         try:
-            if take(self.take()):
+            if consumer(self.take()):
                 return
-        except Exception as error:  # noqa: BLE001 (whoever waits raises it)
-            self._thrown = error
-        self._take = None
+        except Exception as error:  # noqa: BLE001 (`pour` raises it)
+            self._consumer_error = error
+        self._consumer = None
         self._wake()
 
     def take(self) -> bytes:
-        taken = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
+        data = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
         self.pieces.clear()
         self._size = 0
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
-        return taken
+        return data
 
     def close(self) -> None:
         if self._transport is not None:
@@ -113,15 +111,15 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, request: httpx.Request) -> None:
-        """One timer for a whole stream: it is set again for as long as something comes in time."""
+    def _check_deadline(self, request: httpx.Request) -> None:
+        """Fail if the deadline has passed, else restart the timer. One timer serves a whole response."""
         self._timer = None
-        if self._waiter is None or self._due is None:
+        if self._waiter is None or self._deadline is None:
             return
-        if self._loop.time() >= self._due:
+        if self._loop.time() >= self._deadline:
             self._fail(httpx.ReadTimeout("", request=request))
         else:
-            self._timer = self._loop.call_at(self._due, self._look, request)
+            self._timer = self._loop.call_at(self._deadline, self._check_deadline, request)
 
     def _fail(self, error: httpx.TransportError) -> None:
         if not self.is_complete and self.error is None:
@@ -132,47 +130,47 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # The event loop's.
+    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self.is_complete:
-            self.close()  # nobody asked
+            self.close()  # unexpected data
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(httpx.RemoteProtocolError(f"what came is no HTTP: {error}"))
-        if self._take is not None and self.pieces:
-            self._hand_over(self._take)
+            self._fail(httpx.RemoteProtocolError(f"malformed HTTP response: {error}"))
+        if self._consumer is not None and self.pieces:
+            self._deliver(self._consumer)
             if not self.is_complete and self.error is None:
                 return
         if self.has_head or self.error is not None:
             self._wake()
             return
         self._head_size += len(data)
-        if self._head_size > MOST_HEAD:
-            self._fail(httpx.RemoteProtocolError("the head of the answer does not end"))
+        if self._head_size > MAX_HEAD_BYTES:
+            self._fail(httpx.RemoteProtocolError(f"the response head exceeds {MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
         self._stop_timer()
         if self._parser is None or self.is_complete:
             return
-        if self.has_head and error is None and self._ends_with_the_connection():
+        if self.has_head and error is None and self._is_delimited_by_close():
             self.is_complete = True
             self._wake()
         elif error is not None:
             self._fail(httpx.ReadError(str(error) or type(error).__name__))
         else:
-            self._fail(httpx.RemoteProtocolError("the connection was closed before the answer was complete"))
+            self._fail(httpx.RemoteProtocolError("the connection was closed before the response was complete"))
 
-    def _ends_with_the_connection(self) -> bool:
+    def _is_delimited_by_close(self) -> bool:
         return not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
 
-    # The parser's.
+    # httptools callbacks
 
     def on_message_begin(self) -> None:
         self.headers = []
@@ -183,32 +181,34 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self.status = self._parser.get_status_code()
-        # A hint is followed by the answer proper.
+        # An informational response is followed by the final one.
         self.has_head = self.status >= 200
 
     def on_body(self, body: bytes) -> None:
         self.pieces.append(body)
         self._size += len(body)
-        if self._size > MOST_WAITING and not self._is_paused and self._transport is not None:
+        if self._size > MAX_BUFFERED_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         if self.has_head and self._parser is not None:
             self.is_complete = True
-            self.is_kept = self._parser.should_keep_alive()
+            self.is_reusable = self._parser.should_keep_alive()
 
 
-class Body(httpx.AsyncByteStream):
-    def __init__(self, connection: Connection, wire: "Wire", origin: Origin, request: httpx.Request) -> None:
+class ResponseBody(httpx.AsyncByteStream):
+    def __init__(
+        self, connection: UpstreamConnection, transport: "UpstreamTransport", origin: Origin, request: httpx.Request
+    ) -> None:
         self._connection = connection
-        self._wire = wire
+        self._transport = transport
         self._origin = origin
         self._request = request
         self._is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        connection, seconds = self._connection, _limit(self._request, "read")
+        connection, seconds = self._connection, _timeout(self._request, "read")
         while True:
             if connection.pieces:
                 yield connection.take()
@@ -219,66 +219,66 @@ class Body(httpx.AsyncByteStream):
             else:
                 await connection.wait(seconds, self._request)
 
-    async def pour(self, take: Take) -> bool:
-        connection, seconds = self._connection, _limit(self._request, "read")
+    async def pour(self, consumer: Consumer) -> bool:
+        connection, seconds = self._connection, _timeout(self._request, "read")
         while True:
             if connection.pieces:
-                if not take(connection.take()):
+                if not consumer(connection.take()):
                     return True
             elif connection.error is not None:
                 raise connection.error
             elif connection.is_complete:
                 return False
-            elif not await connection.pour(take, seconds, self._request):
+            elif not await connection.pour(consumer, seconds, self._request):
                 return True
 
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._wire.give_back(self._origin, self._connection)
+            self._transport.release(self._origin, self._connection)
 
 
-class Wire(httpx.AsyncBaseTransport):
+class UpstreamTransport(httpx.AsyncBaseTransport):
     def __init__(self) -> None:
-        self._idle: defaultdict[Origin, list[Connection]] = defaultdict(list)
+        self._idle: defaultdict[Origin, list[UpstreamConnection]] = defaultdict(list)
         self._tls: ssl.SSLContext | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
         is_tls = url.scheme == "https"
         origin = (is_tls, url.host, url.port or (443 if is_tls else 80))
-        connection = self._kept(origin) or await self._connected(origin, request)
+        connection = self._reuse_idle(origin) or await self._connect(origin, request)
         try:
             connection.send(_head(request) + await request.aread())
             while not connection.has_head and connection.error is None:
-                await connection.wait(_limit(request, "read"), request)
+                await connection.wait(_timeout(request, "read"), request)
         except BaseException:
             connection.close()
             raise
         if not connection.has_head and connection.error is not None:
             connection.close()
             raise connection.error
-        body = Body(connection, self, origin, request)
+        body = ResponseBody(connection, self, origin, request)
         return httpx.Response(connection.status, headers=connection.headers, stream=body, extensions={POUR: body.pour})
 
-    def _kept(self, origin: Origin) -> Connection | None:
+    def _reuse_idle(self, origin: Origin) -> UpstreamConnection | None:
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if not connection.is_lost and time.monotonic() - connection.left_at < KEPT_SECONDS:
+            if not connection.is_lost and time.monotonic() - connection.idle_since < KEPT_SECONDS:
                 return connection
             connection.close()
         return None
 
-    async def _connected(self, origin: Origin, request: httpx.Request) -> Connection:
+    async def _connect(self, origin: Origin, request: httpx.Request) -> UpstreamConnection:
         is_tls, host, port = origin
         if is_tls and self._tls is None:
             self._tls = httpx.create_ssl_context()
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_limit(request, "connect")):
+            async with asyncio.timeout(_timeout(request, "connect")):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop), host, port, ssl=self._tls if is_tls else None
+                    lambda: UpstreamConnection(loop), host, port, ssl=self._tls if is_tls else None
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout("", request=request) from error
@@ -286,9 +286,9 @@ class Wire(httpx.AsyncBaseTransport):
             raise httpx.ConnectError(str(error), request=request) from error
         return connection
 
-    def give_back(self, origin: Origin, connection: Connection) -> None:
-        if connection.is_complete and connection.is_kept and not connection.is_lost and not connection.pieces:
-            connection.left_at = time.monotonic()
+    def release(self, origin: Origin, connection: UpstreamConnection) -> None:
+        if connection.is_complete and connection.is_reusable and not connection.is_lost and not connection.pieces:
+            connection.idle_since = time.monotonic()
             self._idle[origin].append(connection)
         else:
             connection.close()
@@ -306,6 +306,6 @@ def _head(request: httpx.Request) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def _limit(request: httpx.Request, name: str) -> float | None:
-    limit: float | None = request.extensions.get("timeout", {}).get(name)
-    return limit
+def _timeout(request: httpx.Request, name: str) -> float | None:
+    seconds: float | None = request.extensions.get("timeout", {}).get(name)
+    return seconds

@@ -1,4 +1,4 @@
-"""What a configuration may say of a model that other servers run."""
+"""Configuration of a model that other servers run."""
 
 import os
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from dragoman.core.types import Seconds, Word
 from dragoman.core.urls import DEFAULT, public, site
 
 
-class PlaceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One server; what it does not say is as the model says it."""
+class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One server. Missing values default to those of the model."""
 
     url: Word
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Those of a higher rank are asked only when nobody of a lower one can be."""
+    """Servers of a higher rank are used only when no server of a lower rank is available."""
     key_env: Word | None = None
     protocol: ProtocolName | None = None
     model: Word | None = None
@@ -26,62 +26,61 @@ class PlaceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: Word | None = None
-    urls: tuple[Word | PlaceOptions, ...] = ()
+    urls: tuple[Word | ServerOptions, ...] = ()
     protocol: ProtocolName = "auto"
     key_env: Word | None = None
-    """The environment variable that has the key."""
+    """The environment variable that contains the API key."""
     model: Word | None = None
-    """What the model is called over there; else as it is here."""
+    """The model's name on the server; defaults to its name here."""
     models: Literal["all"] | None = None
-    """All models of the server, each below the name of this one."""
+    """Serve all models of the server, each as NAME/MODEL."""
     format: str | None = None
-    """The syntax of thoughts and calls, where the server gives only text."""
+    """The syntax of reasoning and tool calls, for a server that returns plain text."""
     context: Annotated[int, msgspec.Meta(ge=1)] | None = None
     slots: Annotated[int, msgspec.Meta(ge=1)] | None = None
     image_urls: bool = False
-    """Whether addresses of images are passed on, for the server to fetch."""
+    """Whether image URLs are passed on for the server to fetch."""
     proxy: Word | None = None
     connect_seconds: Seconds = 10.0
     silence_seconds: Seconds = 600.0
     health_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Between two looks at each server; 0: none."""
+    """Seconds between two health probes of each server; 0 disables them."""
 
     def __post_init__(self) -> None:
-        """What is wrong is told with the line of the file that it stands in."""
-        if not self.given:
-            raise ValueError("url is missing: the address of the server, or urls for several")
+        if not self._servers:
+            raise ValueError("url is missing; set url to the server's address, or urls for several servers")
         if self.url and self.urls:
-            raise ValueError("url is the address of one server, and urls are those of several; give one of the two")
+            raise ValueError("url and urls exclude each other; set url for one server or urls for several")
         if self.models is not None and self.model is not None:
-            raise ValueError("model names one model, and models means all of them; give one of the two")
-        wrong = [words for place in self.given for words in _mistakes(place.url)]
-        wrong += [f"proxy: {words}" for words in _mistakes(self.proxy or DEFAULT)]
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        addresses = [site(place.url).api for place in self.given]
+            raise ValueError("model and models exclude each other; set model for one model or models for all")
+        errors = [message for server in self._servers for message in _url_errors(server.url)]
+        errors += [f"proxy: {message}" for message in _url_errors(self.proxy or DEFAULT)]
+        if errors:
+            raise ValueError("; ".join(errors))
+        addresses = [site(server.url).api for server in self._servers]
         if len(set(addresses)) < len(addresses):
-            raise ValueError("an address is given twice; use weight to send more to one of them")
+            raise ValueError("urls contains the same address twice; use weight to send more requests to one server")
 
     @property
-    def given(self) -> list[PlaceOptions]:
-        every = [*([self.url] if self.url else []), *self.urls]
-        return [PlaceOptions(entry) if isinstance(entry, str) else entry for entry in every]
+    def _servers(self) -> list[ServerOptions]:
+        entries = [*([self.url] if self.url else []), *self.urls]
+        return [ServerOptions(entry) if isinstance(entry, str) else entry for entry in entries]
 
     @property
-    def places(self) -> list[PlaceOptions]:
-        """Each with all that holds for it."""
+    def places(self) -> list[ServerOptions]:
+        """The servers, with defaults filled in from the model."""
         return [
             msgspec.structs.replace(
-                place,
-                key_env=place.key_env or self.key_env,
-                protocol=place.protocol or self.protocol,
-                model=place.model or self.model,
+                server,
+                key_env=server.key_env or self.key_env,
+                protocol=server.protocol or self.protocol,
+                model=server.model or self.model,
             )
-            for place in self.given
+            for server in self._servers
         ]
 
 
-def _mistakes(url: str) -> Sequence[str]:
+def _url_errors(url: str) -> Sequence[str]:
     try:
         site(url)
     except ConfigError as error:
@@ -89,10 +88,12 @@ def _mistakes(url: str) -> Sequence[str]:
     return ()
 
 
-def key_of(name: str, place: PlaceOptions) -> str | None:
-    if place.key_env is None:
+def key_of(name: str, server: ServerOptions) -> str | None:
+    """Read the API key of a server from the environment."""
+    if server.key_env is None:
         return None
-    key = os.environ.get(place.key_env, "").strip()
+    key = os.environ.get(server.key_env, "").strip()
     if not key:
-        raise ConfigError(f"models.{name}: the environment variable {place.key_env} has no key for {public(place.url)}")
+        message = f"models.{name}: the environment variable {server.key_env} has no key for {public(server.url)}"
+        raise ConfigError(message)
     return key

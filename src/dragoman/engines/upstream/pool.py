@@ -1,18 +1,17 @@
-"""Which place is asked next, without sockets: what happened goes in, an index comes out.
+"""Selects the server for a request, without I/O. Servers are identified by their index.
 
 Rules
-1. Asked are only places that are neither drained nor out, and not those that this request has been to already. Of these
-   only the ones of the lowest rank.
-2. A place is out after FAILURES failures in a row, or at once where nobody answers: for a second, then for twice as
-   long each time. After that one request is let through to try; what comes of it decides.
-   One at which nobody answered is back before that, as soon as it is seen to answer.
-   One that is only slow to show its models is no such place: it is out after FAILURES looks in a row that took too
-   long, and only if it does not work meanwhile and somebody else can be asked.
-3. A place that asks for patience (429, 503) is left alone for as long as it says, but for LONGEST_REST seconds at most,
-   and is otherwise well.
-4. Among the rest the one is asked that has the longest beginning of the prompt, unless it has much more to do than
-   the one that has the least to do: then that one. What it has to do is counted in requests per weight.
-5. Of places with equally much to do, the one that has had the least, in the long run and by weight.
+1. Only available servers are chosen: not drained, not suspended, not tried before by this request. Of these, only the
+   servers of the lowest rank.
+2. A server is suspended ("out") after MAX_FAILURES consecutive failures, or at once if it is unreachable: for one
+   second, then for twice as long each time. Then one request is let through, and its result decides.
+   An unreachable server is restored earlier, as soon as it answers a probe.
+   A server that answers probes too slowly is suspended after MAX_FAILURES consecutive slow probes, but only if it has
+   not answered requests in the meantime and another server is available.
+3. A server that answers 429 or 503 is paused for the time it asks for, at most MAX_PAUSE_SECONDS.
+4. The server with the longest known prefix of the prompt is chosen, unless its load is much higher than the lowest
+   load; then the least loaded server is chosen. Load is the number of running requests divided by the weight.
+5. Among equally loaded servers, the one that has had the fewest requests per weight is chosen.
 """
 
 import math
@@ -20,63 +19,65 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from dragoman.engines.upstream.prefix_index import Beginnings
+from dragoman.engines.upstream.prefix_index import PrefixIndex
 
-FAILURES = 3
-OUT_SECONDS = 1.0
-LONGEST_OUT = 30.0
-LONGEST_REST = 60.0
+MAX_FAILURES = 3
+FIRST_SUSPENSION_SECONDS = 1.0
+MAX_SUSPENSION_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 60.0
 RECENT_SECONDS = 30.0
-"""Whoever has answered in that time is there, however slow it is otherwise."""
+"""A server that answered a request within this time is not suspended for slow probes."""
 SLACK = 4.0
-"""So many more requests than the least busy may a place have, and still be asked for the sake of what it remembers;"""
+"""A server with a known prefix may exceed the lowest load by this number of requests,"""
 SLACK_SHARE = 0.5
-"""or so much more in proportion, where all have a lot."""
-LEAST_LINKS = 1
+"""or by this fraction of the lowest load."""
 
 Clock = Callable[[], float]
 
 
 class Spot:
-    """What is known of one place."""
+    """State of one server in the pool."""
 
     def __init__(self, weight: float = 1.0, rank: int = 0) -> None:
         self.weight = weight
         self.rank = rank
         self.running = 0
-        self.telling = 0
-        """Of those that run, how many have begun to answer."""
-        self.worked_at = -math.inf
+        self.streaming = 0
+        """Number of running requests whose reply has begun."""
+        self.succeeded_at = -math.inf
         self.failures = 0
-        self.slow_looks = 0
-        self.outs = 0
-        """How often in a row it was sent out, or tried and not yet back,"""
-        self.out_until = 0.0
-        self.rests_until = 0.0
-        self.unreached = False
-        """and whether because nobody answered."""
+        self.slow_probes = 0
+        self.suspensions = 0
+        """Number of consecutive suspensions; 0 means the server is not suspended."""
+        self.suspended_until = 0.0
+        self.paused_until = 0.0
+        self.is_unreachable = False
+        """Whether the current suspension is due to a failed connection."""
         self.is_drained = False
-        self.life = 0
-        self.had = 0.0
-        """Requests per weight so far; whoever comes back does not catch up."""
+        self.generation = 0
+        """Incremented when the server is restored: its prefix cache is then presumed lost."""
+        self.served = 0.0
+        """Requests per weight so far. A restored server does not catch up."""
 
     @property
     def load(self) -> float:
         return self.running / self.weight
 
-    def is_open(self, now: float) -> bool:
-        """Whether it can be asked."""
-        if self.is_drained or now < self.rests_until:
+    def is_available(self, now: float) -> bool:
+        """Whether requests may be sent to the server."""
+        if self.is_drained or now < self.paused_until:
             return False
-        return not self.outs or now >= self.out_until
+        return not self.suspensions or now >= self.suspended_until
 
-    def send_out(self, now: float) -> None:
-        self.out_until = now + min(OUT_SECONDS * 2.0 ** min(self.outs, 10), LONGEST_OUT)
-        self.outs += 1
+    def suspend(self, now: float) -> None:
+        self.suspended_until = now + min(
+            FIRST_SUSPENSION_SECONDS * 2.0 ** min(self.suspensions, 10), MAX_SUSPENSION_SECONDS
+        )
+        self.suspensions += 1
 
 
 class PlaceState(msgspec.Struct, frozen=True):
-    """A place as the operator sees it."""
+    """State of one server, as shown to the operator."""
 
     url: str
     state: str
@@ -87,133 +88,136 @@ class PlaceState(msgspec.Struct, frozen=True):
 
 
 class Pool:
-    def __init__(self, spots: Sequence[Spot], clock: Clock, beginnings: Beginnings | None = None) -> None:
+    def __init__(self, spots: Sequence[Spot], clock: Clock, prefixes: PrefixIndex | None = None) -> None:
         self.spots = list(spots)
         self._clock = clock
-        self._beginnings = Beginnings() if beginnings is None else beginnings
+        self._prefixes = PrefixIndex() if prefixes is None else prefixes
 
     def choose(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
-        """The place for a request, which is counted there from now on; None where nobody can be asked."""
+        """Choose a server and count the request there; None if no server is available."""
         chosen = self.preferred(links, without)
         if chosen is not None:
             self.take(chosen, links)
         return chosen
 
     def preferred(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
-        """The same without counting it."""
+        """Choose a server without counting the request."""
         now = self._clock()
-        fit = [at for at, spot in enumerate(self.spots) if at not in without and spot.is_open(now)]
-        if not fit:
+        available = [at for at, spot in enumerate(self.spots) if at not in without and spot.is_available(now)]
+        if not available:
             return None
-        rank = min(self.spots[at].rank for at in fit)
-        return self._best([at for at in fit if self.spots[at].rank == rank], links)
+        rank = min(self.spots[at].rank for at in available)
+        return self._best([at for at in available if self.spots[at].rank == rank], links)
 
     def take(self, at: int, links: Sequence[bytes] = ()) -> None:
-        """A request is there from now on."""
+        """Count a request as running on the server."""
         spot = self.spots[at]
         spot.running += 1
-        spot.had += 1 / spot.weight
-        if spot.outs:
-            # This one tries; until that is decided, or takes too long, nobody else does.
-            spot.send_out(self._clock())
-        self._beginnings.note(links, at, spot.life)
+        spot.served += 1 / spot.weight
+        if spot.suspensions:
+            # This request is the trial; no other is let through until it is decided or takes too long.
+            spot.suspend(self._clock())
+        self._prefixes.add(links, at, spot.generation)
 
-    def _best(self, fit: Sequence[int], links: Sequence[bytes]) -> int:
-        least = min(fit, key=self._business)
-        if len(fit) == 1 or not links:
+    def _best(self, candidates: Sequence[int], links: Sequence[bytes]) -> int:
+        least = min(candidates, key=self._load_order)
+        if len(candidates) == 1 or not links:
             return least
-        holders, count = self._beginnings.longest(links, {at: self.spots[at].life for at in fit})
-        if count < LEAST_LINKS:
+        holders, count = self._prefixes.find_longest(links, {at: self.spots[at].generation for at in candidates})
+        if not count:
             return least
-        holder = min(holders, key=self._business)
+        holder = min(holders, key=self._load_order)
         lowest = self.spots[least].load
         return holder if self.spots[holder].load <= lowest + max(SLACK, lowest * SLACK_SHARE) else least
 
-    def _business(self, at: int) -> tuple[float, float]:
-        return self.spots[at].load, self.spots[at].had
+    def _load_order(self, at: int) -> tuple[float, float]:
+        return self.spots[at].load, self.spots[at].served
 
     def ended(self, at: int, begun: bool = False) -> None:
-        """A request is no longer there, whatever came of it."""
+        """Count a request as ended; `begun` is whether its reply had begun."""
         self.spots[at].running -= 1
-        self.spots[at].telling -= begun
+        self.spots[at].streaming -= begun
 
-    def begun(self, at: int) -> None:
-        """It answers as it should, and has more to say."""
-        self.spots[at].telling += 1
-        self.worked(at)
+    def record_reply_start(self, at: int) -> None:
+        """Record that a reply has begun and continues."""
+        self.spots[at].streaming += 1
+        self.record_success(at)
 
-    def worked(self, at: int) -> None:
-        """It has answered as it should."""
+    def record_success(self, at: int) -> None:
+        """Record a successful answer."""
         spot = self.spots[at]
-        spot.failures = spot.slow_looks = 0
-        spot.worked_at = self._clock()
-        if spot.outs:
-            self._back(spot)
+        spot.failures = spot.slow_probes = 0
+        spot.succeeded_at = self._clock()
+        if spot.suspensions:
+            self._restore(spot)
 
-    def failed(self, at: int, unreached: bool) -> None:
+    def record_failure(self, at: int, is_unreachable: bool) -> None:
         spot = self.spots[at]
         spot.failures += 1
-        if not unreached and spot.failures < FAILURES and not spot.outs:
+        if not is_unreachable and spot.failures < MAX_FAILURES and not spot.suspensions:
             return
         now = self._clock()
-        # Several requests that go down together are one failure; so are a trial and what comes of it.
-        if now >= spot.out_until:
-            spot.send_out(now)
-        spot.unreached = unreached
+        # Requests that fail together count as one suspension.
+        if now >= spot.suspended_until:
+            spot.suspend(now)
+        spot.is_unreachable = is_unreachable
 
-    def rests(self, at: int, seconds: float) -> None:
+    def pause(self, at: int, seconds: float) -> None:
         spot = self.spots[at]
-        spot.rests_until = max(spot.rests_until, self._clock() + min(seconds, LONGEST_REST))
+        spot.paused_until = max(spot.paused_until, self._clock() + min(seconds, MAX_PAUSE_SECONDS))
 
-    def seen(self, at: int) -> None:
-        """It answers when it is looked at: it is back, if that was what was wrong."""
+    def record_probe(self, at: int) -> None:
+        """Record an answered probe; an unreachable server is restored."""
         spot = self.spots[at]
-        spot.slow_looks = 0
-        if spot.outs and spot.unreached:
+        spot.slow_probes = 0
+        if spot.suspensions and spot.is_unreachable:
             spot.failures = 0
-            self._back(spot)
+            self._restore(spot)
 
-    def slow(self, at: int) -> None:
-        """It was looked at, and did not answer in time."""
+    def record_slow_probe(self, at: int) -> None:
+        """Record a probe that timed out."""
         spot, now = self.spots[at], self._clock()
-        spot.slow_looks += 1
-        works = spot.telling > 0 or now - spot.worked_at < RECENT_SECONDS
-        others = any(other is not spot and other.is_open(now) for other in self.spots)
-        if spot.slow_looks >= FAILURES and others and not works:
-            self.failed(at, unreached=True)
+        spot.slow_probes += 1
+        is_working = spot.streaming > 0 or now - spot.succeeded_at < RECENT_SECONDS
+        has_others = any(other is not spot and other.is_available(now) for other in self.spots)
+        if spot.slow_probes >= MAX_FAILURES and has_others and not is_working:
+            self.record_failure(at, is_unreachable=True)
 
     def drain(self, at: int, drained: bool) -> None:
-        """What is running there goes on; nothing new comes."""
+        """Stop or resume sending requests to the server. Running requests continue."""
         self.spots[at].is_drained = drained
 
     def renew(self, at: int) -> None:
-        """Somebody else is there now, of whom nothing is known."""
+        """Reset the state of a server that has been replaced."""
         self.drain(at, drained=False)
-        self._back(self.spots[at])
+        self._restore(self.spots[at])
 
-    def wait(self) -> float:
-        """Seconds until somebody can be asked again, as far as that can be told."""
+    def seconds_until_available(self) -> float:
+        """Estimate the seconds until a server is available."""
         now = self._clock()
-        waits = [max(spot.out_until if spot.outs else 0, spot.rests_until) - now for spot in self.spots]
-        open_again = [wait for wait, spot in zip(waits, self.spots, strict=True) if not spot.is_drained]
-        return max(1.0, min(open_again, default=LONGEST_OUT))
+        available_at = [
+            max(spot.suspended_until if spot.suspensions else 0, spot.paused_until)
+            for spot in self.spots
+            if not spot.is_drained
+        ]
+        return max(1.0, min(available_at) - now) if available_at else MAX_SUSPENSION_SECONDS
 
     @property
-    def is_away(self) -> bool:
-        """Whether all are out, and this is known of more than one, or for longer than just now."""
-        return all(spot.outs for spot in self.spots) and sum(spot.outs for spot in self.spots) > 1
+    def is_known_unreachable(self) -> bool:
+        """Whether all servers are suspended, and not just one server for the first time."""
+        return all(spot.suspensions for spot in self.spots) and sum(spot.suspensions for spot in self.spots) > 1
 
     def state(self, at: int) -> str:
         spot, now = self.spots[at], self._clock()
         if spot.is_drained:
             return "draining" if spot.running else "drained"
-        if spot.outs:
+        if spot.suspensions:
             return "out"
-        return "resting" if now < spot.rests_until else "up"
+        return "resting" if now < spot.paused_until else "up"
 
-    def _back(self, spot: Spot) -> None:
-        spot.outs = 0
-        spot.out_until = 0.0
-        spot.life += 1
-        others = [other.had for other in self.spots if other is not spot and not other.outs]
-        spot.had = max(spot.had, min(others, default=0.0))
+    def _restore(self, spot: Spot) -> None:
+        spot.suspensions = 0
+        spot.suspended_until = 0.0
+        spot.generation += 1
+        others = [other.served for other in self.spots if other is not spot and not other.suspensions]
+        spot.served = max(spot.served, min(others, default=0.0))

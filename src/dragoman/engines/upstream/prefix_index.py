@@ -1,14 +1,14 @@
-"""Who has which beginning of a prompt.
+"""Records which server has computed which prompt prefix.
 
     chain := H(salt), H(link, block), H(link, block), …          block := BLOCK bytes of model, tools and messages
 
-Two prompts that begin alike have chains that begin alike, as far as whole blocks go. A server that has computed a
-prompt has the state of all its beginnings.
+Prompts that share a prefix share the first links of their chains, one link per block. A server that has computed a
+prompt has the KV cache of all its prefixes.
 
 Rules
-1. Chains are salted with the principal: nobody can find out by time what another has asked.
-2. What is remembered is bounded; what nobody asked for the longest is forgotten first.
-3. A place that was away has forgotten everything: its `life` is another one then.
+1. Chains are salted with the principal, so that timing reveals nothing about the requests of others.
+2. The index is bounded. The least recently used links are removed first.
+3. A restored server has lost its cache: its entries of an earlier generation do not count.
 """
 
 import hashlib
@@ -20,17 +20,16 @@ import msgspec
 from dragoman.core.request import GenerationRequest
 
 BLOCK = 256
-"""Bytes: some sixty tokens."""
-MOST_BLOCKS = 2048
-MOST_LINKS = 200_000
-MOST_HOLDERS = 8
+"""Bytes per block: about sixty tokens."""
+MAX_BLOCKS = 2048
+MAX_LINKS = 200_000
+MAX_HOLDERS = 8
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
 def chain(request: GenerationRequest) -> list[bytes]:
-    """One link for every whole block, from the first to the last."""
-    said = (request.prompts, request.tools, request.messages)
-    data = _encoder.encode(said)[: BLOCK * MOST_BLOCKS]
+    """Return one hash per complete block of the prompt."""
+    data = _encoder.encode((request.prompts, request.tools, request.messages))[: BLOCK * MAX_BLOCKS]
     link = hashlib.blake2b(_encoder.encode((request.principal, request.model)), digest_size=16).digest()
     links: list[bytes] = []
     for at in range(0, len(data) - BLOCK + 1, BLOCK):
@@ -39,35 +38,36 @@ def chain(request: GenerationRequest) -> list[bytes]:
     return links
 
 
-class Beginnings:
-    def __init__(self, most: int = MOST_LINKS) -> None:
-        self._most = most
+class PrefixIndex:
+    def __init__(self, max_links: int = MAX_LINKS) -> None:
+        self._max_links = max_links
         self._holders: OrderedDict[bytes, dict[int, int]] = OrderedDict()
-        """By link, the places that have it, each with the life in which it had; the latest last."""
+        """Servers and their generations by link; the most recently used link is last."""
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def note(self, links: Sequence[bytes], place: int, life: int) -> None:
-        # The first links last: whoever has the end of a chain has its beginning, and it is that which others share.
-        for link in reversed(links[: self._most]):
-            holders = self._holders.pop(link, None)
-            if holders is None:
-                holders = {}
-            holders.pop(place, None)
-            holders[place] = life
-            if len(holders) > MOST_HOLDERS:
+    def add(self, links: Sequence[bytes], server: int, generation: int) -> None:
+        # In reverse order, so that the first links, which prompts share most often, are removed last.
+        for link in reversed(links[: self._max_links]):
+            holders = self._holders.pop(link, {})
+            holders.pop(server, None)
+            holders[server] = generation
+            if len(holders) > MAX_HOLDERS:
                 del holders[next(iter(holders))]
             self._holders[link] = holders
-        while len(self._holders) > self._most:
+        while len(self._holders) > self._max_links:
             self._holders.popitem(last=False)
 
-    def longest(self, links: Sequence[bytes], lives: dict[int, int]) -> tuple[Collection[int], int]:
-        """Those of the places, given with their lives, that have the most of a prompt, and how many links that is."""
+    def find_longest(self, links: Sequence[bytes], generations: dict[int, int]) -> tuple[Collection[int], int]:
+        """Return the servers with the longest known prefix, and its number of links.
+
+        `generations` maps the candidate servers to their current generations.
+        """
         for count in range(len(links), 0, -1):
             holders = self._holders.get(links[count - 1])
             if holders:
-                found = [place for place, life in holders.items() if lives.get(place) == life]
+                found = [server for server, known in holders.items() if generations.get(server) == known]
                 if found:
                     return found, count
         return (), 0

@@ -1,4 +1,4 @@
-"""One server: how it is asked, what it has refused, what it offers."""
+"""One upstream server: requests to it, the features it has rejected, and its models."""
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,43 +18,48 @@ from dragoman.core.errors import DragomanError, MethodNotAllowed, NotFound, NotS
 from dragoman.core.events import Event, Finished, Listener, Started
 from dragoman.core.request import GenerationRequest
 from dragoman.core.urls import find_secrets, public, redact_secrets
-from dragoman.engines.upstream.http_transport import Wire
-from dragoman.engines.upstream.options import PlaceOptions, UpstreamOptions
-from dragoman.engines.upstream.refused_fields import ESSENTIAL, blamed
-from dragoman.engines.upstream.request_fitting import fitted, not_taken
+from dragoman.engines.upstream.field_support import (
+    ESSENTIAL_FEATURES,
+    adapt_request,
+    find_rejected_feature,
+    unsupported,
+)
+from dragoman.engines.upstream.http_transport import UpstreamTransport
+from dragoman.engines.upstream.options import ServerOptions, UpstreamOptions
 
-MOST_REFUSALS = 8
-LOOK_SECONDS = 5.0
-AS_IT_IS = {"accept-encoding": "identity"}
-"""What is compressed on the way to us costs more than it spares."""
+MAX_ATTEMPTS = 8
+"""Attempts to send a request, each without one more rejected feature."""
+PROBE_SECONDS = 5.0
+NO_COMPRESSION = {"accept-encoding": "identity"}
+"""Decompressing a stream costs more than it saves."""
 NO_ROUTE = (NotFound, MethodNotAllowed)
-UNCOUNTED = "the server behind this model does not say how many tokens it used"
+MISSING_USAGE = "the upstream server of this model did not report token usage"
 
 
-class Way(msgspec.Struct, frozen=True):
-    """One way to put a request, and what of it is not said."""
+class Attempt(msgspec.Struct, frozen=True):
+    """A request in one protocol, and the parameters left out of it."""
 
     call: Call
     ignored: tuple[str, ...]
 
 
-class Hearing:
-    """A listener, and what it hears beside the words of a place: what was left out, and that nobody counted."""
+class TrackedListener:
+    """Adds ignored parameters and usage warnings to the events, and records whether the reply has begun."""
 
-    def __init__(self, listener: Listener, begin: Callable[[], None]) -> None:
-        self.begun = False
-        self._begin = begin
+    def __init__(self, listener: Listener, on_begin: Callable[[], None]) -> None:
+        self.has_begun = False
         self.ignored: tuple[str, ...] = ()
         self._listener = listener
+        self._on_begin = on_begin
         self._raised: DragomanError | None = None
 
     def __call__(self, events: Sequence[Event]) -> Awaitable[None] | None:
-        if not self.begun:
-            self.begun = True
-            self._begin()
-            events = _told(events, self.ignored)
+        if not self.has_begun:
+            self.has_begun = True
+            self._on_begin()
+            events = _annotate(events, self.ignored)
         elif type(events[-1]) is Finished:
-            events = _told(events, self.ignored)
+            events = _annotate(events, self.ignored)
         try:
             return self._listener(events)
         except DragomanError as error:
@@ -62,28 +67,30 @@ class Hearing:
             raise
 
     def has_raised(self, error: DragomanError) -> bool:
-        """Whether it is the listener's error, and not that of a place."""
+        """Whether the error came from the listener and not from the server."""
         return error is self._raised
 
 
-class Place:
-    def __init__(self, place: PlaceOptions, options: UpstreamOptions, key: str | None, asker: str) -> None:
-        self.url = public(place.url)
-        self.model = place.model
-        self.talk = Talk(place.url, api_key=key, protocol=place.protocol or "auto", retries=0, extra_headers=AS_IT_IS)
+class UpstreamServer:
+    def __init__(self, server: ServerOptions, options: UpstreamOptions, key: str | None, engine_id: str) -> None:
+        self.url = public(server.url)
+        self.model = server.model
+        self.talk = Talk(
+            server.url, api_key=key, protocol=server.protocol or "auto", retries=0, extra_headers=NO_COMPRESSION
+        )
         self.models: dict[str, Model] = {}
-        """What it offers, as far as that is known, by name in lower case."""
+        """The known models of the server, by lower-case name."""
         settings = http_settings.settings(self.talk.site, options.silence_seconds, options.connect_seconds)
-        settings |= {"trust_env": False, "event_hooks": {"request": [partial(_sign, asker)]}}
-        # A proxy has ways of its own, which httpx knows.
-        settings |= {"transport": Wire()} if options.proxy is None else {"proxy": options.proxy}
+        settings |= {"trust_env": False, "event_hooks": {"request": [partial(_add_loop_header, engine_id)]}}
+        # httpx's own transport implements proxies.
+        settings |= {"transport": UpstreamTransport()} if options.proxy is None else {"proxy": options.proxy}
         if options.proxy is not None and self.talk.site.is_tls:
-            # Of the environment's only whom it believes, as without a proxy.
+            # Like UpstreamTransport, use only the certificates of the environment.
             settings |= {"verify": httpx.create_ssl_context()}
-        self._line = Line(self.talk, httpx.AsyncClient(**settings))
-        self._refused: defaultdict[str, set[str]] = defaultdict(set)
-        """By model, what it does not take."""
-        self._secrets = find_secrets(place.url, key)
+        self._transport = Line(self.talk, httpx.AsyncClient(**settings))
+        self._rejected: defaultdict[str, set[str]] = defaultdict(set)
+        """Rejected features by model."""
+        self._secrets = find_secrets(server.url, key)
 
     def redact(self, error: DragomanError) -> None:
         """Hide the credentials that were sent to this server, in case its error repeats them."""
@@ -93,92 +100,91 @@ class Place:
             error.param = redact_secrets(error.param, self._secrets)
 
     async def aclose(self) -> None:
-        await self._line.aclose()
+        await self._transport.aclose()
 
-    def forget(self) -> None:
-        """It was away, and may have come back as something else."""
-        self._refused.clear()
+    def forget_rejections(self) -> None:
+        """Called when the server is reachable again; it may have been replaced."""
+        self._rejected.clear()
 
-    async def look(self) -> None:
-        """Whether it is there, and what it offers."""
-        body = await self._line.json("models", [rest_calls.models_call(self.talk)])
+    async def probe(self) -> None:
+        """Check that the server answers, and update its models."""
+        body = await self._transport.json("models", [rest_calls.models_call(self.talk)])
         self.models = {model.name.lower(): model for model in rest_calls.read_models(body).models}
 
-    async def tell(self, request: GenerationRequest, hearing: Hearing) -> None:
-        way, arrived = await self._asked(request)
-        assert way.call.exchange is not None
-        hearing.ignored = way.ignored
-        await self._line.tell(way.call.exchange, arrived, hearing)
+    async def generate(self, request: GenerationRequest, listener: TrackedListener) -> None:
+        attempt, response = await self._send(request)
+        assert attempt.call.exchange is not None
+        listener.ignored = attempt.ignored
+        await self._transport.tell(attempt.call.exchange, response, listener)
 
-    async def _asked(self, request: GenerationRequest) -> tuple[Way, Answer]:
-        """The answer, after whatever the place does not take has been left out."""
-        refused = self._refused[request.model]
-        for _ in range(MOST_REFUSALS):
-            ways = self._ways(request, refused)
+    async def _send(self, request: GenerationRequest) -> tuple[Attempt, Answer]:
+        """Send the request, and again without each feature that the server rejects."""
+        rejected = self._rejected[request.model]
+        topic = "completions" if request.prompts else "generate"
+        for _ in range(MAX_ATTEMPTS):
+            attempts = self._build_attempts(request, rejected)
             try:
-                call, arrived = await self._line.open(_topic(request), [way.call for way in ways])
+                call, response = await self._transport.open(topic, [attempt.call for attempt in attempts])
             except NO_ROUTE as error:
                 if type(error) in NO_ROUTE and request.prompts:
-                    raise not_taken(request, "completion") from error
+                    raise unsupported(request, "completion") from error
                 raise
             except DragomanError as error:
-                name = blamed(error, _fields(ways))
-                if name is None or name in refused:
+                feature = find_rejected_feature(error, _sent_fields(attempts))
+                if feature is None or feature in rejected:
                     raise
-                refused.add(name)
-                if name in ESSENTIAL:
-                    raise not_taken(request, name) from error
+                rejected.add(feature)
+                if feature in ESSENTIAL_FEATURES:
+                    raise unsupported(request, feature) from error
                 continue
-            return next(way for way in ways if way.call is call), arrived
-        raise NotSupported("the server behind this model takes none of what was asked")
+            return next(attempt for attempt in attempts if attempt.call is call), response
+        raise NotSupported("the upstream server of this model rejected too many parameters of the request")
 
-    def _ways(self, request: GenerationRequest, refused: set[str]) -> list[Way]:
+    def _build_attempts(self, request: GenerationRequest, rejected: set[str]) -> list[Attempt]:
+        """One attempt for each protocol that can express the request."""
         if request.prompts:
-            return [self._way(COMPLETIONS, request, refused)]
-        ways: list[Way] = []
-        unsaid: NotSupported | None = None
+            return [self._build_attempt(COMPLETIONS, request, rejected)]
+        attempts: list[Attempt] = []
+        first_error: NotSupported | None = None
         for name in self.talk.names():
             try:
-                ways.append(self._way(PROTOCOLS[name], request, refused))
+                attempts.append(self._build_attempt(PROTOCOLS[name], request, rejected))
             except NotSupported as error:
-                unsaid = unsaid or error
-        if not ways and unsaid is not None:
-            raise unsaid
-        return ways
+                first_error = first_error or error
+        if not attempts and first_error is not None:
+            raise first_error
+        return attempts
 
-    def _way(self, protocol: Spoken, request: GenerationRequest, refused: set[str]) -> Way:
-        fit = fitted(request, protocol, refused)
-        exchange = Exchange(protocol, fit.request, stream=True, check_calls=False)
-        if "stream_options" in refused:
+    def _build_attempt(self, protocol: Spoken, request: GenerationRequest, rejected: set[str]) -> Attempt:
+        adapted = adapt_request(request, protocol, rejected)
+        exchange = Exchange(protocol, adapted.request, stream=True, check_calls=False)
+        if "stream_options" in rejected:
             exchange.body.pop("stream_options", None)
-        return Way(self.talk.question(protocol.name, exchange, stream=True), fit.ignored)
+        return Attempt(self.talk.question(protocol.name, exchange, stream=True), adapted.ignored)
 
     async def embed(self, inputs: Sequence[Input], model: str) -> Made:
-        body = await self._line.json("embeddings", [rest_calls.embeddings_call(self.talk, inputs, model, None)])
+        body = await self._transport.json("embeddings", [rest_calls.embeddings_call(self.talk, inputs, model, None)])
         return rest_calls.read_embeddings(body, len(inputs))
 
-    async def count(self, request: GenerationRequest) -> int:
-        plain = msgspec.structs.replace(request, labels={})
-        return rest_calls.read_count(await self._line.json("count", rest_calls.count_calls(self.talk, plain)))
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        unlabelled = msgspec.structs.replace(request, labels={})
+        calls = rest_calls.count_calls(self.talk, unlabelled)
+        return rest_calls.read_count(await self._transport.json("count", calls))
 
 
-async def _sign(asker: str, request: httpx.Request) -> None:
-    request.headers[loop_guard.HEADER] = loop_guard.signed(asker)
+async def _add_loop_header(engine_id: str, request: httpx.Request) -> None:
+    request.headers[loop_guard.HEADER] = loop_guard.signed(engine_id)
 
 
-def _topic(request: GenerationRequest) -> str:
-    return "completions" if request.prompts else "generate"
-
-
-def _fields(ways: Sequence[Way]) -> set[str]:
-    exchanges = (way.call.exchange for way in ways)
+def _sent_fields(attempts: Sequence[Attempt]) -> set[str]:
+    exchanges = (attempt.call.exchange for attempt in attempts)
     return {field for exchange in exchanges if exchange is not None for field in exchange.body}
 
 
-def _told(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Event]:
+def _annotate(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Event]:
     first, last = events[0], events[-1]
     if ignored and type(first) is Started:
         events = [msgspec.structs.replace(first, ignored=ignored), *events[1:]]
     if type(last) is Finished and last.usage is None:
-        events = [*events[:-1], msgspec.structs.replace(last, warnings=(*last.warnings, UNCOUNTED))]
+        events = [*events[:-1], msgspec.structs.replace(last, warnings=(*last.warnings, MISSING_USAGE))]
     return events

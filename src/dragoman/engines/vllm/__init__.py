@@ -1,18 +1,17 @@
-"""Models in folders as Hugging Face lays them out, run by vLLM: its engine, not its server.
+"""Models in Hugging Face's directory layout, run by vLLM's engine (not by its server).
 
-engine     what the server sees: the start of vLLM, requests on their way in, steps on their way out
-options    what a configuration may say about such a model, and what vLLM is told of it
-mistakes   what can be seen to be wrong without vLLM
-loras      folders of adapters
-parts      everything that is used of vLLM, in one place
-overheard  why vLLM's processes did not start: what they print
-wording    vLLM's errors in one line
-tokens     the tokenizer as a table of bytes, and the ways around where it is none
-cuts       tokens of long pieces that come with every request, which are made once
-intake     from a request to what vLLM's engine takes: its prompt in tokens, its sampling, its grammar
-work       one request's way from the tokens of a step to events
-vectors    texts on their way to vectors
+engine           starts vLLM, submits requests and processes steps
+options          configuration, and vLLM's engine arguments
+config_errors    configuration errors
+adapters         directories of LoRA adapters
+vllm_api         the parts of vLLM that are used
+captured_stderr  finds the cause of a failed start in the output of vLLM's processes
+vocabulary       the tokenizer as a table of bytes
+token_cache      cached tokens of long text pieces that recur in prompts
+request_builder  builds vLLM requests: prompt, sampling, grammar
+generation       turns the tokens of one request into events
+embedder         embedding requests
 
-vLLM's scheduler and model run in processes of their own, which vLLM starts. From there one message comes per step, with
-the new tokens of all requests; it becomes one call of the receiver (`steps`), and no task is woken for a token.
+vLLM's scheduler and model run in processes that vLLM starts. They send one message per step, with the new tokens of all
+requests. The engine passes them to its receiver in one call (`step_delivery`), without waking a task per token.
 """

@@ -1,11 +1,10 @@
-"""vLLM's asynchronous engine behind ours: prompts go in as tokens, and every step comes out as one list of events.
+"""The engine that runs models in vLLM's asynchronous engine. Prompts go in as tokens; each step returns one event list.
 
 Rules
-1. vLLM's own output path is not used: what its engine process sends after a step is read here as it is.
-2. Where the engine process dies, so does everything that it worked on; whoever receives the steps is told at once. One
-   that dies before it has begun to serve has not started.
-3. What vLLM refuses, and what cannot be made of its outputs, fails the request that it belongs to, and no other.
-4. Steps are read as long as the engine runs. What goes wrong with a whole one is its end, as that of the process is.
+1. vLLM's own output processing is bypassed: the messages of its engine process are read directly.
+2. When the engine process dies, all its requests fail at once. If it dies before the engine is ready, the start fails.
+3. An error of vLLM, or in processing its output, fails only the request it belongs to.
+4. An error in processing a whole step is handled like the death of the process.
 """
 
 import asyncio
@@ -29,13 +28,12 @@ from dragoman.engines import prompt_reader
 from dragoman.engines.step_delivery import Portion, SteppingEngine
 from dragoman.engines.vllm import vllm_api as vllm
 from dragoman.engines.vllm.captured_stderr import Overheard, overhearing, refers
-from dragoman.engines.vllm.embedder import Pooled, Texts
-from dragoman.engines.vllm.error_text import last_line, refusal
-from dragoman.engines.vllm.generation import Work
-from dragoman.engines.vllm.options import VllmOptions, adapter_folders, arguments, check_names
-from dragoman.engines.vllm.preflight import mistakes
-from dragoman.engines.vllm.request_builder import Intake
-from dragoman.engines.vllm.vocabulary import Tokens
+from dragoman.engines.vllm.config_errors import describe_error, find_errors, last_line
+from dragoman.engines.vllm.embedder import EmbeddingRequestBuilder, PendingEmbedding
+from dragoman.engines.vllm.generation import VllmGeneration
+from dragoman.engines.vllm.options import VllmOptions, adapter_directories, build_engine_args, check_arg_names
+from dragoman.engines.vllm.request_builder import VllmRequestBuilder
+from dragoman.engines.vllm.vocabulary import HfVocabulary
 from dragoman.formats import detect, named
 from dragoman.grammar.schema_check import warnings
 from dragoman.pipeline.event_stream import failed
@@ -44,11 +42,11 @@ log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
 
 WATCH_SECONDS = 0.2
-MOST_READERS = 4
-NO_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
-"""Where another try may find more of it."""
+MAX_PROMPT_THREADS = 4
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
+"""A temporary failure: a later start may succeed."""
 
-VECTOR_FEATURES = frozenset({"embeddings", "tokenize"})
+EMBEDDING_FEATURES = frozenset({"embeddings", "tokenize"})
 FEATURES = frozenset(
     {
         *("chat", "completion", "token_prompt", "token_ids", "logprobs", "prompt_logprobs", "tokenize"),
@@ -58,7 +56,7 @@ FEATURES = frozenset(
         *("tools", "thinking", "documents", "render", "template_options"),
     }
 )
-SHAPE_FEATURES = frozenset({"strict_tools", "constraint"})
+CONSTRAINT_FEATURES = frozenset({"strict_tools", "constraint"})
 
 
 class VllmEngine(SteppingEngine):
@@ -70,24 +68,25 @@ class VllmEngine(SteppingEngine):
         self.name = name
         self.options = options
         self.slots = options.slots
-        self.parts: vllm.Parts | None = None
-        self.llm: vllm.Llm | None = None
-        self.model: Tokens | None = None
-        self.intake: Intake | None = None
-        self.texts: Texts | None = None
         self.context: int | None = options.context
-        self.live: dict[str, Work | Pooled] = {}
-        """By the id under which vLLM answers."""
-        self.works: dict[int, Work] = {}
-        """By our key."""
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.lost: asyncio.Future[str]
-        """Why vLLM's process is gone, once it is."""
-        self.readers = ThreadPoolExecutor(_readers(), thread_name_prefix="dragoman-prompt")
-        # Nobody's generation waits for answers to questions about prompts and tokens.
-        self.tellers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tell")
-        # Checking a reply against keywords that were not enforced may take half a second.
-        self.checkers = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
+        self._llm: vllm.Llm | None = None
+        self._vocabulary: HfVocabulary | None = None
+        self._builder: VllmRequestBuilder | None = None
+        self._embedding_builder: EmbeddingRequestBuilder | None = None
+        self._pending: dict[str, VllmGeneration | PendingEmbedding] = {}
+        """Requests by vLLM's request id."""
+        self._generations: dict[int, VllmGeneration] = {}
+        """Generations by our key."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._death: asyncio.Future[str]
+        """Resolves to the reason when vLLM's engine process dies."""
+        # Tokenizing releases the GIL but rendering does not, so more threads would only wait for it.
+        prompt_threads = max(2, min(MAX_PROMPT_THREADS, os.cpu_count() or 1))
+        self._prompt_pool = ThreadPoolExecutor(prompt_threads, thread_name_prefix="dragoman-prompt")
+        # Separate, so that generations do not wait for render and tokenize requests.
+        self._query_pool = ThreadPoolExecutor(2, thread_name_prefix="dragoman-query")
+        # Validating a reply against keywords that were not enforced may take half a second.
+        self._check_pool = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -103,331 +102,333 @@ class VllmEngine(SteppingEngine):
     def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         assert isinstance(options, VllmOptions)
         missing = [] if vllm.is_installed() else [("engine", vllm.NOT_INSTALLED)]
-        return [*missing, *mistakes(options)]
+        return [*missing, *find_errors(options)]
 
     @classmethod
     def is_installed(cls) -> bool:
         return vllm.is_installed()
 
     def models(self) -> Sequence[ModelInfo]:
-        form = self.options.format or "plain" if self.intake is None else self.intake.format.name
-        return [ModelInfo(name, context=self.context, format=form) for name in (self.name, *self.options.adapters)]
+        syntax = self.options.format or "plain" if self._builder is None else self._builder.format.name
+        return [ModelInfo(name, context=self.context, format=syntax) for name in (self.name, *self.options.adapters)]
 
     def supports(self) -> frozenset[str]:
-        if self.texts is not None:
-            return VECTOR_FEATURES
-        if self.model is None:
-            return FEATURES | SHAPE_FEATURES
-        shapes = frozenset() if self.model.kind is None else SHAPE_FEATURES
-        return FEATURES | shapes | (frozenset() if self.model.infill is None else {"infill"})
+        if self._embedding_builder is not None:
+            return EMBEDDING_FEATURES
+        if self._vocabulary is None:
+            return FEATURES | CONSTRAINT_FEATURES
+        constraints = frozenset() if self._vocabulary.kind is None else CONSTRAINT_FEATURES
+        return FEATURES | constraints | (frozenset() if self._vocabulary.infill is None else {"infill"})
 
-    # Its beginning and its end.
+    # Start and stop
 
     async def start(self) -> None:
-        parts, llm, model = await asyncio.to_thread(_load, self.options)
+        api, llm, vocabulary = await asyncio.to_thread(_load, self.options)
         core = llm.engine_core
-        self.lost = asyncio.get_running_loop().create_future()
-        self.parts, self.llm, self.model = parts, llm, model
-        self.device, self.context = parts.device, llm.model_config.max_model_len
-        # Where there is one, vLLM starts no reader of its own.
-        llm.output_handler = self._keep(self._follow(core))
-        self._keep(self._watch(core))
-        await self._unless_lost(self._prepare(parts, llm, model))
-        # What is there by now stays: looking through it for garbage, again and again, would stop every stream.
+        self._death = asyncio.get_running_loop().create_future()
+        self._llm, self._vocabulary = llm, vocabulary
+        self.device, self.context = api.device, llm.model_config.max_model_len
+        # vLLM starts its own reader unless this is set.
+        llm.output_handler = self._create_task(self._read_steps(core))
+        self._create_task(self._watch_process(core))
+        await self._run_unless_dead(self._prepare(api, llm, vocabulary))
+        # Exempt the loaded objects from garbage collection, which would pause all streams.
         gc.collect()
         gc.freeze()
-        log.info("model %s: vllm %s on %s, context %s", self.name, parts.version, self.device, self.context)
+        log.info("model %s: vllm %s on %s, context %s", self.name, api.version, self.device, self.context)
 
-    async def _prepare(self, parts: vllm.Parts, llm: vllm.Llm, model: Tokens) -> None:
+    async def _prepare(self, api: vllm.VllmApi, llm: vllm.Llm, vocabulary: HfVocabulary) -> None:
         core, config = llm.engine_core, llm.model_config
         tasks = await core.get_supported_tasks_async()
         if config.runner_type == "pooling":
             if "embed" not in tasks:
-                raise ConfigError(f"vllm: {self.options.path} makes no vectors; it can do: {', '.join(tasks)}")
-            self.texts = Texts(parts, llm.input_processor, tasks, model, config.max_model_len)
+                message = f"{self.options.path} does not support embeddings, only: {', '.join(tasks)}"
+                raise ConfigError(f"vllm: {message}")
+            self._embedding_builder = EmbeddingRequestBuilder(
+                api, llm.input_processor, tasks, vocabulary, config.max_model_len
+            )
         else:
-            loras = await self._loras(parts, core)
-            self.intake = await asyncio.to_thread(_intake, self.options, parts, llm, model, tasks, loras)
+            loras = await self._load_adapters(api, core)
+            self._builder = await asyncio.to_thread(_create_builder, self.options, api, llm, vocabulary, tasks, loras)
 
-    async def _unless_lost(self, doing: Coroutine[Any, Any, None]) -> None:
-        """Its process may die before anybody is there to be told, and leave those who wait for it without an answer."""
-        task = asyncio.get_running_loop().create_task(doing)
+    async def _run_unless_dead(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Await a coroutine, and raise if the engine process dies, which may leave the coroutine waiting forever."""
+        task = asyncio.get_running_loop().create_task(coroutine)
         try:
-            await asyncio.wait((task, self.lost), return_when=asyncio.FIRST_COMPLETED)
-            if self.lost.done():
-                raise EngineFailed(self.lost.result())
+            await asyncio.wait((task, self._death), return_when=asyncio.FIRST_COMPLETED)
+            if self._death.done():
+                raise EngineFailed(self._death.result())
             task.result()
         finally:
             task.cancel()
 
-    async def _loras(self, parts: vllm.Parts, core: vllm.Core) -> dict[str, Any]:
+    async def _load_adapters(self, api: vllm.VllmApi, core: vllm.EngineCore) -> dict[str, Any]:
         loras = {}
-        for number, (name, folder) in enumerate(adapter_folders(self.options).items(), 1):
-            lora = parts.lora(lora_name=name, lora_int_id=number, lora_path=str(folder))
+        for number, (name, directory) in enumerate(adapter_directories(self.options).items(), 1):
+            lora = api.lora(lora_name=name, lora_int_id=number, lora_path=str(directory))
             try:
                 await core.add_lora_async(lora)
             except Exception as error:
-                words = f"the adapter {name} cannot be used: {last_line(error)}"
-                # vLLM tells what happened in its process in words alone; of what class it was they do not say.
-                if core.resources.engine_dead or NO_MEMORY.search(str(error)):
-                    raise EngineFailed(words) from error
-                raise ConfigError(f"vllm: {words}") from error
+                message = f"adapter {name} cannot be loaded: {last_line(error)}"
+                # Errors of the engine process arrive as text, without their class.
+                if core.resources.engine_dead or OUT_OF_MEMORY.search(str(error)):
+                    raise EngineFailed(message) from error
+                raise ConfigError(f"vllm: {message}") from error
             loras[name] = lora
         return loras
 
     async def stop(self) -> None:
-        llm, self.llm = self.llm, None
-        for task in self.tasks:
+        llm, self._llm = self._llm, None
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-        if self.intake is not None and self.intake.constraints is not None:
-            await self.intake.constraints.close()
-        for pool in (self.readers, self.tellers, self.checkers):
+        if self._builder is not None and self._builder.constraints is not None:
+            await self._builder.constraints.close()
+        for pool in (self._prompt_pool, self._query_pool, self._check_pool):
             pool.shutdown(wait=False)
 
-    # Requests.
+    # Requests
 
     async def begin(self, key: int, request: GenerationRequest) -> None:
-        intake = self._writing()
-        if intake.is_shaped(request):
-            read = await self._aside(intake.read, request)
-            constrained = await intake.constrain(request, read)
-            work = await self._aside(intake.work, key, request, read, constrained)
+        builder = self._require_builder()
+        if builder.is_shaped(request):
+            prompt = await self._run_in_pool(builder.read, request)
+            constrained = await builder.constrain(request, prompt)
+            generation = await self._run_in_pool(builder.build, key, request, prompt, constrained)
         else:
-            work = await self._aside(intake.read_work, key, request)
-        self.works[key] = work
+            generation = await self._run_in_pool(builder.read_and_build, key, request)
+        self._generations[key] = generation
         try:
-            await self._submit(work)
+            await self._submit(generation)
         except BaseException:
-            # Nobody else knows of it.
             self.drop(key)
             raise
 
     def drop(self, key: int) -> None:
-        work = self.works.pop(key, None)
-        if work is not None:
-            self._abort(work)
+        generation = self._generations.pop(key, None)
+        if generation is not None:
+            self._abort(generation)
 
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        if self.texts is None:
-            self._writing()
-            raise NotSupported("this model writes text; vectors need a model with `args: {runner: pooling}`")
-        requests = await self._aside(self.texts.read, inputs)
+        if self._embedding_builder is None:
+            self._require_builder()
+            raise NotSupported("this model generates text; embeddings need a model with `args: {runner: pooling}`")
+        requests = await self._run_in_pool(self._embedding_builder.build, inputs)
         loop = asyncio.get_running_loop()
-        pooled = [Pooled(request, loop.create_future()) for request in requests]
+        entries = [PendingEmbedding(request, loop.create_future()) for request in requests]
         try:
-            for entry in pooled:
+            for entry in entries:
                 await self._submit(entry)
-            return await asyncio.gather(*(entry.future for entry in pooled))
+            return await asyncio.gather(*(entry.future for entry in entries))
         finally:
-            for entry in pooled:
+            for entry in entries:
                 self._abort(entry)
 
     async def render(self, request: GenerationRequest) -> Rendered:
-        return await self._aside(self._writing().render, request, pool=self.tellers)
+        return await self._run_in_pool(self._require_builder().render, request, pool=self._query_pool)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        return await self._aside(prompt_reader.tokenize, self._running(), text, special, pool=self.tellers)
+        vocabulary = self._require_vocabulary()
+        return await self._run_in_pool(prompt_reader.tokenize, vocabulary, text, special, pool=self._query_pool)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return await self._aside(prompt_reader.detokenize, self._running(), tokens, pool=self.tellers)
+        vocabulary = self._require_vocabulary()
+        return await self._run_in_pool(prompt_reader.detokenize, vocabulary, tokens, pool=self._query_pool)
 
-    def _running(self) -> Tokens:
-        if self.model is None or self.llm is None:
+    def _require_vocabulary(self) -> HfVocabulary:
+        if self._vocabulary is None or self._llm is None:
             raise EngineFailed("the engine is not running")
-        return self.model
+        return self._vocabulary
 
-    def _writing(self) -> Intake:
-        self._running()
-        if self.intake is None:
-            raise NotSupported("this model makes vectors, not text")
-        return self.intake
+    def _require_builder(self) -> VllmRequestBuilder:
+        self._require_vocabulary()
+        if self._builder is None:
+            raise NotSupported("this model supports only embeddings")
+        return self._builder
 
-    async def _aside(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool or self.readers, function, *arguments)
+    async def _run_in_pool(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool or self._prompt_pool, function, *arguments)
 
-    async def _submit(self, entry: Work | Pooled) -> None:
-        if self.llm is None:
+    async def _submit(self, entry: VllmGeneration | PendingEmbedding) -> None:
+        if self._llm is None:
             raise EngineFailed("the engine is not running")
-        if isinstance(entry, Work) and entry.key not in self.works:
-            # Dropped in the meantime.
+        if isinstance(entry, VllmGeneration) and entry.key not in self._generations:
+            # Cancelled in the meantime.
             return
-        self.live[entry.request.request_id] = entry
-        await self.llm.engine_core.add_request_async(entry.request)
+        self._pending[entry.request.request_id] = entry
+        await self._llm.engine_core.add_request_async(entry.request)
 
-    def _abort(self, entry: Work | Pooled) -> None:
-        """vLLM need not go on with it. One that has ended may be aborted too."""
-        if self.live.pop(entry.request.request_id, None) is not None and self.llm is not None:
-            self._keep(self.llm.engine_core.abort_requests_async([entry.request.request_id]))
+    def _abort(self, entry: VllmGeneration | PendingEmbedding) -> None:
+        """Cancel a request in vLLM. Does nothing if it has ended."""
+        if self._pending.pop(entry.request.request_id, None) is not None and self._llm is not None:
+            self._create_task(self._llm.engine_core.abort_requests_async([entry.request.request_id]))
 
-    # Steps.
+    # Steps
 
-    async def _follow(self, core: vllm.Core) -> None:
+    async def _read_steps(self, core: vllm.EngineCore) -> None:
         while True:
             try:
                 step = await core.get_output_async()
             except Exception as error:
                 log.exception("vLLM's engine process has died")
-                self._lose(str(error))
+                self._fail_all(str(error))
                 return
             if step.scheduler_stats is not None:
                 self.kv_used = step.scheduler_stats.kv_cache_usage
             try:
-                self._take(step.outputs)
+                self._process_step(step.outputs)
             except Exception as error:
-                # Unread, all that comes later would be waited for until somebody loses patience.
-                log.exception("a step of vLLM's could not be handed on")
-                self._lose(str(error))
+                # Without a reader, all requests would wait until they time out.
+                log.exception("a step of vLLM could not be processed")
+                self._fail_all(str(error))
                 return
 
-    def _take(self, outputs: Sequence[vllm.Output]) -> None:
-        """A whole step, in one call."""
-        live, portions = self.live, []
+    def _process_step(self, outputs: Sequence[vllm.StepOutput]) -> None:
+        """Pass the results of a step to the receiver in one call."""
+        pending, portions = self._pending, []
         for output in outputs:
-            entry = live.get(output.request_id)
+            entry = pending.get(output.request_id)
             if entry is None:
                 continue
-            if isinstance(entry, Work):
-                portion = self._portion(entry, output)
+            if isinstance(entry, VllmGeneration):
+                portion = self._process_output(entry, output)
                 if portion is not None:
                     portions.append(portion)
             elif output.finish_reason is not None:
-                del live[output.request_id]
-                entry.take(output)
+                del pending[output.request_id]
+                entry.resolve(output)
         if portions:
             self.receiver.take(portions)
 
-    def _portion(self, work: Work, output: vllm.Output) -> Portion | None:
+    def _process_output(self, generation: VllmGeneration, output: vllm.StepOutput) -> Portion | None:
         try:
-            events = work.take(output)
-            if work.closing:
-                events = (*events, *self._close_thought(work))
-        except Exception as error:  # noqa: BLE001 (told to whoever asked, and to the log; the others of the step go on)
-            return self._failed(work, error)
-        if not work.ended:
-            return Portion(work.key, events)
-        if work.given_up:
-            self._abort(work)
-        if work.bearings.checks and work.guide is not None:
-            self.live.pop(work.request.request_id, None)
-            self._keep(self._checked(work, events), work)
+            events = generation.process(output)
+            if generation.closing_tokens:
+                events = (*events, *self._close_thought(generation))
+        except Exception as error:  # noqa: BLE001 (reported to the client and the log; other requests continue)
+            return self._fail(generation, error)
+        if not generation.has_ended:
+            return Portion(generation.key, events)
+        if generation.needs_abort:
+            self._abort(generation)
+        if generation.settings.checks and generation.guide is not None:
+            self._pending.pop(generation.request.request_id, None)
+            self._create_task(self._finish_checked(generation, events), generation)
             return None
-        self._forget(work)
-        return Portion(work.key, events, ended=True)
+        self._remove(generation)
+        return Portion(generation.key, events, ended=True)
 
-    def _failed(self, work: Work, error: BaseException) -> Portion:
+    def _fail(self, generation: VllmGeneration, error: BaseException) -> Portion:
         if not isinstance(error, DragomanError):
             log.error("a request failed", exc_info=error)
             error = failed(error)
-        self._abort(work)
-        self._forget(work)
-        return Portion(work.key, ended=True, error=error)
+        self._abort(generation)
+        self._remove(generation)
+        return Portion(generation.key, ended=True, error=error)
 
-    def _forget(self, work: Work) -> None:
-        self.live.pop(work.request.request_id, None)
-        self.works.pop(work.key, None)
+    def _remove(self, generation: VllmGeneration) -> None:
+        self._pending.pop(generation.request.request_id, None)
+        self._generations.pop(generation.key, None)
 
-    def _close_thought(self, work: Work) -> list[Event]:
-        """Give up what vLLM works on, and go on behind the tokens that close the thought."""
-        self._abort(work)
-        events = work.close_thought()
-        if not work.ended:
-            work.request = self._writing().resumed(work)
-            self._keep(self._submit(work), work)
+    def _close_thought(self, generation: VllmGeneration) -> list[Event]:
+        """Abort the vLLM request and resume it after the tokens that close the reasoning."""
+        self._abort(generation)
+        events = generation.close_thought()
+        if not generation.has_ended:
+            generation.request = self._require_builder().resume(generation)
+            self._create_task(self._submit(generation), generation)
         return events
 
-    async def _checked(self, work: Work, events: tuple[Event, ...]) -> None:
-        """The end of a reply, with a warning where it does not fit what could not be enforced."""
+    async def _finish_checked(self, generation: VllmGeneration, events: tuple[Event, ...]) -> None:
+        """Deliver the end of a reply, with a warning if the reply violates keywords that were not enforced."""
         *before, finished = events
-        if isinstance(finished, Finished) and finished.reason != "length" and work.guide is not None:
-            found = await self._aside(warnings, work.bearings.checks, work.guide.captures(), pool=self.checkers)
+        if isinstance(finished, Finished) and finished.reason != "length" and generation.guide is not None:
+            captures = generation.guide.captures()
+            found = await self._run_in_pool(warnings, generation.settings.checks, captures, pool=self._check_pool)
             finished = msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
-        if self.works.pop(work.key, None) is not None:
-            self.receiver.take([Portion(work.key, (*before, finished), ended=True)])
+        if self._generations.pop(generation.key, None) is not None:
+            self.receiver.take([Portion(generation.key, (*before, finished), ended=True)])
 
-    async def _watch(self, core: vllm.Core) -> None:
-        """vLLM notices at once when its process dies, and tells those who wait only after it has cleaned up."""
-        while not core.resources.engine_dead:  # noqa: ASYNC110 (a thread of vLLM's sets it)
+    async def _watch_process(self, core: vllm.EngineCore) -> None:
+        """Detect the death of the engine process. vLLM's own calls fail only after its cleanup."""
+        while not core.resources.engine_dead:  # noqa: ASYNC110 (a thread of vLLM sets it)
             await asyncio.sleep(WATCH_SECONDS)
-        self._lose("vLLM's engine process has died")
+        self._fail_all("vLLM's engine process has died")
 
-    def _lose(self, reason: str) -> None:
-        if self.llm is None:
+    def _fail_all(self, reason: str) -> None:
+        if self._llm is None:
             return
-        self.llm = None
-        self.lost.set_result(reason)
-        for entry in self.live.values():
-            if isinstance(entry, Pooled) and not entry.future.done():
+        self._llm = None
+        self._death.set_result(reason)
+        for entry in self._pending.values():
+            if isinstance(entry, PendingEmbedding) and not entry.future.done():
                 entry.future.set_exception(EngineFailed(reason))
-        self.live.clear()
-        self.works.clear()
+        self._pending.clear()
+        self._generations.clear()
         self.receiver.lose(reason)
 
-    def _keep(self, doing: Coroutine[Any, Any, None], of: Work | None = None) -> asyncio.Task[None]:
-        """`of`: whose it is, and who is told what goes wrong with it."""
-        task = asyncio.get_running_loop().create_task(doing)
-        self.tasks.add(task)
-        task.add_done_callback(lambda task: self._done(task, of))
+    def _create_task(
+        self, coroutine: Coroutine[Any, Any, None], generation: VllmGeneration | None = None
+    ) -> asyncio.Task[None]:
+        """Run a background task. An exception fails the given generation."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._on_task_done(task, generation))
         return task
 
-    def _done(self, task: asyncio.Task[None], of: Work | None) -> None:
-        self.tasks.discard(task)
+    def _on_task_done(self, task: asyncio.Task[None], generation: VllmGeneration | None) -> None:
+        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        if of is None:
-            log.error("vLLM could not be told", exc_info=error)
-        elif of.key in self.works:
-            self.receiver.take([self._failed(of, error)])
+        if generation is None:
+            log.error("a call to vLLM failed", exc_info=error)
+        elif generation.key in self._generations:
+            self.receiver.take([self._fail(generation, error)])
 
 
-def _readers() -> int:
-    """Making tokens needs no lock of Python's, rendering does: more threads than these would only wait for it."""
-    return max(2, min(MOST_READERS, os.cpu_count() or 1))
-
-
-def _load(options: VllmOptions) -> tuple[vllm.Parts, vllm.Llm, Tokens]:
-    found = [f"{key}: {words}" for key, words in mistakes(options)]
-    if found:
-        raise ConfigError(f"vllm: {'; '.join(found)}")
-    parts = vllm.parts()
-    check_names(options, parts.arguments)
+def _load(options: VllmOptions) -> tuple[vllm.VllmApi, vllm.Llm, HfVocabulary]:
+    errors = [f"{key}: {message}" for key, message in find_errors(options)]
+    if errors:
+        raise ConfigError(f"vllm: {'; '.join(errors)}")
+    api = vllm.import_vllm()
+    check_arg_names(options, api.arg_names)
     try:
-        args = parts.engine_args(**arguments(options))
+        args = api.engine_args(**build_engine_args(options))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"vllm: {refusal(error, options)}") from error
+        raise ConfigError(f"vllm: {describe_error(error, options)}") from error
     try:
         with overhearing() as overheard:
-            llm = parts.load(args)
+            llm = api.load(args)
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"vllm: {options.path}: {refusal(error, options)}") from error
+        raise ConfigError(f"vllm: {options.path}: {describe_error(error, options)}") from error
     except RuntimeError as error:
         raise ConfigError(f"vllm: {options.path}: {_reason(error, overheard)}") from error
     config = llm.model_config
     try:
-        return parts, llm, Tokens(llm.tokenizer, config.get_vocab_size(), vllm.end_tokens(config))
+        return api, llm, HfVocabulary(llm.tokenizer, config.get_vocab_size(), vllm.end_tokens(config))
     except (AttributeError, msgspec.MsgspecError) as error:
         llm.shutdown()
-        words = "its tokenizer is not one of Hugging Face's fast ones"
-        raise ConfigError(f"vllm: {options.path} cannot be used: {words} ({refusal(error, options)})") from error
+        reason = f"its tokenizer is not a fast Hugging Face tokenizer ({describe_error(error, options)})"
+        raise ConfigError(f"vllm: {options.path} cannot be used: {reason}") from error
 
 
-def _intake(
+def _create_builder(
     options: VllmOptions,
-    parts: vllm.Parts,
+    api: vllm.VllmApi,
     llm: vllm.Llm,
-    model: Tokens,
+    vocabulary: HfVocabulary,
     tasks: Sequence[str],
     loras: Mapping[str, Any],
-) -> Intake:
-    syntax = named(options.format or detect(model.chat_template, Path(options.path).name))
-    return Intake(
-        parts,
+) -> VllmRequestBuilder:
+    syntax = named(options.format or detect(vocabulary.chat_template, Path(options.path).name))
+    return VllmRequestBuilder(
+        api,
         llm.input_processor,
         tasks,
-        model,
+        vocabulary,
         llm.model_config.max_model_len,
         syntax,
         options.template_options,

@@ -1,16 +1,15 @@
-"""Tokens of texts, of which the long pieces are kept: an agent's instructions and tools are the same in every request.
+"""Caches the tokens of long pieces of text. An agent's instructions and tools are the same in every request.
 
-    text  := piece (name piece)*          name: of a token that was added to the vocabulary
-    long piece                            its tokens are looked up, or made and kept
-    what stands between two long pieces   is made tokens in one call, names and all
+    text  := piece (name piece)*          name: the text of an added token
+    long piece                            its tokens are cached
+    text between two long pieces          is tokenized in one call, including the names
 
 Rules
-1. A tokenizer looks for the names of its tokens first, and what stands between two of them never meets: so a text may
-   be cut there. That holds for names which are found in the text as it is written (not `normalized`), take no spaces
-   from their neighbours, are found inside words too, and of which no part can be a part of another such name.
-2. Whether it holds for the whole tokenizer is tried with a few texts; if one has other tokens cut than whole, as where
-   only the beginning of a text gets a space, no text is cut.
-3. Only names that prompts are made of are looked for: vocabularies have thousands.
+1. A tokenizer first splits a text at the names of added tokens, so a text may be split there. This holds for names that
+   are matched verbatim (not `normalized`), strip no spaces, match inside words, and cannot overlap another name.
+2. The assumption is tested with a few texts. If splitting changes the tokens of one, as when only the start of a text
+   gets a space, no text is split.
+3. Only names that occur in prompts are considered, because vocabularies have thousands.
 """
 
 import re
@@ -22,18 +21,18 @@ from dragoman.grammar.lru_cache import Kept
 
 Encode = Callable[[str], list[int]]
 
-LONG = 512
-"""Characters of a piece that is worth keeping; shorter ones are made tokens in less than half a millisecond."""
-PIECES = 4096
-ROOM = 4 * 1024 * 1024
-"""Characters of all pieces that are kept; their tokens take about ten times as many bytes."""
-LONGEST = ROOM // 16
-"""Nothing displaces more than this."""
-SAMPLES = ("ab c{0} d  e{0}{0}\nfg{0}", "{0}a{0} b {0}\n\n{0}É…字 12{0}'s", " {0} a{0}b\t{0}.A")
+MIN_PIECE_LENGTH = 512
+"""Shorter pieces are not cached; they are tokenized in less than half a millisecond."""
+MAX_PIECES = 4096
+MAX_CHARACTERS = 4 * 1024 * 1024
+"""Total length of the cached pieces; their tokens take about ten times as many bytes."""
+MAX_PIECE_LENGTH = MAX_CHARACTERS // 16
+"""Longer pieces are not cached, because they would evict too many others."""
+TEST_TEXTS = ("ab c{0} d  e{0}{0}\nfg{0}", "{0}a{0} b {0}\n\n{0}É…字 12{0}'s", " {0} a{0}b\t{0}.A")
 
 
-class Added(msgspec.Struct, frozen=True):
-    """A token of a name that is looked for before anything else, as `tokenizer.json` has it."""
+class AddedToken(msgspec.Struct, frozen=True):
+    """An added token in `tokenizer.json`, matched before all others."""
 
     id: int
     content: str
@@ -44,53 +43,53 @@ class Added(msgspec.Struct, frozen=True):
     normalized: bool = False
 
 
-class Cuts:
-    """`encode` makes tokens of a text with names in it, `names` are those at which it may be cut."""
+class CachingEncoder:
+    """Tokenizes text with `encode` and caches long pieces; `names` are the names at which text may be split."""
 
-    def __init__(self, encode: Encode, names: Collection[str], least: int = LONG) -> None:
-        self.is_cutting = bool(names)
+    def __init__(self, encode: Encode, names: Collection[str], min_length: int = MIN_PIECE_LENGTH) -> None:
+        self.splits_text = bool(names)
         self._encode = encode
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        self._least = least
-        self._kept: Kept[tuple[int, ...]] = Kept(PIECES, ROOM)
+        self._min_length = min_length
+        self._cache: Kept[tuple[int, ...]] = Kept(MAX_PIECES, MAX_CHARACTERS)
 
     def encode(self, text: str) -> list[int]:
-        if len(text) < self._least:
+        if len(text) < self._min_length:
             return self._encode(text)
         tokens: list[int] = []
         for piece, is_long in self._pieces(text):
-            tokens += self._looked_up(piece) if is_long else self._encode(piece)
+            tokens += self._encode_cached(piece) if is_long else self._encode(piece)
         return tokens
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        told = start = 0
-        for end, behind in (*(found.span() for found in self._names.finditer(text)), (len(text), len(text))):
-            if end - start >= self._least:
-                if start > told:
-                    yield text[told:start], False
+        done = start = 0
+        for end, next_start in (*(found.span() for found in self._names.finditer(text)), (len(text), len(text))):
+            if end - start >= self._min_length:
+                if start > done:
+                    yield text[done:start], False
                 yield text[start:end], True
-                told = end
-            start = behind
-        if told < len(text):
-            yield text[told:], False
+                done = end
+            start = next_start
+        if done < len(text):
+            yield text[done:], False
 
-    def _looked_up(self, piece: str) -> Sequence[int]:
-        found = self._kept.get(piece)
+    def _encode_cached(self, piece: str) -> Sequence[int]:
+        found = self._cache.get(piece)
         if found is None:
             found = tuple(self._encode(piece))
-            if len(piece) <= LONGEST:
-                self._kept.keep(piece, found)
+            if len(piece) <= MAX_PIECE_LENGTH:
+                self._cache.keep(piece, found)
         return found
 
 
-def cuts(encode: Encode, added: Sequence[Added], wanted: Collection[int]) -> Cuts:
-    """At the names of those of the tokens `wanted` where it changes nothing."""
+def create_encoder(encode: Encode, added: Sequence[AddedToken], candidates: Collection[int]) -> CachingEncoder:
+    """Create an encoder that splits text at the names of those candidate tokens where it is safe."""
     literal = [token for token in added if token.content and not token.normalized]
-    names = [token.content for token in literal if token.id in wanted and _is_sharp(token, literal)]
-    return Cuts(encode, names if _is_same(encode, names) else ())
+    names = [token.content for token in literal if token.id in candidates and _is_separable(token, literal)]
+    return CachingEncoder(encode, names if _splits_safely(encode, names) else ())
 
 
-def _is_sharp(token: Added, others: Sequence[Added]) -> bool:
+def _is_separable(token: AddedToken, others: Sequence[AddedToken]) -> bool:
     if token.single_word or token.lstrip or token.rstrip:
         return False
     name = token.content
@@ -98,13 +97,13 @@ def _is_sharp(token: Added, others: Sequence[Added]) -> bool:
 
 
 def _overlap(first: str, second: str) -> bool:
-    """Whether the second may begin within the first; a name and itself, if that is not at its beginning."""
+    """Whether `second` may begin inside `first`; for equal names, after the first character."""
     if first == second:
         return any(first.endswith(first[:size]) for size in range(1, len(first)))
     return second in first or any(first.endswith(second[:size]) for size in range(1, len(second)))
 
 
-def _is_same(encode: Encode, names: Sequence[str]) -> bool:
-    cut = Cuts(encode, names, least=1)
-    texts = [sample.format(name) for sample in SAMPLES for name in names]
-    return all(cut.encode(text) == encode(text) for text in texts)
+def _splits_safely(encode: Encode, names: Sequence[str]) -> bool:
+    encoder = CachingEncoder(encode, names, min_length=1)
+    texts = [sample.format(name) for sample in TEST_TEXTS for name in names]
+    return all(encoder.encode(text) == encode(text) for text in texts)

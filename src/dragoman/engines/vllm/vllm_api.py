@@ -1,24 +1,24 @@
-"""Everything that is used of vLLM. A new release is checked here, and against the stand-in of the tests.
+"""The parts of vLLM that are used. Check a new release against this list and against the fake vLLM of the tests.
 
-    AsyncEngineArgs(**args)                     what an operator may set, a dataclass; wrong ones raise, pydantic's
-                                                errors among others
-    AsyncLLM.from_engine_args(args, ...)        loads: blocks, and raises where that fails; `shutdown()` ends it
-      usage_context=OPENAI_API_SERVER           what vLLM's defaults go by; without it a step takes 2,048 tokens of
-                                                prompts, where `vllm serve` takes 8,192 on the same GPU
+    AsyncEngineArgs(**args)                     dataclass of the engine arguments; raises for invalid ones, e.g. a
+                                                pydantic error
+    AsyncLLM.from_engine_args(args, ...)        loads the model: blocks, and raises on failure; `shutdown()` ends it
+      usage_context=OPENAI_API_SERVER           selects vLLM's defaults; without it a step takes 2,048 prompt tokens,
+                                                while `vllm serve` takes 8,192 on the same GPU
       .model_config                             max_model_len, runner_type, get_vocab_size(), generation defaults
-      .tokenizer                                Hugging Face's, with its `backend_tokenizer` where it is a fast one
-      .input_processor.process_inputs(...)      checks prompt and parameters, and makes an EngineCoreRequest of them
+      .tokenizer                                a Hugging Face tokenizer; a fast one has `backend_tokenizer`
+      .input_processor.process_inputs(...)      validates prompt and parameters and returns an EngineCoreRequest
       .engine_core                              the client of vLLM's engine process:
-         get_output_async() -> outputs          of one whole step; raises EngineDeadError when the process has died
+         get_output_async() -> outputs          the outputs of one step; raises EngineDeadError if the process died
          add_request_async, abort_requests_async, add_lora_async, get_supported_tasks_async
          resources.engine_dead                  set by a thread that watches the process
-    outputs.outputs, outputs.scheduler_stats    what the requests of a step got; how full the memory is, if it tells
+    outputs.outputs, outputs.scheduler_stats    outputs per request; KV cache usage, if reported
     output                                      request_id, new_token_ids, new_logprobs, new_prompt_logprobs_tensors,
                                                 pooling_output, finish_reason, prefill_stats.num_cached_tokens
     SamplingParams, PoolingParams, StructuredOutputsParams, LoRARequest, tokens_input
 
-vLLM brings no types that could be checked here without it, and it is not installed where most of this is developed: its
-objects are Any, and the few that cross modules have protocols.
+vLLM is usually not installed during development, so its types cannot be checked. Its objects are Any, except for the
+protocols below.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from dragoman.core.errors import ConfigError
 
 NOT_INSTALLED = "vllm is not installed: pip install 'dragoman[vllm]'"
 STOP, LENGTH, ABORT, ERROR, REPETITION = range(5)
-"""vLLM's reasons to end."""
+"""vLLM's finish reasons."""
 
 ENVIRONMENT = {
-    # A process that is forked off would hold the pipe to the server open after this one has died.
+    # A forked process would keep the pipe to the server open after the worker has died.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # Nobody is called but those whom the operator names.
+    # No telemetry.
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""What holds unless the operator's environment says otherwise."""
+"""Defaults of environment variables."""
 
 
-class Output(Protocol):
-    """What one request got in a step."""
+class StepOutput(Protocol):
+    """The output of a step for one request."""
 
     request_id: str
     new_token_ids: Sequence[int]
@@ -58,17 +58,17 @@ class Output(Protocol):
     prefill_stats: Any
 
 
-class Outputs(Protocol):
-    outputs: Sequence[Output]
+class StepOutputs(Protocol):
+    outputs: Sequence[StepOutput]
     scheduler_stats: Any
 
 
-class Core(Protocol):
+class EngineCore(Protocol):
     """The client of vLLM's engine process."""
 
     resources: Any
 
-    async def get_output_async(self) -> Outputs: ...
+    async def get_output_async(self) -> StepOutputs: ...
 
     async def add_request_async(self, request: Any) -> None: ...
 
@@ -83,26 +83,25 @@ class Llm(Protocol):
     model_config: Any
     tokenizer: Any
     input_processor: Any
-    engine_core: Core
+    engine_core: EngineCore
     output_handler: Any
 
     def shutdown(self) -> None: ...
 
 
-class Parts(msgspec.Struct, frozen=True):
+class VllmApi(msgspec.Struct, frozen=True):
     version: str
     engine_args: Callable[..., Any]
-    arguments: frozenset[str]
-    """Their names."""
+    arg_names: frozenset[str]
     load: Callable[[Any], Llm]
     sampling: Callable[..., Any]
     pooling: Callable[..., Any]
-    shape: Callable[..., Any]
+    structured_outputs: Callable[..., Any]
     lora: Callable[..., Any]
     tokens_input: Callable[..., Any]
     device: str
-    refusals: tuple[type[Exception], ...]
-    """What it raises where a request is wrong."""
+    request_errors: tuple[type[Exception], ...]
+    """Exceptions that vLLM raises for an invalid request."""
 
 
 @cache
@@ -110,51 +109,50 @@ def is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def parts() -> Parts:
-    """Imports vLLM, which takes seconds."""
+def import_vllm() -> VllmApi:
+    """Import vLLM, which takes seconds."""
     if not is_installed():
         raise ConfigError(NOT_INSTALLED)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return _found()
+        return _collect()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"this release of vllm cannot be used ({error}); those that can: pip install 'dragoman[vllm]'"
-        ) from error
+        message = f"this release of vllm is not supported ({error}); install one that is: pip install 'dragoman[vllm]'"
+        raise ConfigError(message) from error
 
 
-def _found() -> Parts:
+def _collect() -> VllmApi:
     load = importlib.import_module
     sampling = load("vllm.sampling_params")
     engine_args = load("vllm.engine.arg_utils").AsyncEngineArgs
-    return Parts(
+    return VllmApi(
         version=str(load("vllm").__version__),
         engine_args=engine_args,
-        arguments=frozenset(field.name for field in dataclasses.fields(engine_args)),
+        arg_names=frozenset(field.name for field in dataclasses.fields(engine_args)),
         load=partial(
             load("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args,
             usage_context=load("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER,
         ),
         sampling=sampling.SamplingParams,
         pooling=load("vllm.pooling_params").PoolingParams,
-        shape=sampling.StructuredOutputsParams,
+        structured_outputs=sampling.StructuredOutputsParams,
         lora=load("vllm.lora.request").LoRARequest,
         tokens_input=load("vllm.inputs").tokens_input,
         device=str(load("vllm.platforms").current_platform.device_type),
-        refusals=(ValueError, load("vllm.exceptions").VLLMClientError),
+        request_errors=(ValueError, load("vllm.exceptions").VLLMClientError),
     )
 
 
 def generation_defaults(config: Any) -> Mapping[str, Any]:
-    """What the model's makers recommend for sampling, as vLLM reads it from the folder."""
-    found: Mapping[str, Any] = config.get_diff_sampling_param() or {}
-    return found
+    """The sampling defaults of the model's generation config, as read by vLLM."""
+    defaults: Mapping[str, Any] = config.get_diff_sampling_param() or {}
+    return defaults
 
 
 def end_tokens(config: Any) -> frozenset[int]:
-    """Those that the folder's generation settings name, beside the tokenizer's own."""
-    named = (config.try_get_generation_config() or {}).get("eos_token_id")
-    if named is None:
+    """The EOS tokens of the model's generation config."""
+    tokens = (config.try_get_generation_config() or {}).get("eos_token_id")
+    if tokens is None:
         return frozenset()
-    return frozenset([named] if isinstance(named, int) else named)
+    return frozenset([tokens] if isinstance(tokens, int) else tokens)

@@ -1,10 +1,10 @@
-"""A stand-in for vLLM: the few names that `dragoman.engines.vllm.vllm_api` lists, over a model that needs no weights.
+"""A fake vLLM: the names listed in `dragoman.engines.vllm.vllm_api`, with a model that needs no weights.
 
-values.py     what goes to the engine process and comes back, and what is refused
-tokenizer.py  bytes, and two control tokens
-core.py       the engine process: all requests in steps, one message per step
-client.py     its client in the process of whoever asks
-the others    the places where vLLM has these names
+values.py     messages to and from the engine process, and their validation
+tokenizer.py  a tokenizer of bytes and two control tokens
+core.py       the engine process: processes all requests in steps and sends one message per step
+client.py     the client of the engine process
+the others    re-export these names from the modules where vLLM has them
 """
 
-__version__ = "0.0.stand-in"
+__version__ = "0.0.fake"

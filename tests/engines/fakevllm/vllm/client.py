@@ -1,4 +1,4 @@
-"""The engine's client, and the class that holds everything together."""
+"""The client of the engine process, and AsyncLLM."""
 
 import asyncio
 import json
@@ -41,11 +41,11 @@ FAILING = {
     "Exception: WorkerProc initialization failed. See stack trace for root cause.\n",
     "silent": "",
 }
-"""What its processes print, by the model, where they do not start."""
+"""Output of the processes of models that fail to start."""
 
 
 class ValidationError(ValueError):
-    """As pydantic's."""
+    """Has the interface of pydantic's ValidationError."""
 
     def __init__(self, title: str, fields: tuple[str, ...], given: object) -> None:
         super().__init__(f"{len(fields)} validation errors for {title}")
@@ -69,9 +69,9 @@ class AsyncEngineArgs:
     max_loras: int = 1
     max_lora_rank: int = 16
     steps_per_second: float = 100
-    """The stand-in's own."""
+    """Only in the fake."""
     dies_in: str = ""
-    """Likewise: what its process does not survive, `tasks`, `loras` or `settings`."""
+    """Only in the fake: the call that kills the process, `tasks`, `loras` or `settings`."""
 
     def __post_init__(self) -> None:
         if self.max_lora_rank not in LORA_RANKS:
@@ -158,16 +158,16 @@ class AsyncMPClient:
         try:
             loop.call_soon_threadsafe(self.queue.put_nowait, EngineDeadError("EngineCore encountered an issue."))
         except RuntimeError:
-            # The loop has been closed.
+            # The loop is closed.
             pass
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """One whose prompt says "at most N times" is refused after that."""
+        """Reject a prompt that contains "at most N times" after N times."""
         most = re.search(rb"at most (\d) times", bytes(token for token in request.prompt_token_ids if token < 256))
         if most is not None:
             self.times[most[0]] += 1
             if self.times[most[0]] > int(most[1]):
-                raise ValueError("once too often")
+                raise ValueError("too many requests")
         self._send(Add(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -182,7 +182,7 @@ class AsyncMPClient:
         rank = json.loads((Path(lora_request.lora_path) / "adapter_config.json").read_text())["r"]
         self.loras.add(lora_request.lora_int_id)
         if not self.args.enable_lora or len(self.loras) > self.args.max_loras:
-            raise RuntimeError("there is no room for this LoRA")
+            raise RuntimeError("max_loras exceeded")
         if rank > self.args.max_lora_rank:
             raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {self.args.max_lora_rank}.")
         return True
@@ -192,7 +192,7 @@ class AsyncMPClient:
         return ("embed",) if self.args.runner == "pooling" else ("generate",)
 
     async def _survive(self, what: str) -> None:
-        """An answer of a process that has died never comes."""
+        """A dead process never answers."""
         if self.args.dies_in == what:
             self.process.kill()
             await asyncio.Event().wait()
@@ -220,7 +220,7 @@ class AsyncLLM:
         cls, args: AsyncEngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
     ) -> "AsyncLLM":
         if usage_context is not UsageContext.OPENAI_API_SERVER:
-            raise ValueError("max_num_batched_tokens would be that of no server")
+            raise ValueError("usage_context must be OPENAI_API_SERVER")
         if args.model == "broken":
             raise ValueError("no such model")
         if args.max_num_seqs < 1:

@@ -1,9 +1,8 @@
-"""The engine process: `python -m vllm.core FD STEPS_PER_SECOND MOST_AT_ONCE CONTEXT`.
+"""The engine process: `python -m vllm.core FD STEPS_PER_SECOND MAX_RUNNING CONTEXT`.
 
-The model says what the last user message says; one that begins with "count N" gets the numbers up to N, and "what
-grammar" the one that the reply is to be kept to, "what adapter" its name. The vector of "not a number" has one that is
-none. Beginnings are known to requests of the same salt and adapter. Who asks "how many" is told how many others it
-works on, and how many it has been told to give up.
+The model echoes the last user message. For "count N" it returns the numbers below N, for "what grammar" the grammar of
+the reply, for "what adapter" the adapter's name. The embedding of "not a number" contains NaN. Requests with the same
+salt and adapter share cached prefixes. For "how many" it returns the numbers of other requests and of aborted ones.
 """
 
 import math
@@ -33,28 +32,28 @@ BLOCK = 16
 WIDTH = 16
 
 
-def reply(request: EngineCoreRequest, others: int, given_up: int) -> list[int]:
+def create_reply(request: EngineCoreRequest, others: int, aborted: int) -> list[int]:
     prompt, params = request.prompt_token_ids, request.sampling_params
     text = b"".join(bytes([token]) if token < 256 else b"\x00" for token in prompt)
     users = re.findall(rb"\x00user\n(.*?)\x00", text, re.DOTALL)
-    said = users[-1] if users else text
-    counting = re.match(rb"count (\d+)", said)
+    text = users[-1] if users else text
+    counting = re.match(rb"count (\d+)", text)
     if counting:
-        said = b" ".join(str(number).encode() for number in range(int(counting[1])))
-    elif said == b"what grammar":
+        text = b" ".join(str(number).encode() for number in range(int(counting[1])))
+    elif text == b"what grammar":
         shape = None if params is None else params.structured_outputs
-        said = str(None if shape is None else shape.grammar).encode()
-    elif said == b"how many":
-        said = f"{others} running, {given_up} given up".encode()
-    elif said == b"what adapter":
-        said = str(None if request.lora_request is None else request.lora_request.lora_name).encode()
-    return [*said, IM_END]
+        text = str(None if shape is None else shape.grammar).encode()
+    elif text == b"how many":
+        text = f"{others} running, {aborted} given up".encode()
+    elif text == b"what adapter":
+        text = str(None if request.lora_request is None else request.lora_request.lora_name).encode()
+    return [*text, IM_END]
 
 
 class Running:
-    def __init__(self, request: EngineCoreRequest, cached: int, said: list[int]) -> None:
+    def __init__(self, request: EngineCoreRequest, cached: int, reply: list[int]) -> None:
         self.request = request
-        self.left = iter(said)
+        self.left = iter(reply)
         self.made = 0
         self.cached = cached
 
@@ -99,18 +98,18 @@ class Running:
 
 
 class Core:
-    def __init__(self, pipe: socket.socket, pace: float, most: int, context: int) -> None:
-        self.pipe, self.pace, self.most, self.context = pipe, pace, most, context
+    def __init__(self, pipe: socket.socket, pace: float, max_running: int, context: int) -> None:
+        self.pipe, self.pace, self.max_running, self.context = pipe, pace, max_running, context
         self.waiting: dict[str, EngineCoreRequest] = {}
         self.running: dict[str, Running] = {}
         self.seen: dict[object, list[int]] = {}
-        self.given_up = 0
+        self.aborted = 0
         self.decoder = msgspec.msgpack.Decoder(Add | Abort)
         self.buffer = b""
 
     def run(self) -> None:
         due = time.monotonic()
-        while self.hear(max(0.0, due - time.monotonic()) if self.running or self.waiting else None):
+        while self.receive(max(0.0, due - time.monotonic()) if self.running or self.waiting else None):
             now = time.monotonic()
             if now < due:
                 continue
@@ -120,21 +119,22 @@ class Core:
             for output in outputs:
                 if output.finish_reason is not None:
                     del self.running[output.request_id]
-            self.send(EngineCoreOutputs(outputs, SchedulerStats(len(self.running) / self.most)))
+            self.send(EngineCoreOutputs(outputs, SchedulerStats(len(self.running) / self.max_running)))
 
     def admit(self) -> None:
-        for key, request in list(self.waiting.items())[: self.most - len(self.running)]:
+        for key, request in list(self.waiting.items())[: self.max_running - len(self.running)]:
             del self.waiting[key]
             prompt, lora = request.prompt_token_ids, request.lora_request
             group = request.cache_salt, None if lora is None else lora.lora_int_id
             seen = self.seen.get(group, [])
             same = next((at for at, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(seen))
-            said = reply(request, len(self.running) + len(self.waiting), self.given_up)
-            self.running[key] = Running(request, min(same, len(prompt) - 1) // BLOCK * BLOCK, said)
+            cached = min(same, len(prompt) - 1) // BLOCK * BLOCK
+            reply = create_reply(request, len(self.running) + len(self.waiting), self.aborted)
+            self.running[key] = Running(request, cached, reply)
             self.seen[group] = prompt
 
-    def hear(self, seconds: float | None) -> bool:
-        """Whether there is still somebody to work for."""
+    def receive(self, seconds: float | None) -> bool:
+        """Read messages until a step is due; return whether the client is still connected."""
         if not select.select([self.pipe], [], [], seconds)[0]:
             return True
         data = self.pipe.recv(1 << 20)
@@ -143,17 +143,17 @@ class Core:
             (length,) = HEADER.unpack_from(self.buffer)
             if len(self.buffer) < HEADER.size + length:
                 break
-            self.obey(self.decoder.decode(self.buffer[HEADER.size : HEADER.size + length]))
+            self.handle(self.decoder.decode(self.buffer[HEADER.size : HEADER.size + length]))
             self.buffer = self.buffer[HEADER.size + length :]
         return bool(data)
 
-    def obey(self, message: Add | Abort) -> None:
+    def handle(self, message: Add | Abort) -> None:
         if isinstance(message, Add):
             self.waiting[message.request.request_id] = message.request
             return
         for key in message.request_ids:
-            had = self.waiting.pop(key, None) or self.running.pop(key, None)
-            self.given_up += had is not None
+            request = self.waiting.pop(key, None) or self.running.pop(key, None)
+            self.aborted += request is not None
 
     def send(self, outputs: EngineCoreOutputs) -> None:
         body = msgspec.msgpack.encode(outputs)
@@ -161,5 +161,5 @@ class Core:
 
 
 if __name__ == "__main__":
-    fd, rate, most, context = sys.argv[1:]
-    Core(socket.socket(fileno=int(fd)), 1 / float(rate), int(most), int(context)).run()
+    fd, rate, max_running, context = sys.argv[1:]
+    Core(socket.socket(fileno=int(fd)), 1 / float(rate), int(max_running), int(context)).run()

@@ -1,4 +1,4 @@
-"""The values of vLLM that are used, field by field as it names them."""
+"""The values of vLLM that are used, with its field names."""
 
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 VOCABULARY = 258
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 
 
 class VLLMClientError(Exception):
@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct):
             raise VLLMValidationError("max_tokens must be at least 1", parameter="max_tokens")
 
     def verify(self) -> None:
-        if (self.logprobs or 0) > MOST_LOGPROBS:
+        if (self.logprobs or 0) > MAX_LOGPROBS:
             raise VLLMValidationError(f"Requested sample logprobs of {self.logprobs}", parameter="logprobs")
 
 
@@ -110,7 +110,7 @@ class SchedulerStats(msgspec.Struct):
 
 
 class Numbers(list[Any]):
-    """As an array or a tensor gives itself out."""
+    """Has the methods of an array or tensor."""
 
     def tolist(self) -> list[Any]:
         return list(self)

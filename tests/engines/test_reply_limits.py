@@ -1,4 +1,4 @@
-"""Thoughts that end: by themselves, by their budget, in whatever tags they were begun."""
+"""Thinking budgets: reasoning ends by itself or by its budget, for all pairs of tags."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dragoman.core.request import Thinking
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.thinking_budget import Budget
+from dragoman.engines.reply_limits import Budget
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import Tags, reasoning_tags
 from dragoman.prompt import ChatTemplate
@@ -20,30 +20,30 @@ def budget(tokens: int, opened: Tags | None) -> Budget:
 
 
 @given(st.sampled_from(PAIRS), st.sampled_from(PAIRS), st.lists(st.integers(1, 40)))
-def test_a_closer_is_noticed_wherever_it_is_cut(opened: Tags, closed: Tags, cuts: list[int]) -> None:
-    watched = budget(100, opened)
+def test_closing_tag_split_across_tokens(opened: Tags, closed: Tags, cuts: list[int]) -> None:
+    tracker = budget(100, opened)
     text = f"well{closed.close}The answer"
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
-        watched.read(text[start:end])
-    assert watched.inside is None
-    watched.left = 0
-    assert watched.closing == ()
+        tracker.read(text[start:end])
+    assert tracker.inside is None
+    tracker.left = 0
+    assert tracker.closing == ()
 
 
 @pytest.mark.parametrize("opened", PAIRS)
-def test_what_closes_a_thought_is_of_the_pair_that_opened_it(opened: Tags) -> None:
-    watched = budget(2, opened)
-    watched.read("one")
-    assert not watched.closing
-    watched.read(" two")
-    assert watched.closing == [PAIRS.index(opened)]
+def test_closing_tag_matches_the_opening_tag(opened: Tags) -> None:
+    tracker = budget(2, opened)
+    tracker.read("one")
+    assert not tracker.closing
+    tracker.read(" two")
+    assert tracker.closing == [PAIRS.index(opened)]
     begun = budget(1, None)
     begun.read(f"Hm. {opened.open}")
     begun.read("one")
     assert begun.closing == [PAIRS.index(opened)]
 
 
-def test_the_engine_closes_what_the_prompt_has_opened(with_engine: Run) -> None:
+def test_engine_closes_reasoning_opened_by_the_prompt(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
         intake, model = engine.loaded.intake, engine.loaded.intake.model
@@ -60,7 +60,7 @@ def test_the_engine_closes_what_the_prompt_has_opened(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_who_turns_thinking_on_may_think_whatever_the_effort(with_engine: Run) -> None:
+def test_enabled_thinking_overrides_effort(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
         intake = engine.loaded.intake

@@ -1,4 +1,4 @@
-"""The vllm engine in its worker, over a stand-in for vLLM that speaks the same messages per step: for its tests."""
+"""Helpers that run the vllm engine in a worker process with a fake vLLM."""
 
 import asyncio
 import itertools
@@ -47,7 +47,7 @@ def chat(text: str, **fields: Any) -> GenerationRequest:
 NOT_ONE = JsonSchema(
     {"type": "object", "properties": {"a": {"type": "integer", "not": {"const": 1}}}, "required": ["a"]}
 )
-"""Of which `not` is not enforced."""
+"""A schema whose `not` is not enforced."""
 
 
 async def events(made: WorkerEngine, request: GenerationRequest) -> list[Event]:
@@ -63,7 +63,7 @@ def numbers(count: int) -> str:
 
 
 def helpers_of(pid: int) -> list[int]:
-    """Processes that a process has started, from whichever thread."""
+    """Child processes of a process, started by any of its threads."""
     found = [children.read_text().split() for children in Path(f"/proc/{pid}/task").glob("*/children")]
     return [int(child) for child in itertools.chain(*found)]
 

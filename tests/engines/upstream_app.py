@@ -1,4 +1,4 @@
-"""A server in this process whose model is elsewhere: requests to it without a socket, what it asks with real ones."""
+"""An app with an upstream model: requests reach the app without sockets, and the upstream servers with sockets."""
 
 import asyncio
 import json
@@ -18,22 +18,22 @@ USER = [{"role": "user", "content": "hello"}]
 
 
 def upstream_app(*urls: str | Mapping[str, Any], **options: Any) -> App:
-    given = {"urls": list(urls), "protocol": "chat", "health_seconds": 0} | options
-    return create_app(settings=Settings(models=(ModelSpec("m", "upstream", options=given),)))
+    values = {"urls": list(urls), "protocol": "chat", "health_seconds": 0} | options
+    return create_app(settings=Settings(models=(ModelSpec("m", "upstream", options=values),)))
 
 
 def ask(app: App, path: str = CHAT, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
-    """One request, from the start of the server to its end."""
+    """Send one request, then stop the app."""
     return ask_all(app, [fields], path, headers)[0]
 
 
 def ask_all(
     app: App, bodies: list[dict[str, Any]], path: str = CHAT, headers: Mapping[str, str] | None = None
 ) -> list[httpx.Response]:
-    return asyncio.run(asked_all(app, bodies, path, headers))
+    return asyncio.run(ask_all_async(app, bodies, path, headers))
 
 
-async def asked_all(
+async def ask_all_async(
     app: App, bodies: list[dict[str, Any]], path: str = CHAT, headers: Mapping[str, str] | None = None
 ) -> list[httpx.Response]:
     transport = httpx.ASGITransport(app)
