@@ -182,7 +182,7 @@ def test_a_cancellation_ends_it_over_there(server: BadServer, is_begun: bool) ->
 def test_nobody_is_there() -> None:
     with Client(f"http://127.0.0.1:{free_port()}", retries=RETRIES) as client, pytest.raises(Unreachable) as caught:
         client.complete("hello")
-    assert "nobody answers at http://127.0.0.1:" in caught.value.message
+    assert "cannot connect to http://127.0.0.1:" in caught.value.message
 
 
 def test_a_connection_that_nobody_takes_is_tried_again() -> None:
@@ -208,7 +208,7 @@ def test_what_does_no_harm_is_repeated_after_any_mishap(server: BadServer) -> No
 
 def test_lists_that_break_off(server: BadServer) -> None:
     server.play([b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "close"], path="/v1/models")
-    with sync_client(server) as client, pytest.raises(DragomanError, match="broke off"):
+    with sync_client(server) as client, pytest.raises(DragomanError, match="incomplete"):
         client.models()
 
 
@@ -274,9 +274,9 @@ def test_errors_know_what_the_server_said(server: BadServer) -> None:
 
 def test_silence_has_our_own_words(server: BadServer) -> None:
     server.play(["hang"])
-    with sync_client(server) as client, pytest.raises(AnswerTimeout, match=r"nothing came for 0\.8 s"):
+    with sync_client(server) as client, pytest.raises(AnswerTimeout, match=r"no data for 0\.8 s"):
         client.complete("hello")
     server.play([*cut(HEL), "hang"])
-    with sync_client(server) as client, pytest.raises(StreamCutOff, match=r"nothing came for 0\.8 s") as caught:
+    with sync_client(server) as client, pytest.raises(StreamCutOff, match=r"no data for 0\.8 s") as caught:
         client.complete("hello")
     assert caught.value.arrived

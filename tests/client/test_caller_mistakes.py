@@ -65,7 +65,7 @@ def test_messages_that_are_none(messages: Any) -> None:
 def test_half_a_character() -> None:
     with Client(NOWHERE) as client:
         for ask in (client.complete, client.embed, client.count_tokens):
-            with pytest.raises(BadRequest, match="half a character"):
+            with pytest.raises(BadRequest, match="lone surrogate"):
                 ask("\ud83d")
         with pytest.raises(BadRequest, match="texts"):
             client.embed(None)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dragoman.client import message_dicts
-from dragoman.client.options import conversation, question
+from dragoman.client.options import build_messages, build_request
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Image, Message, Reasoning, Text, Tool, ToolCall, ToolResult
 
@@ -70,14 +70,14 @@ TOOLS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("given", "meant"), MESSAGES)
 def test_messages(given: dict[str, Any], meant: Message) -> None:
-    assert conversation(given) == (meant,)
-    assert conversation([given, meant]) == (meant, meant)
+    assert build_messages(given) == (meant,)
+    assert build_messages([given, meant]) == (meant, meant)
 
 
 @pytest.mark.parametrize("given", TOOLS)
 def test_tools(given: dict[str, Any]) -> None:
     assert message_dicts.tool(given, "tools[0]") == TOOL
-    request = question("hello", "m", {"tools": [given], "tool_choice": "f"}).request
+    request = build_request("hello", "m", {"tools": [given], "tool_choice": "f"}).request
     assert (request.tools, request.tool_choice.name) == ((TOOL,), "f")
 
 
@@ -103,11 +103,11 @@ def test_tools(given: dict[str, Any]) -> None:
 )
 def test_what_is_none(given: dict[str, Any], path: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        conversation([given])
+        build_messages([given])
     assert (caught.value.param or "").startswith(path)
 
 
 @pytest.mark.parametrize("given", [{}, {"type": "web_search"}, {"name": "f", "parameters": 5}, {"name": ""}])
 def test_tools_that_are_none(given: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match=r"tools\[0\]"):
-        question("hello", "m", {"tools": [given]})
+        build_request("hello", "m", {"tools": [given]})

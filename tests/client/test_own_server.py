@@ -147,7 +147,7 @@ def test_functions_are_called(client: Client) -> None:
     assert outcome.usage.completion > outcome.reply.usage.completion
 
 
-@pytest.mark.parametrize(("asked", "words"), [("unknown", "no tool is called 'nothing'"), ("wrong", "ValidationError")])
+@pytest.mark.parametrize(("asked", "words"), [("unknown", "unknown tool 'nothing'"), ("wrong", "ValidationError")])
 def test_errors_go_back_to_the_model(client: Client, asked: str, words: str) -> None:
     outcome = client.run(asked, tools=TOOLS)
     assert outcome.text == "I am sorry."

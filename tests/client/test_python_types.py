@@ -8,7 +8,7 @@ import msgspec
 import pydantic
 import pytest
 
-from dragoman.client.python_types import shape_of, tool_of
+from dragoman.client.python_types import output_type_of, tool_of
 from dragoman.core.request import Image, Text, ToolCall
 
 
@@ -42,7 +42,7 @@ def call(function: Any, arguments: str) -> tuple[str, bool]:
 
 
 def test_structs_dataclasses_and_models() -> None:
-    play = shape_of(Play)
+    play = output_type_of(Play)
     assert play.name == "Play"
     assert play.schema == {
         "title": "Play",
@@ -53,24 +53,24 @@ def test_structs_dataclasses_and_models() -> None:
     }
     assert play.is_strict
     assert play.read('{"author": "S", "year": 1600}') == Play("S", 1600)
-    assert not shape_of(Place).is_strict
-    assert shape_of(Place).read('{"city": "Paris"}') == Place("Paris")
-    person = shape_of(Person)
+    assert not output_type_of(Place).is_strict
+    assert output_type_of(Place).read('{"city": "Paris"}') == Place("Paris")
+    person = output_type_of(Person)
     assert person.is_strict
     assert person.schema["$defs"]["Home"]["additionalProperties"] is False
     assert person.read('{"name": "A", "home": {"street": "B"}}') == Person(name="A", home=Home(street="B"))
-    assert shape_of(list[int]).read("[1, 2]") == [1, 2]
+    assert output_type_of(list[int]).read("[1, 2]") == [1, 2]
 
 
 def test_a_schema_of_ones_own_is_sent_as_it_is() -> None:
     schema = {"title": "A play!", "type": "object"}
-    shape = shape_of(schema)
+    shape = output_type_of(schema)
     assert (shape.name, shape.schema, shape.is_strict) == ("A_play", schema, False)
     assert shape.read('{"a": 1}') == {"a": 1}
 
 
 def test_json_in_a_block_of_code() -> None:
-    assert shape_of(Play).read('```json\n{"author": "S", "year": 1}\n```\n') == Play("S", 1)
+    assert output_type_of(Play).read('```json\n{"author": "S", "year": 1}\n```\n') == Play("S", 1)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_json_in_a_block_of_code() -> None:
 )
 def test_what_does_not_fit(kind: Any, text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (of whichever library)
-        shape_of(kind).read(text)
+        output_type_of(kind).read(text)
 
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: Annotated[int, "How many days."] = 1) -> str:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.protocols.responses.custom_tool_text import Peel, peeled, wrap
-from dragoman.protocols.responses.encrypted_reasoning import seal, unseal
+from dragoman.protocols.responses.custom_tool_text import TextExtractor, extract_text, wrap
+from dragoman.protocols.responses.parts import seal, unseal
 from tests.support.cuttings import cut, cuttings
 
 CASES = {
@@ -30,8 +30,8 @@ CASES = {
 
 @pytest.mark.parametrize(("arguments", "text"), CASES.items())
 def test_the_text_of_arguments(arguments: str, text: str) -> None:
-    assert peeled(arguments) == text
-    peel = Peel()
+    assert extract_text(arguments) == text
+    peel = TextExtractor()
     assert "".join([*(peel.feed(character) for character in arguments), peel.end()]) == text
 
 
@@ -41,7 +41,7 @@ def test_what_was_wrapped_comes_out_however_it_is_cut(
 ) -> None:
     arguments = json.dumps({"input": text}, indent=indent, ensure_ascii=plain)
     assert json.loads(wrap(text)) == {"input": text}
-    peel = Peel()
+    peel = TextExtractor()
     pieces = [peel.feed(piece) for piece in cut(arguments, places)]
     assert "".join([*pieces, peel.end()]) == text
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dragoman.core.events import Event, TextDelta
 from dragoman.protocols.chat import client as chat
-from dragoman.protocols.client.frame_template import FIRST_LESSONS, Mould
+from dragoman.protocols.client.frame_template import FIRST_LESSONS, FrameTemplate
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.sse import Decoder, Frame
 from tests.client.playing import delta, ending, frames, play
@@ -64,18 +64,18 @@ def test_however_frames_come_they_say_the_same(
     assert joined(play(protocol, cut_bytes(data, cuts))) == joined(with_care)
 
 
-def learnt(first: bytes, plain: Any = None) -> Mould:
-    mould = Mould(plain or chat.Reader().plain)
-    mould.learn(first, Decoder().feed(first)[0])
-    return mould
+def learnt(first: bytes, plain: Any = None) -> FrameTemplate:
+    template = FrameTemplate(plain or chat.Reader().plain)
+    template.learn(first, Decoder().feed(first)[0])
+    return template
 
 
 def test_only_the_text_is_read() -> None:
-    mould = learnt(chunk("Hel"))
-    assert mould.texts(chunk("lo")) == ["lo"]
-    assert mould.texts(chunk("")) == [""]
-    assert mould.texts(chunk("lo") + chunk('"\n') + chunk("}")) == ["lo", '"\n', "}"]
-    assert learnt(block("Hel"), messages.Reader().plain).texts(block("lo") + block("!")) == ["lo", "!"]
+    template = learnt(chunk("Hel"))
+    assert template.match(chunk("lo")) == ["lo"]
+    assert template.match(chunk("")) == [""]
+    assert template.match(chunk("lo") + chunk('"\n') + chunk("}")) == ["lo", '"\n', "}"]
+    assert learnt(block("Hel"), messages.Reader().plain).match(block("lo") + block("!")) == ["lo", "!"]
 
 
 @pytest.mark.parametrize(
@@ -96,21 +96,21 @@ def test_only_the_text_is_read() -> None:
     ],
 )
 def test_what_is_not_like_the_others_is_read_with_care(piece: bytes) -> None:
-    assert learnt(chunk("Hel")).texts(piece) is None
+    assert learnt(chunk("Hel")).match(piece) is None
 
 
 def test_a_text_that_is_also_elsewhere_teaches_nothing() -> None:
     """The model is called so, and the text is written in another way: what was found is not the text."""
     frame = chunk("abc").replace(b'"content": "abc"', rb'"content": "\u0061bc"')
     assert Decoder().feed(frame) == [Frame(frame[6:-2].decode())]
-    mould = learnt(frame)
-    assert mould.texts(frame) is None
-    assert mould.texts(frame.replace(b'"model": "abc"', b'"model": "xyz"')) is None
+    template = learnt(frame)
+    assert template.match(frame) is None
+    assert template.match(frame.replace(b'"model": "abc"', b'"model": "xyz"')) is None
 
 
 def test_a_frame_that_says_more_teaches_nothing() -> None:
     for fields in ({"usage": {"prompt_tokens": 1}}, {"error": {"message": "no"}}):
-        assert learnt(chunk("Hel", **fields)).texts(chunk("lo", **fields)) is None
+        assert learnt(chunk("Hel", **fields)).match(chunk("lo", **fields)) is None
 
 
 def test_nobody_learns_for_ever() -> None:
@@ -120,18 +120,18 @@ def test_nobody_learns_for_ever() -> None:
         asked.append(frame.data)
         return chat.Reader().plain(frame)
 
-    mould = Mould(plain)
+    template = FrameTemplate(plain)
     for number in range(100):
         piece = chunk("x", obfuscation=f"{number:x}")
-        assert mould.texts(piece) is None
-        mould.learn(piece, Decoder().feed(piece)[0])
+        assert template.match(piece) is None
+        template.learn(piece, Decoder().feed(piece)[0])
     assert len(asked) <= 2 * FIRST_LESSONS
 
 
-def test_another_mould_is_learnt_when_the_time_changes() -> None:
-    mould = learnt(chunk("Hel"))
+def test_new_template_is_learnt_when_the_timestamp_changes() -> None:
+    template = learnt(chunk("Hel"))
     for created in range(200):
         piece = chunk("lo", created=created)
-        if mould.texts(piece) is None:
-            mould.learn(piece, Decoder().feed(piece)[0])
-        assert all(mould.texts(piece) == ["lo"] for _ in range(20)), json.loads(piece[6:])
+        if template.match(piece) is None:
+            template.learn(piece, Decoder().feed(piece)[0])
+        assert all(template.match(piece) == ["lo"] for _ in range(20)), json.loads(piece[6:])

@@ -25,7 +25,7 @@ from dragoman.core.request import (
 )
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.protocols.responses import Question, decode, read
-from dragoman.protocols.responses.encrypted_reasoning import seal
+from dragoman.protocols.responses.parts import seal
 
 HELLO = {"role": "user", "content": "hello"}
 

@@ -25,19 +25,19 @@ from dragoman.core.events import (
 from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols.responses import Shown, Telling
-from dragoman.protocols.responses.calls import Called
-from dragoman.protocols.responses.encrypted_reasoning import seal
+from dragoman.protocols.responses.calls import ClientTool
+from dragoman.protocols.responses.parts import seal
 from tests.protocols.response_events import accumulated, read
 from tests.protocols.test_responses import question
 
 REQUEST = GenerationRequest(id="resp_1", model="m")
 CALLED = {
-    "f": Called("function", "f"),
-    "n__f": Called("function", "f", "n"),
-    "c": Called("custom", "c"),
-    "shell": Called("shell", "shell"),
+    "f": ClientTool("function", "f"),
+    "n__f": ClientTool("function", "f", "n"),
+    "c": ClientTool("custom", "c"),
+    "shell": ClientTool("shell", "shell"),
 }
-SHOWN = Shown(echoed=question().shown.echoed, called=CALLED)
+SHOWN = Shown(echoed=question().shown.echoed, client_tools=CALLED)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -101,7 +101,7 @@ def test_a_text() -> None:
 
 
 def test_a_thought() -> None:
-    shown = msgspec.structs.replace(SHOWN, sealed=True)
+    shown = msgspec.structs.replace(SHOWN, encrypts_reasoning=True)
     payloads = streamed(Started(), ReasoningDelta("hm"), TextDelta("so"), Finished(), shown=shown)
     thought = {
         "type": "reasoning",
@@ -227,7 +227,7 @@ def test_any_stream_is_well_formed_and_ends_with_the_whole_reply(
     spoken: list[Event], end: Finished, sealed: bool
 ) -> None:
     events = (Started(3), *orderly(spoken), end)
-    shown = msgspec.structs.replace(SHOWN, sealed=sealed)
+    shown = msgspec.structs.replace(SHOWN, encrypts_reasoning=sealed)
     payloads = streamed(*events, shown=shown)
     assert accumulated(payloads) == whole(*events, shown=shown)
     for payload in payloads:

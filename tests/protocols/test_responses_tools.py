@@ -9,7 +9,7 @@ import pytest
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolCall, ToolChoice
 from dragoman.protocols.responses import decode, read
-from dragoman.protocols.responses.calls import SCHEMAS, Called, encode_call
+from dragoman.protocols.responses.calls import SCHEMAS, ClientTool, encode_call
 from tests.protocols.test_responses import HELLO, asked, question, request
 
 SCHEMA = {"type": "object", "properties": {}}
@@ -31,7 +31,7 @@ def test_every_tool_is_a_function_to_the_model() -> None:
         Tool("n__c", "C.", SCHEMAS["custom"], path="tools[2].tools[1].parameters"),
     )
     assert [tool.name for tool in made.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
-    assert made.shown.called["n__c"] == Called("custom", "c", "n")
+    assert made.shown.client_tools["n__c"] == ClientTool("custom", "c", "n")
     assert asked(tools=tools) == [TOOLS]
 
 
@@ -71,7 +71,7 @@ def test_tools_that_come_in_the_input() -> None:
 def test_names_that_would_be_the_same_to_the_model() -> None:
     made = question(tools=[{**FUNCTION, "name": "n__f"}, SPACE])
     assert [tool.name for tool in made.request.tools] == ["n__f", "n__f_", "n__c"]
-    assert made.shown.called["n__f_"] == Called("function", "f", "n")
+    assert made.shown.client_tools["n__f_"] == ClientTool("function", "f", "n")
 
 
 @pytest.mark.parametrize("space_first", [False, True])
@@ -87,14 +87,14 @@ def test_calls_of_tools_that_would_be_called_the_same(space_first: bool) -> None
     assert sorted(shown) == ["n__f", "n__f_"]
     said = made.request.messages[-1].parts
     assert [part.name for part in said if isinstance(part, ToolCall)] == shown
-    told = [encode_call(made.shown.called[name], "c", "{}", "1", "completed") for name in shown]
+    told = [encode_call(made.shown.client_tools[name], "c", "{}", "1", "completed") for name in shown]
     assert [{key: call[key] for key in ("name", "namespace") if key in call} for call in told] == calls
 
 
 def test_the_namespace_of_those_that_have_no_other() -> None:
     made = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
     assert [tool.name for tool in made.request.tools] == ["f", "c", "f_"]
-    assert made.shown.called["f"] == Called("function", "f", "functions")
+    assert made.shown.client_tools["f"] == ClientTool("function", "f", "functions")
 
 
 def decoding_seconds(name: str) -> float:
@@ -190,15 +190,19 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
-CALLS: list[tuple[Called, str, dict[str, Any]]] = [
+CALLS: list[tuple[ClientTool, str, dict[str, Any]]] = [
     (
-        Called("function", "f", "n"),
+        ClientTool("function", "f", "n"),
         "{",
         {"type": "function_call", "id": "fc_1", "name": "f", "namespace": "n", "arguments": "{"},
     ),
-    (Called("custom", "c"), '{"input": "x"}', {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"}),
     (
-        Called("local_shell", "local_shell"),
+        ClientTool("custom", "c"),
+        '{"input": "x"}',
+        {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"},
+    ),
+    (
+        ClientTool("local_shell", "local_shell"),
         '{"command": "ls -l", "working_directory": "/"}',
         {
             "type": "local_shell_call",
@@ -212,7 +216,7 @@ CALLS: list[tuple[Called, str, dict[str, Any]]] = [
         },
     ),
     (
-        Called("shell", "shell"),
+        ClientTool("shell", "shell"),
         '{"commands": ["ls"]}',
         {
             "type": "shell_call",
@@ -222,18 +226,18 @@ CALLS: list[tuple[Called, str, dict[str, Any]]] = [
         },
     ),
     (
-        Called("apply_patch", "apply_patch"),
+        ClientTool("apply_patch", "apply_patch"),
         '{"type": "create_file", "path": "a"}',
         {"type": "apply_patch_call", "id": "apc_1", "operation": {"type": "create_file", "path": "a", "diff": ""}},
     ),
     (
-        Called("tool_search", "tool_search"),
+        ClientTool("tool_search", "tool_search"),
         '{"query": "x"}',
         {"type": "tool_search_call", "id": "tsc_1", "arguments": {"query": "x"}, "execution": "client"},
     ),
     # What does not fit its item is told as it was written.
     (
-        Called("shell", "shell"),
+        ClientTool("shell", "shell"),
         '{"commands": 5}',
         {"type": "function_call", "id": "fc_1", "name": "shell", "arguments": '{"commands": 5}'},
     ),
@@ -241,5 +245,5 @@ CALLS: list[tuple[Called, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("called", "arguments", "item"), CALLS)
-def test_calls(called: Called, arguments: str, item: dict[str, Any]) -> None:
+def test_calls(called: ClientTool, arguments: str, item: dict[str, Any]) -> None:
     assert encode_call(called, "c1", arguments, "1", "completed") == {"call_id": "c1", "status": "completed", **item}

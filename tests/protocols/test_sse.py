@@ -55,7 +55,7 @@ def test_any_cutting(cuts: list[int]) -> None:
 
 
 def test_a_frame_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MOST_BYTES", 1000)
+    monkeypatch.setattr(sse, "MAX_FRAME_BYTES", 1000)
     with pytest.raises(FrameTooLong):
         decoded([b"data: " + b"x" * 20 + b"\n"] * 100)
     with pytest.raises(FrameTooLong):
@@ -65,7 +65,7 @@ def test_a_frame_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("nothing", [b"\n", b": ping\n\n", b": ping\n", b"id: 7\n\n"])
 def test_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, nothing: bytes) -> None:
-    monkeypatch.setattr(sse, "MOST_NOTHING", 1000)
+    monkeypatch.setattr(sse, "MAX_EMPTY_BYTES", 1000)
     with pytest.raises(FrameTooLong):
         decoded([nothing] * 1001)
     assert len(decoded([nothing * 50 + b"data: a\n\n"] * 100)) == 100
