@@ -1,4 +1,4 @@
-"""Who is asked again, and when."""
+"""Retry decisions and delays."""
 
 import pytest
 
@@ -8,7 +8,7 @@ SOON = {"retry-after": "1"}
 
 
 @pytest.mark.parametrize(
-    ("trouble", "generation", "is_idempotent"),
+    ("failure", "generation", "is_idempotent"),
     [
         ("unreached", True, True),
         ("lost", False, True),
@@ -30,15 +30,17 @@ SOON = {"retry-after": "1"}
         (ErrorResponse(429, {"retry-after": "3600"}), False, False),
     ],
 )
-def test_what_is_repeated(trouble: ConnectionFailure | ErrorResponse, generation: bool, is_idempotent: bool) -> None:
+def test_which_failures_are_retried(
+    failure: ConnectionFailure | ErrorResponse, generation: bool, is_idempotent: bool
+) -> None:
     retries = Retries()
-    assert (retries.delay(trouble, 1, False) is not None) == generation
-    assert (retries.delay(trouble, 1, True) is not None) == is_idempotent
-    assert retries.delay(trouble, 3, True) is None
-    assert Retries(0).delay(trouble, 1, True) is None
+    assert (retries.delay(failure, 1, False) is not None) == generation
+    assert (retries.delay(failure, 1, True) is not None) == is_idempotent
+    assert retries.delay(failure, 3, True) is None
+    assert Retries(0).delay(failure, 1, True) is None
 
 
-def test_waits_grow_give_or_take_a_quarter() -> None:
+def test_delay_doubles_with_jitter() -> None:
     least, most = Retries(9, chance=lambda: 0.0), Retries(9, chance=lambda: 1.0)
     assert [least.delay("unreached", attempt, False) for attempt in (1, 2, 3, 9)] == [0.375, 0.75, 1.5, 6.0]
     assert [most.delay("unreached", attempt, False) for attempt in (1, 2, 3, 9)] == [0.625, 1.25, 2.5, 10.0]
@@ -60,5 +62,5 @@ def test_waits_grow_give_or_take_a_quarter() -> None:
         ({"retry-after": "Thu, 01 Jan 1970 00:00:01 GMT"}, 0),
     ],
 )
-def test_what_servers_ask_for(headers: dict[str, str], seconds: float | None) -> None:
+def test_retry_after_header(headers: dict[str, str], seconds: float | None) -> None:
     assert retry_after(headers, now=lambda: 10) == seconds

@@ -1,4 +1,4 @@
-"""Responses on their way out: event by event, and the stream's last word against the whole reply."""
+"""Encodes responses: events, and the final event of a stream compared with the whole reply."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,13 +57,13 @@ def collected(*events: Event) -> Reply:
 
 
 def whole(*events: Event, shown: Shown = SHOWN) -> dict[str, Any]:
-    told = telling(shown).encode_reply(REQUEST, 0, collected(*events))
-    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(told))
+    response = telling(shown).encode_reply(REQUEST, 0, collected(*events))
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
     return decoded
 
 
-def told(payloads: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """The events between the first two and the last, without what they all have."""
+def item_events(payloads: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the events between the first two and the last, without their common fields."""
     common = ("type", "sequence_number", "output_index", "content_index", "item_id")
     inner = [{name: value for name, value in payload.items() if name not in common} for payload in payloads]
     names = [payload["type"].removeprefix("response.") for payload in payloads]
@@ -74,20 +74,20 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def said(status: str, *content: dict[str, Any]) -> dict[str, Any]:
+def message_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
     return {"type": "message", "id": "msg_1_0", "role": "assistant", "status": status, "content": list(content)}
 
 
-def test_a_text() -> None:
+def test_text() -> None:
     payloads = streamed(Started(3), TextDelta("so"), TextDelta(""), TextDelta(' "é"'), Finished(usage=Usage(3, 2, 1)))
-    assert told(payloads) == [
-        ("output_item.added", {"item": said("in_progress")}),
+    assert item_events(payloads) == [
+        ("output_item.added", {"item": message_item("in_progress")}),
         ("content_part.added", {"part": part("")}),
         ("output_text.delta", {"delta": "so", "logprobs": []}),
         ("output_text.delta", {"delta": ' "é"', "logprobs": []}),
         ("output_text.done", {"text": 'so "é"', "logprobs": []}),
         ("content_part.done", {"part": part('so "é"')}),
-        ("output_item.done", {"item": said("completed", part('so "é"'))}),
+        ("output_item.done", {"item": message_item("completed", part('so "é"'))}),
     ]
     final = accumulated(payloads)
     assert (final["status"], final["completed_at"], final["created_at"]) == ("completed", 7, 7)
@@ -100,10 +100,10 @@ def test_a_text() -> None:
     }
 
 
-def test_a_thought() -> None:
+def test_reasoning() -> None:
     shown = msgspec.structs.replace(SHOWN, encrypts_reasoning=True)
     payloads = streamed(Started(), ReasoningDelta("hm"), TextDelta("so"), Finished(), shown=shown)
-    thought = {
+    reasoning = {
         "type": "reasoning",
         "id": "rs_1_0",
         "summary": [],
@@ -111,12 +111,12 @@ def test_a_thought() -> None:
         "encrypted_content": seal("hm"),
     }
     content = {"type": "reasoning_text", "text": "hm"}
-    assert told(payloads)[1:6] == [
+    assert item_events(payloads)[1:6] == [
         ("content_part.added", {"part": {**content, "text": ""}}),
         ("reasoning_text.delta", {"delta": "hm"}),
         ("reasoning_text.done", {"text": "hm"}),
         ("content_part.done", {"part": content}),
-        ("output_item.done", {"item": {**thought, "content": [content]}}),
+        ("output_item.done", {"item": {**reasoning, "content": [content]}}),
     ]
 
 
@@ -140,7 +140,7 @@ def test_calls() -> None:
         "environment": None,
         "action": {"commands": ["ls"]},
     }
-    assert told(payloads) == [
+    assert item_events(payloads) == [
         ("output_item.added", {"item": {**call, "arguments": "", "status": "in_progress"}}),
         ("function_call_arguments.delta", {"delta": '{"a'}),
         ("function_call_arguments.delta", {"delta": '": 1}'}),
@@ -156,7 +156,7 @@ def test_calls() -> None:
     ]
 
 
-def test_logprobs_are_with_their_text() -> None:
+def test_logprobs_stay_with_their_text() -> None:
     one, two = (TokenLogprob(at, text, -0.5, (TokenLogprob(9, b"x", -1.0),)) for at, text in enumerate((b"a", b"bc")))
     events = (
         Started(),
@@ -174,7 +174,7 @@ def test_logprobs_are_with_their_text() -> None:
     assert entries[0][0]["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [120]}]
 
 
-def test_a_failure() -> None:
+def test_failure() -> None:
     encoder = telling().encoder(REQUEST, 0)
     frames = encoder.feed(0, [Started(), ReasoningDelta("hm"), TextDelta("so")])
     *_, error, failed = read(frames + encoder.fail(EngineFailed("it broke")))
@@ -190,7 +190,7 @@ def test_a_failure() -> None:
     assert [item["type"] for item in failed["response"]["output"]] == ["reasoning"]
 
 
-def test_a_failure_before_anything_was_told() -> None:
+def test_failure_before_the_first_event() -> None:
     for error, code in (
         (QueueFull("full"), "rate_limit_exceeded"),
         (ContextTooLong("long"), "context_length_exceeded"),
@@ -213,7 +213,7 @@ ENDS = st.builds(Finished, st.sampled_from(REASONS), usage=st.builds(Usage, *[st
 
 
 def orderly(events: Sequence[Event]) -> list[Event]:
-    """Without arguments that belong to no call, and with an id of its own for each call."""
+    """Drop arguments without a call and give each call a unique id."""
     kept: list[Event] = []
     for at, event in enumerate(events):
         if isinstance(event, ToolCallDelta) and not (kept and isinstance(kept[-1], ToolCallStart | ToolCallDelta)):
@@ -224,10 +224,10 @@ def orderly(events: Sequence[Event]) -> list[Event]:
 
 @given(st.lists(SPOKEN, max_size=12), ENDS, st.booleans())
 def test_any_stream_is_well_formed_and_ends_with_the_whole_reply(
-    spoken: list[Event], end: Finished, sealed: bool
+    generated: list[Event], end: Finished, encrypts: bool
 ) -> None:
-    events = (Started(3), *orderly(spoken), end)
-    shown = msgspec.structs.replace(SHOWN, encrypts_reasoning=sealed)
+    events = (Started(3), *orderly(generated), end)
+    shown = msgspec.structs.replace(SHOWN, encrypts_reasoning=encrypts)
     payloads = streamed(*events, shown=shown)
     assert accumulated(payloads) == whole(*events, shown=shown)
     for payload in payloads:
@@ -236,8 +236,8 @@ def test_any_stream_is_well_formed_and_ends_with_the_whole_reply(
 
 
 @given(st.lists(SPOKEN, max_size=12), ENDS)
-def test_it_does_not_matter_how_events_come_together(spoken: list[Event], end: Finished) -> None:
-    events = (Started(3), *orderly(spoken), end)
+def test_batching_of_events_does_not_matter(generated: list[Event], end: Finished) -> None:
+    events = (Started(3), *orderly(generated), end)
     encoder = telling().encoder(REQUEST, 0)
     apart = b"".join(encoder.feed(0, [event]) for event in events) + encoder.end()
     assert read(apart) == streamed(*events)

@@ -24,15 +24,13 @@ ItemEvent = tuple[str, dict[str, Any]]
 
 
 class ItemDraft(ABC):
-    def __init__(self, id_suffix: str, index: int) -> None:
+    """`id_suffix` is the part of the item's id that is unique within the response."""
+
+    def __init__(self, id_prefix: str, id_suffix: str, index: int) -> None:
+        self.id = id_prefix + id_suffix
         self._id_suffix = id_suffix
-        """The part of the item's id that is unique within the response."""
         self._index = index
         self._pieces: list[str] = []
-
-    @property
-    @abstractmethod
-    def id(self) -> str: ...
 
     @property
     def text(self) -> str:
@@ -71,8 +69,10 @@ class _ContentDraft(ItemDraft):
     @abstractmethod
     def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]: ...
 
+    id_prefix: str
+
     def __init__(self, id_suffix: str, index: int) -> None:
-        super().__init__(id_suffix, index)
+        super().__init__(self.id_prefix, id_suffix, index)
         self.logprobs: list[TokenLogprob] = []
         self.is_started = False
 
@@ -105,10 +105,7 @@ class _ContentDraft(ItemDraft):
 
 class MessageDraft(_ContentDraft):
     kind = "output_text"
-
-    @property
-    def id(self) -> str:
-        return f"msg_{self._id_suffix}"
+    id_prefix = "msg_"
 
     def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -133,14 +130,11 @@ class MessageDraft(_ContentDraft):
 
 class ReasoningDraft(_ContentDraft):
     kind = "reasoning_text"
+    id_prefix = "rs_"
 
     def __init__(self, id_suffix: str, index: int, encrypts: bool) -> None:
         super().__init__(id_suffix, index)
         self._encrypts = encrypts
-
-    @property
-    def id(self) -> str:
-        return f"rs_{self._id_suffix}"
 
     def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": text}
@@ -155,13 +149,9 @@ class CallDraft(ItemDraft):
     """A call without deltas. Its item is sent when complete, because only then its type is known."""
 
     def __init__(self, id_suffix: str, index: int, call_id: str, tool: ClientTool) -> None:
-        super().__init__(id_suffix, index)
+        super().__init__(PREFIXES[tool.kind], id_suffix, index)
         self._call_id = call_id
         self._tool = tool
-
-    @property
-    def id(self) -> str:
-        return PREFIXES[self._tool.kind] + self._id_suffix
 
     def item(self, status: str) -> dict[str, Any]:
         return encode_call(self._tool, self._call_id, self.text, self._id_suffix, status)
@@ -184,9 +174,9 @@ class CallDraft(ItemDraft):
 
 
 class FunctionDraft(CallDraft):
-    @property
-    def id(self) -> str:
-        return PREFIXES["function"] + self._id_suffix
+    def __init__(self, id_suffix: str, index: int, call_id: str, tool: ClientTool) -> None:
+        super().__init__(id_suffix, index, call_id, tool)
+        self.id = PREFIXES["function"] + id_suffix
 
     def item(self, status: str) -> dict[str, Any]:
         return encode_function(self._tool, self._call_id, self.text, self._id_suffix, status)
