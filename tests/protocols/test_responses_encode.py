@@ -31,22 +31,22 @@ from tests.protocols.response_events import accumulated, read
 from tests.protocols.test_responses import question
 
 REQUEST = GenerationRequest(id="resp_1", model="m")
-CALLED = {
+CLIENT_TOOLS = {
     "f": ClientTool("function", "f"),
     "n__f": ClientTool("function", "f", "n"),
     "c": ClientTool("custom", "c"),
     "shell": ClientTool("shell", "shell"),
 }
-SHOWN = Shown(echoed=question().shown.echoed, client_tools=CALLED)
+CONTEXT = Shown(echoed=question().shown.echoed, client_tools=CLIENT_TOOLS)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def telling(shown: Shown = SHOWN) -> Telling:
-    return Telling(shown, lambda: 7.5)
+def telling(context: Shown = CONTEXT) -> Telling:
+    return Telling(context, lambda: 7.5)
 
 
-def streamed(*events: Event, shown: Shown = SHOWN) -> list[dict[str, Any]]:
-    encoder = telling(shown).encoder(REQUEST, 0)
+def streamed(*events: Event, context: Shown = CONTEXT) -> list[dict[str, Any]]:
+    encoder = telling(context).encoder(REQUEST, 0)
     return read(encoder.feed(0, events) + encoder.end())
 
 
@@ -56,8 +56,8 @@ def collected(*events: Event) -> Reply:
     return collection.reply()
 
 
-def whole(*events: Event, shown: Shown = SHOWN) -> dict[str, Any]:
-    response = telling(shown).encode_reply(REQUEST, 0, collected(*events))
+def whole(*events: Event, context: Shown = CONTEXT) -> dict[str, Any]:
+    response = telling(context).encode_reply(REQUEST, 0, collected(*events))
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
     return decoded
 
@@ -101,8 +101,8 @@ def test_text() -> None:
 
 
 def test_reasoning() -> None:
-    shown = msgspec.structs.replace(SHOWN, encrypts_reasoning=True)
-    payloads = streamed(Started(), ReasoningDelta("hm"), TextDelta("so"), Finished(), shown=shown)
+    context = msgspec.structs.replace(CONTEXT, encrypts_reasoning=True)
+    payloads = streamed(Started(), ReasoningDelta("hm"), TextDelta("so"), Finished(), context=context)
     reasoning = {
         "type": "reasoning",
         "id": "rs_1_0",
@@ -205,7 +205,7 @@ TEXTS = st.text(max_size=6)
 SPOKEN = st.one_of(
     st.builds(TextDelta, TEXTS),
     st.builds(ReasoningDelta, TEXTS),
-    st.builds(lambda name: ToolCallStart(name, name), st.sampled_from([*CALLED, "unknown"])),
+    st.builds(lambda name: ToolCallStart(name, name), st.sampled_from([*CLIENT_TOOLS, "unknown"])),
     st.builds(ToolCallDelta, st.one_of(TEXTS, st.sampled_from(['{"input": "', '{"commands": ["a"]}', '"}', "\\u00"]))),
 )
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls", "content_filter")
@@ -227,9 +227,9 @@ def test_any_stream_is_well_formed_and_ends_with_the_whole_reply(
     generated: list[Event], end: Finished, encrypts: bool
 ) -> None:
     events = (Started(3), *orderly(generated), end)
-    shown = msgspec.structs.replace(SHOWN, encrypts_reasoning=encrypts)
-    payloads = streamed(*events, shown=shown)
-    assert accumulated(payloads) == whole(*events, shown=shown)
+    context = msgspec.structs.replace(CONTEXT, encrypts_reasoning=encrypts)
+    payloads = streamed(*events, context=context)
+    assert accumulated(payloads) == whole(*events, context=context)
     for payload in payloads:
         EVENTS.validate_json(msgspec.json.encode(payload), strict=True)
     Response.model_validate_json(msgspec.json.encode(payloads[-1]["response"]), strict=True)

@@ -69,12 +69,12 @@ class ReplyReader(Protocol):
 
 
 class Spoken(msgspec.Struct, frozen=True):
-    """The client side of a protocol. `path` is relative to the base URL of the API; `says` are the request fields that
-    the protocol can express."""
+    """The client side of a protocol. `path` is relative to the base URL of the API."""
 
     name: str
     path: str
     says: frozenset[str]
+    """The request fields that the protocol can express."""
     encode: Callable[[GenerationRequest, bool], dict[str, Any]]
     reader: Callable[[NewId, bool], ReplyReader]
 

@@ -32,9 +32,9 @@ from dragoman.protocols.responses.stream import ResponseEncoder as ResponseEncod
 class Telling:
     """Encodes the reply to one request. Afterwards `response` is the final response object."""
 
-    def __init__(self, shown: Shown, clock: Callable[[], float]) -> None:
+    def __init__(self, context: Shown, clock: Callable[[], float]) -> None:
         self.response: dict[str, Any] | None = None
-        self._shown = shown
+        self._context = context
         self._clock = clock
         self._created = int(clock())
 
@@ -46,7 +46,7 @@ class Telling:
         return self.response
 
     def _builder(self, request: GenerationRequest) -> encode.ResponseBuilder:
-        return encode.ResponseBuilder(self._shown, request, self._created)
+        return encode.ResponseBuilder(self._context, request, self._created)
 
     def _set_response(self, response: dict[str, Any]) -> None:
         self.response = response

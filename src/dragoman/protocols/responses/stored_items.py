@@ -71,11 +71,11 @@ def encode_page(items: Sequence[tuple[str, bytes]], page: PageFields) -> dict[st
         if start is None:
             raise NotFound(f"after: the response has no item {quote(page.after)}", param="after")
         ordered = ordered[start:]
-    shown = ordered[: page.limit]
+    listed = ordered[: page.limit]
     return {
         "object": "list",
-        "data": [msgspec.Raw(body) for _, body in shown],
-        "first_id": shown[0][0] if shown else "",
-        "last_id": shown[-1][0] if shown else "",
-        "has_more": len(ordered) > len(shown),
+        "data": [msgspec.Raw(body) for _, body in listed],
+        "first_id": listed[0][0] if listed else "",
+        "last_id": listed[-1][0] if listed else "",
+        "has_more": len(ordered) > len(listed),
     }
