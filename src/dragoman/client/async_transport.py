@@ -133,7 +133,7 @@ class _ListenerFeed:
     """Passes events to a listener, which may ask for a pause by returning an awaitable."""
 
     def __init__(self, exchange: Exchange, listener: Listener) -> None:
-        self._exchange = exchange
+        self._client_call = exchange
         self._listener = listener
         self._pause: Awaitable[None] | None = None
 
@@ -144,7 +144,7 @@ class _ListenerFeed:
                 pause, self._pause = self._pause, None
                 if pause is not None:
                     await pause
-                if self._exchange.finished:
+                if self._client_call.finished:
                     return
         finally:
             if isinstance(self._pause, Coroutine):
@@ -152,12 +152,12 @@ class _ListenerFeed:
                 self._pause.close()
 
     def _receive(self, chunk: bytes) -> bool:
-        events = self._exchange.feed(chunk)
+        events = self._client_call.feed(chunk)
         if events:
             self._pause = pause = self._listener(events)
             if pause is None and type(events[-1]) is TextDelta:
                 return True  # the most common case
-        return self._pause is None and not self._exchange.finished
+        return self._pause is None and not self._client_call.finished
 
 
 def _body_pusher(response: httpx.Response) -> PushBody:

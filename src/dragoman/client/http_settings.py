@@ -44,7 +44,7 @@ def failed_attempt(error: httpx.HTTPError) -> FailedAttempt:
 
 
 def end_interrupted(exchange: Exchange, error: httpx.HTTPError) -> Iterator[list[Event]]:
-    """Finish an exchange whose body could not be read to its end."""
+    """Finish a call whose response could not be read to its end."""
     if isinstance(error, httpx.DecodingError):
         raise BadAnswer(f"the response cannot be decompressed: {describe(error)}") from error
     return exchange.broken(describe(error))

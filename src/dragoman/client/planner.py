@@ -139,7 +139,7 @@ class Talk:
         return self.site.is_at("anthropic.com")
 
     def question(self, name: str, exchange: Exchange, stream: bool) -> Call:
-        """Build the call that sends an exchange."""
+        """Build the HTTP request of a generation."""
         headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
         body = encode_json(_adapt_body(self.site, exchange.body))
         return Call(name, "POST", self.site.api + exchange.path, headers, body, is_idempotent=False, exchange=exchange)
