@@ -114,7 +114,7 @@ def test_nobody_is_there(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     done = piped(tmp_path, "hello", "--url", url)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"dragoman: nobody answers at {url}: ")
+    assert done.stderr.startswith(f"dragoman: cannot connect to {url}: ")
     assert done.stderr.endswith("; start one with `dragoman serve`, or give --url\n")
     assert done.stderr.count("\n") == 1
 

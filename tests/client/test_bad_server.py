@@ -1,4 +1,4 @@
-"""The table of bad servers, against both clients, over real sockets."""
+"""Runs both clients against misbehaving servers, over real sockets."""
 
 import asyncio
 import contextlib
@@ -52,35 +52,35 @@ def completed(server: BadServer) -> Reply:
 
 def streamed(server: BadServer) -> Reply:
     with sync_client(server) as client, client.stream("hello") as events:
-        heard = list(events)
-        assert isinstance(heard[-1], Finished)
+        received = list(events)
+        assert isinstance(received[-1], Finished)
         return events.reply()
 
 
 def completed_async(server: BadServer) -> Reply:
-    async def asked() -> Reply:
+    async def run() -> Reply:
         async with async_client(server) as client:
             return await client.complete("hello")
 
-    return asyncio.run(asked())
+    return asyncio.run(run())
 
 
 def streamed_async(server: BadServer) -> Reply:
-    async def asked() -> Reply:
+    async def run() -> Reply:
         async with async_client(server) as client, client.stream("hello") as events:
-            heard = [event async for event in events]
-            assert isinstance(heard[-1], Finished)
+            received = [event async for event in events]
+            assert isinstance(received[-1], Finished)
             return events.reply()
 
-    return asyncio.run(asked())
+    return asyncio.run(run())
 
 
 WAYS = [completed, streamed, completed_async, streamed_async]
 
 
-def same(found: tuple[Part, ...], wanted: tuple[Part, ...]) -> bool:
-    """Ids that the client had to make are its own."""
-    return [_without_id(part) for part in found] == [_without_id(part) for part in wanted]
+def same(found: tuple[Part, ...], expected: tuple[Part, ...]) -> bool:
+    """Compare parts without the ids of tool calls, which the client may generate."""
+    return [_without_id(part) for part in found] == [_without_id(part) for part in expected]
 
 
 def _without_id(part: Part) -> Part:
@@ -94,7 +94,7 @@ def test_the_table_is_long_enough() -> None:
 
 @pytest.mark.parametrize("ask", WAYS)
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_bad_servers(server: BadServer, row: Row, ask: Callable[[BadServer], Reply]) -> None:
+def test_bad_server(server: BadServer, row: Row, ask: Callable[[BadServer], Reply]) -> None:
     server.play(*row.scripts)
     if isinstance(row.made, tuple):
         reply = ask(server)
@@ -107,7 +107,7 @@ def test_bad_servers(server: BadServer, row: Row, ask: Callable[[BadServer], Rep
     assert len(server.requests[CHAT]) == row.attempts
 
 
-def test_no_usage_is_not_a_usage_of_nothing(server: BadServer) -> None:
+def test_missing_usage_differs_from_zero_usage(server: BadServer) -> None:
     none = {"prompt_tokens": 0, "completion_tokens": 0}
     server.play(answer(REPLY), answer(REPLY | {"usage": none}))
     with sync_client(server) as client:
@@ -116,7 +116,7 @@ def test_no_usage_is_not_a_usage_of_nothing(server: BadServer) -> None:
     assert replies[0].usage == replies[1].usage
 
 
-def test_connections_are_used_again(server: BadServer) -> None:
+def test_connections_are_reused(server: BadServer) -> None:
     server.play(
         answer({"choices": [{"message": {"content": "a"}}]}), HELLO, HELLO, answer({"error": "no"}, "500 No"), HELLO
     )
@@ -131,7 +131,7 @@ def test_connections_are_used_again(server: BadServer) -> None:
     assert server.connections == 1
 
 
-def test_connections_are_used_again_async(server: BadServer) -> None:
+def test_async_connections_are_reused(server: BadServer) -> None:
     async def ask() -> None:
         async with async_client(server) as client:
             for _ in range(3):
@@ -143,19 +143,19 @@ def test_connections_are_used_again_async(server: BadServer) -> None:
     assert server.connections == 1
 
 
-def test_nobody_waits_for_a_server_that_does_not_hang_up(server: BadServer) -> None:
+def test_complete_stream_returns_although_server_keeps_connection_open(server: BadServer) -> None:
     async def ask() -> None:
         async with AsyncClient(server.url, protocol="chat") as client, client.stream("hello") as events:
             assert isinstance([event async for event in events][-1], Finished)
 
     server.play([*cut(GREETING), "hang"])
-    # The clients' own timeout is minutes.
+    # The timeout of the clients is ten minutes.
     with Client(server.url, protocol="chat") as client, client.stream("hello") as events:
         assert isinstance(list(events)[-1], Finished)
     asyncio.run(ask())
 
 
-def test_to_close_a_stream_ends_it_over_there(server: BadServer) -> None:
+def test_closing_a_stream_disconnects(server: BadServer) -> None:
     server.play([*cut(HEL), "hang"])
     with Client(server.url, protocol="chat") as client:
         with client.stream("hello") as events:
@@ -164,7 +164,7 @@ def test_to_close_a_stream_ends_it_over_there(server: BadServer) -> None:
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_a_cancellation_ends_it_over_there(server: BadServer, is_begun: bool) -> None:
+def test_cancelling_disconnects(server: BadServer, is_begun: bool) -> None:
     async def ask() -> None:
         async with AsyncClient(server.url, protocol="chat") as client:
             task = asyncio.create_task(client.complete("hello"))
@@ -179,13 +179,13 @@ def test_a_cancellation_ends_it_over_there(server: BadServer, is_begun: bool) ->
     asyncio.run(ask())
 
 
-def test_nobody_is_there() -> None:
+def test_connection_refused() -> None:
     with Client(f"http://127.0.0.1:{free_port()}", retries=RETRIES) as client, pytest.raises(Unreachable) as caught:
         client.complete("hello")
-    assert "nobody answers at http://127.0.0.1:" in caught.value.message
+    assert "cannot connect to http://127.0.0.1:" in caught.value.message
 
 
-def test_a_connection_that_nobody_takes_is_tried_again() -> None:
+def test_refused_connection_is_retried() -> None:
     waits: list[float] = []
 
     def chance() -> float:
@@ -198,7 +198,7 @@ def test_a_connection_that_nobody_takes_is_tried_again() -> None:
     assert len(waits) == 3
 
 
-def test_what_does_no_harm_is_repeated_after_any_mishap(server: BadServer) -> None:
+def test_idempotent_call_is_retried_after_any_failure(server: BadServer) -> None:
     models = answer({"data": [{"id": "a", "max_model_len": 9}]})
     server.play(["reset"], refused("500 Oops"), models, path="/v1/models")
     with sync_client(server) as client:
@@ -206,13 +206,13 @@ def test_what_does_no_harm_is_repeated_after_any_mishap(server: BadServer) -> No
     assert len(server.requests["/v1/models"]) == 3
 
 
-def test_lists_that_break_off(server: BadServer) -> None:
+def test_truncated_model_list(server: BadServer) -> None:
     server.play([b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "close"], path="/v1/models")
-    with sync_client(server) as client, pytest.raises(DragomanError, match="broke off"):
+    with sync_client(server) as client, pytest.raises(DragomanError, match="incomplete"):
         client.models()
 
 
-def test_models_come_in_pages(server: BadServer) -> None:
+def test_model_list_has_pages(server: BadServer) -> None:
     first = {"data": [{"id": "a"}, {"id": "b"}], "has_more": True, "last_id": "b"}
     server.play(answer(first), answer({"data": [{"id": "c"}], "has_more": False}), path="/v1/models")
     with Client(server.url, protocol="messages") as client:
@@ -228,7 +228,7 @@ RESPONSE = {"object": "response", "status": "completed", "output": OUTPUT}
     ("path", "body", "name"),
     [("/v1/messages", MESSAGE, "messages"), ("/v1/responses", RESPONSE, "responses")],
 )
-def test_the_protocol_is_found_out_and_remembered(server: BadServer, path: str, body: object, name: str) -> None:
+def test_protocol_is_detected_and_remembered(server: BadServer, path: str, body: object, name: str) -> None:
     server.play(answer(body), path=path)
     with Client(server.url) as client:
         assert client.protocol is None
@@ -239,7 +239,7 @@ def test_the_protocol_is_found_out_and_remembered(server: BadServer, path: str, 
 
 
 @pytest.mark.parametrize("script", [NOT_FOUND, refused("405 No"), refused("501 No")])
-def test_a_server_that_speaks_nothing_of_this(server: BadServer, script: list[bytes]) -> None:
+def test_server_without_any_known_route(server: BadServer, script: list[bytes]) -> None:
     server.play(script)
     with (
         Client(server.url) as client,
@@ -248,21 +248,21 @@ def test_a_server_that_speaks_nothing_of_this(server: BadServer, script: list[by
         client.complete("hello")
 
 
-def test_a_model_that_is_not_there_is_not_looked_for_elsewhere(server: BadServer) -> None:
+def test_unknown_model_does_not_try_other_protocols(server: BadServer) -> None:
     server.play(refused("404 Not Found", "The model `m` does not exist."))
     with Client(server.url) as client, pytest.raises(NotFound, match="does not exist"):
         client.complete("hello")
     assert list(server.requests) == [CHAT]
 
 
-def test_what_only_another_protocol_can_say(server: BadServer) -> None:
+def test_protocols_that_cannot_express_an_option_are_skipped(server: BadServer) -> None:
     server.play(answer(MESSAGE), path="/v1/messages")
     with Client(server.url) as client, pytest.raises(NotFound, match="/v1/chat/completions, /v1/responses"):
         client.complete("hello", min_p=0.1)
     assert not server.requests["/v1/messages"]
 
 
-def test_errors_know_what_the_server_said(server: BadServer) -> None:
+def test_error_keeps_the_server_response(server: BadServer) -> None:
     server.play(refused("400 Bad", "no", "odd", x_request_id="r1"))
     with sync_client(server) as client, pytest.raises(DragomanError) as caught:
         client.complete("hello")
@@ -272,11 +272,11 @@ def test_errors_know_what_the_server_said(server: BadServer) -> None:
     assert '"message": "no"' in answered.body
 
 
-def test_silence_has_our_own_words(server: BadServer) -> None:
+def test_read_timeout_names_the_limit(server: BadServer) -> None:
     server.play(["hang"])
-    with sync_client(server) as client, pytest.raises(AnswerTimeout, match=r"nothing came for 0\.8 s"):
+    with sync_client(server) as client, pytest.raises(AnswerTimeout, match=r"no data for 0\.8 s"):
         client.complete("hello")
     server.play([*cut(HEL), "hang"])
-    with sync_client(server) as client, pytest.raises(StreamCutOff, match=r"nothing came for 0\.8 s") as caught:
+    with sync_client(server) as client, pytest.raises(StreamCutOff, match=r"no data for 0\.8 s") as caught:
         client.complete("hello")
     assert caught.value.arrived

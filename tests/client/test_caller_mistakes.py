@@ -1,4 +1,4 @@
-"""What callers of the client get wrong, and what they hear of it."""
+"""Invalid arguments of the clients."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         {"url": "nonsense"},
         {"protocol": "bogus"},
@@ -23,10 +23,10 @@ NOWHERE = "http://127.0.0.1:9"
         {"headers": {"x-a": "ü"}},
     ],
 )
-def test_what_no_client_can_be_made_with(given: dict[str, Any]) -> None:
+def test_invalid_client_arguments(arguments: dict[str, Any]) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ConfigError):
-            kind(**({"url": NOWHERE} | given))
+            kind(**({"url": NOWHERE} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_no_client_can_be_made_with(given: dict[str, Any]) -> None:
         {"tool_choice": 5},
     ],
 )
-def test_options_that_are_none(options: dict[str, Any]) -> None:
+def test_invalid_options(options: dict[str, Any]) -> None:
     with Client(NOWHERE) as client, pytest.raises(BadRequest) as caught:
         client.complete("hello", **options)
     assert caught.value.param == next(iter(options))
@@ -57,21 +57,21 @@ def test_options_that_are_none(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("messages", [None, 5, [5], [None], ["hello"]])
-def test_messages_that_are_none(messages: Any) -> None:
+def test_invalid_messages(messages: Any) -> None:
     with Client(NOWHERE) as client, pytest.raises(BadRequest, match="messages"):
         client.complete(messages)
 
 
-def test_half_a_character() -> None:
+def test_lone_surrogate() -> None:
     with Client(NOWHERE) as client:
         for ask in (client.complete, client.embed, client.count_tokens):
-            with pytest.raises(BadRequest, match="half a character"):
+            with pytest.raises(BadRequest, match="lone surrogate"):
                 ask("\ud83d")
         with pytest.raises(BadRequest, match="texts"):
             client.embed(None)  # type: ignore[arg-type]
 
 
-def test_a_client_that_was_closed() -> None:
+def test_closed_client() -> None:
     client = Client(NOWHERE)
     client.close()
     for ask in (client.complete, client.embed, client.count_tokens):
@@ -87,7 +87,7 @@ def test_a_client_that_was_closed() -> None:
     asyncio.run(ask_async())
 
 
-def test_a_reply_before_its_end() -> None:
+def test_reply_before_the_stream_ended() -> None:
     with BadServer() as server, Client(server.url, protocol="chat") as client:
         server.play(HELLO)
         with client.stream("hello") as events:

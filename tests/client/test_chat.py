@@ -1,4 +1,4 @@
-"""Replies of chat completions, as servers really send them."""
+"""Reads chat completions in the variants that real servers send."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from dragoman.core.errors import BadAnswer, ContextTooLong, MalformedToolCall, S
 from dragoman.core.events import Usage
 from dragoman.core.reply import Choice
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
-from tests.client.playing import calling, delta, ending, every_way, frames, parts, piece, play
+from tests.client.replay import calls_delta, delta, end_chunk, frames, outcome_for_any_split, parts, piece, replay
 
 A = ToolCall("a", "f", '{"x": 1}')
 B = ToolCall("b", "g", '{"y": 2}')
@@ -27,79 +27,83 @@ STREAMS: dict[str, tuple[list[Any], tuple[Part, ...]]] = {
         name: ([delta(**{name: "Hmm"}), delta(content="Hello")], (Reasoning("Hmm"), Text("Hello")))
         for name in ("reasoning_content", "reasoning", "thinking", "thought")
     },
-    "a thought under two names": ([delta(reasoning_content="Hmm", reasoning="Hmm")], (Reasoning("Hmm"),)),
-    "a thought in details": ([delta(reasoning_details=[{"text": "H"}, {"summary": "m"}])], (Reasoning("Hm"),)),
-    "a thought in parts": (
+    "reasoning under two names": ([delta(reasoning_content="Hmm", reasoning="Hmm")], (Reasoning("Hmm"),)),
+    "reasoning in details": ([delta(reasoning_details=[{"text": "H"}, {"summary": "m"}])], (Reasoning("Hm"),)),
+    "reasoning in parts": (
         [delta(content=[{"type": "thinking", "thinking": [{"type": "text", "text": "Hmm"}]}]), delta(content="a")],
         (Reasoning("Hmm"), Text("a")),
     ),
-    "a call": ([calling(piece("", "f", index=0, id="a")), calling(piece('{"x": 1}', index=0))], (A,)),
+    "a call": ([calls_delta(piece("", "f", index=0, id="a")), calls_delta(piece('{"x": 1}', index=0))], (A,)),
     "two calls": (
-        [calling(piece('{"x": 1}', "f", index=0, id="a")), calling(piece('{"y": 2}', "g", index=1, id="b"))],
+        [calls_delta(piece('{"x": 1}', "f", index=0, id="a")), calls_delta(piece('{"y": 2}', "g", index=1, id="b"))],
         (A, B),
     ),
     "two calls in one chunk": (
-        [calling(piece('{"x": 1}', "f", index=0, id="a"), piece('{"y": 2}', "g", index=1, id="b"))],
+        [calls_delta(piece('{"x": 1}', "f", index=0, id="a"), piece('{"y": 2}', "g", index=1, id="b"))],
         (A, B),
     ),
     "calls that take turns": (
         [
-            calling(piece('{"x"', "f", index=0, id="a")),
-            calling(piece('{"y"', "g", index=1, id="b")),
-            calling(piece(": 1}", index=0), piece(": 2}", index=1)),
+            calls_delta(piece('{"x"', "f", index=0, id="a")),
+            calls_delta(piece('{"y"', "g", index=1, id="b")),
+            calls_delta(piece(": 1}", index=0), piece(": 2}", index=1)),
         ],
         (A, B),
     ),
     "no index": (
         [
-            calling(piece('{"x":', "f", id="a")),
-            calling(piece(" 1}")),
-            calling(piece('{"y":', "g", id="b")),
-            calling(piece(" 2}")),
+            calls_delta(piece('{"x":', "f", id="a")),
+            calls_delta(piece(" 1}")),
+            calls_delta(piece('{"y":', "g", id="b")),
+            calls_delta(piece(" 2}")),
         ],
         (A, B),
     ),
     "always index 0": (
-        [calling(piece('{"x": 1}', "f", index=0, id="a")), calling(piece('{"y": 2}', "g", index=0, id="b"))],
+        [calls_delta(piece('{"x": 1}', "f", index=0, id="a")), calls_delta(piece('{"y": 2}', "g", index=0, id="b"))],
         (A, B),
     ),
-    "neither index nor id": ([calling(piece('{"x": 1}', "f")), calling(piece('{"x": 2}', "f"))], MADE),
+    "neither index nor id": ([calls_delta(piece('{"x": 1}', "f")), calls_delta(piece('{"x": 2}', "f"))], MADE),
     "the name in every piece": (
-        [calling(piece('{"x"', "f", index=0, id="a")), calling(piece(": 1}", "f", index=0, id="a"))],
+        [calls_delta(piece('{"x"', "f", index=0, id="a")), calls_delta(piece(": 1}", "f", index=0, id="a"))],
         (A,),
     ),
     "an id that changes": (
-        [calling(piece('{"x"', "f", index=0, id="a")), calling(piece(": 1}", index=0, id="z"))],
+        [calls_delta(piece('{"x"', "f", index=0, id="a")), calls_delta(piece(": 1}", index=0, id="z"))],
         (A,),
     ),
     "the id before the name": (
-        [calling({"index": 0, "id": "a"}), calling(piece("{", "f", index=0)), calling(piece('"x": 1}', index=0))],
+        [
+            calls_delta({"index": 0, "id": "a"}),
+            calls_delta(piece("{", "f", index=0)),
+            calls_delta(piece('"x": 1}', index=0)),
+        ],
         (A,),
     ),
-    "arguments as an object": ([calling(piece({"x": 1}, "f", index=0, id="a"))], (ToolCall("a", "f", '{"x":1}'),)),
-    "no arguments": ([calling(piece(None, "f", index=0, id="a"))], (ToolCall("a", "f", "{}"),)),
+    "arguments as an object": ([calls_delta(piece({"x": 1}, "f", index=0, id="a"))], (ToolCall("a", "f", '{"x":1}'),)),
+    "no arguments": ([calls_delta(piece(None, "f", index=0, id="a"))], (ToolCall("a", "f", "{}"),)),
     "a legacy call": (
         [delta(function_call={"name": "f", "arguments": ""}), delta(function_call={"arguments": '{"x": 1}'})],
         (ToolCall("made_0", "f", '{"x": 1}'),),
     ),
     "text within a call": (
-        [calling(piece('{"x"', "f", index=0, id="a")), delta(content="\n"), calling(piece(": 1}", index=0))],
+        [calls_delta(piece('{"x"', "f", index=0, id="a")), delta(content="\n"), calls_delta(piece(": 1}", index=0))],
         (A, Text("\n")),
     ),
-    "text after a call": ([calling(piece('{"x": 1}', "f", index=0, id="a")), delta(content="so")], (A, Text("so"))),
+    "text after a call": ([calls_delta(piece('{"x": 1}', "f", index=0, id="a")), delta(content="so")], (A, Text("so"))),
 }
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_streams(name: str) -> None:
     payloads, expected = STREAMS[name]
-    assert parts("chat", frames(*payloads, ending(), "[DONE]")) == expected
+    assert parts("chat", frames(*payloads, end_chunk(), "[DONE]")) == expected
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_the_same_without_an_end_mark(name: str) -> None:
+def test_streams_without_done_marker(name: str) -> None:
     payloads, expected = STREAMS[name]
-    assert parts("chat", frames(*payloads, ending()).rstrip()) == expected
+    assert parts("chat", frames(*payloads, end_chunk()).rstrip()) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,14 +117,14 @@ def test_the_same_without_an_end_mark(name: str) -> None:
         ({"function_call": {"name": "f", "arguments": {"x": 1}}}, (ToolCall("made_0", "f", '{"x":1}'),)),
     ],
 )
-def test_a_body_where_a_stream_was_asked_for(message: dict[str, Any], expected: tuple[Part, ...]) -> None:
+def test_json_body_instead_of_a_stream(message: dict[str, Any], expected: tuple[Part, ...]) -> None:
     body = {"choices": [{"message": message, "finish_reason": "stop"}]}
     assert parts("chat", json.dumps(body, indent=1).encode()) == expected
 
 
-def test_ollamas_own_reply() -> None:
+def test_ollama_reply() -> None:
     body = {"message": {"content": "Hello"}, "done": True, "done_reason": "length", "eval_count": 3}
-    choice = every_way("chat", json.dumps(body).encode())
+    choice = outcome_for_any_split("chat", json.dumps(body).encode())
     assert isinstance(choice, Choice)
     assert (choice.text, choice.reason, choice.usage.completion) == ("Hello", "length", 3)
 
@@ -138,21 +142,21 @@ def test_ollamas_own_reply() -> None:
         ("never heard", "stop"),
     ],
 )
-def test_reasons(word: str, reason: str) -> None:
-    choice = every_way("chat", frames(delta(content="a"), ending(word)))
+def test_finish_reasons(word: str, reason: str) -> None:
+    choice = outcome_for_any_split("chat", frames(delta(content="a"), end_chunk(word)))
     assert isinstance(choice, Choice)
     assert choice.reason == reason
 
 
-def test_a_reply_with_calls_ends_because_of_them() -> None:
-    choice = every_way("chat", frames(calling(piece("{}", "f", id="a")), ending("stop")))
+def test_reply_with_calls_has_finish_reason_tool_calls() -> None:
+    choice = outcome_for_any_split("chat", frames(calls_delta(piece("{}", "f", id="a")), end_chunk("stop")))
     assert isinstance(choice, Choice)
     assert choice.reason == "tool_calls"
 
 
-def test_the_stop_string_that_vllm_names() -> None:
+def test_vllm_stop_reason_is_the_stop_string() -> None:
     last = {"choices": [{"delta": {}, "finish_reason": "stop", "stop_reason": "END"}]}
-    choice = every_way("chat", frames(delta(content="a"), last))
+    choice = outcome_for_any_split("chat", frames(delta(content="a"), last))
     assert isinstance(choice, Choice)
     assert choice.stop == "END"
 
@@ -160,29 +164,29 @@ def test_the_stop_string_that_vllm_names() -> None:
 @pytest.mark.parametrize(
     "last",
     [
-        [ending(), {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7}}],
-        [ending(usage={"input_tokens": 5, "output_tokens": 7})],
-        [ending(), {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7}}] * 2,
-        [ending(x_groq={"usage": {"prompt_tokens": 5, "completion_tokens": 7}})],
-        [ending(timings={"prompt_n": 2, "cache_n": 3, "predicted_n": 7})],
-        [ending(prompt_eval_count=5, eval_count=7)],
-        [delta(content="", usage=None), ending(usage={"prompt_tokens": 5, "completion_tokens": 7.0})],
+        [end_chunk(), {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7}}],
+        [end_chunk(usage={"input_tokens": 5, "output_tokens": 7})],
+        [end_chunk(), {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7}}] * 2,
+        [end_chunk(x_groq={"usage": {"prompt_tokens": 5, "completion_tokens": 7}})],
+        [end_chunk(timings={"prompt_n": 2, "cache_n": 3, "predicted_n": 7})],
+        [end_chunk(prompt_eval_count=5, eval_count=7)],
+        [delta(content="", usage=None), end_chunk(usage={"prompt_tokens": 5, "completion_tokens": 7.0})],
     ],
 )
-def test_usage_under_many_names(last: list[Any]) -> None:
-    choice = every_way("chat", frames(delta(content="a"), *last, "[DONE]"))
+def test_usage_field_names(last: list[Any]) -> None:
+    choice = outcome_for_any_split("chat", frames(delta(content="a"), *last, "[DONE]"))
     assert isinstance(choice, Choice)
     assert (choice.usage.prompt, choice.usage.completion) == (5, 7)
 
 
-def test_parts_of_the_usage() -> None:
-    told = {
+def test_usage_details() -> None:
+    usage = {
         "prompt_tokens": 9,
         "completion_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 4},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
-    choice = every_way("chat", frames(ending(usage=told)))
+    choice = outcome_for_any_split("chat", frames(end_chunk(usage=usage)))
     assert isinstance(choice, Choice)
     assert choice.usage == Usage(9, 8, 4, 3)
 
@@ -202,8 +206,8 @@ HALF = frames(delta(content="Hel"))
         (HALF + b'event: error\ndata: {"message": "boom"}\n\n', ServerFailed),
         (HALF + b'error: {"code": 500, "message": "boom"}\n\n', ServerFailed),
         (HALF + frames({"object": "error", "message": "maximum context length is 5", "code": 400}), ContextTooLong),
-        (HALF + frames(ending("error")), BadAnswer),
-        (HALF + frames(ending(), {"error": {"message": "boom"}}), ServerFailed),
+        (HALF + frames(end_chunk("error")), BadAnswer),
+        (HALF + frames(end_chunk(), {"error": {"message": "boom"}}), ServerFailed),
         (b"data: <html>\n\n", BadAnswer),
         (b"<html>hello</html>", BadAnswer),
         (b'{"object": "list"}', BadAnswer),
@@ -215,8 +219,8 @@ HALF = frames(delta(content="Hel"))
         (b'{"error": {"message": "boom"}}', ServerFailed),
     ],
 )
-def test_what_is_no_reply(data: bytes, kind: type[Exception]) -> None:
-    found = every_way("chat", data)
+def test_invalid_reply(data: bytes, kind: type[Exception]) -> None:
+    found = outcome_for_any_split("chat", data)
     assert isinstance(found, tuple)
     assert found[0] is kind
 
@@ -224,17 +228,17 @@ def test_what_is_no_reply(data: bytes, kind: type[Exception]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "raw"), [('{"x": ', '{"x": '), ("[1]", "[1]"), ('{"x": 1}{"y": 2}', '{"x": 1}{"y": 2}')]
 )
-def test_malformed_arguments(arguments: str, raw: str) -> None:
-    data = frames(calling(piece(arguments, "f", index=0, id="a")), ending("tool_calls"))
+def test_malformed_arguments_raise(arguments: str, raw: str) -> None:
+    data = frames(calls_delta(piece(arguments, "f", index=0, id="a")), end_chunk("tool_calls"))
     with pytest.raises(MalformedToolCall) as caught:
-        play("chat", [data])
+        replay("chat", [data])
     assert caught.value.call == ToolCall("a", "f", raw)
     assert raw in caught.value.message
-    assert play("chat", [data], check_calls=False)[-2].arguments == raw  # type: ignore[union-attr]
+    assert replay("chat", [data], check_calls=False)[-2].arguments == raw  # type: ignore[union-attr]
 
 
-def test_arguments_that_were_cut_short_are_told_as_they_are() -> None:
-    data = frames(calling(piece('{"x": ', "f", index=0, id="a")), ending("length"))
-    choice = every_way("chat", data)
+def test_truncated_arguments_are_kept() -> None:
+    data = frames(calls_delta(piece('{"x": ', "f", index=0, id="a")), end_chunk("length"))
+    choice = outcome_for_any_split("chat", data)
     assert isinstance(choice, Choice)
     assert (choice.reason, choice.tool_calls[0].arguments) == ("length", '{"x": ')

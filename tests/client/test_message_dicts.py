@@ -1,11 +1,11 @@
-"""Messages and tools in the words of other clients."""
+"""Messages and tools as dicts of other clients."""
 
 from typing import Any
 
 import pytest
 
 from dragoman.client import message_dicts
-from dragoman.client.options import conversation, question
+from dragoman.client.options import build_messages, build_request
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Image, Message, Reasoning, Text, Tool, ToolCall, ToolResult
 
@@ -68,21 +68,21 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "meant"), MESSAGES)
-def test_messages(given: dict[str, Any], meant: Message) -> None:
-    assert conversation(given) == (meant,)
-    assert conversation([given, meant]) == (meant, meant)
+@pytest.mark.parametrize(("value", "expected"), MESSAGES)
+def test_messages(value: dict[str, Any], expected: Message) -> None:
+    assert build_messages(value) == (expected,)
+    assert build_messages([value, expected]) == (expected, expected)
 
 
-@pytest.mark.parametrize("given", TOOLS)
-def test_tools(given: dict[str, Any]) -> None:
-    assert message_dicts.tool(given, "tools[0]") == TOOL
-    request = question("hello", "m", {"tools": [given], "tool_choice": "f"}).request
+@pytest.mark.parametrize("value", TOOLS)
+def test_tools(value: dict[str, Any]) -> None:
+    assert message_dicts.tool(value, "tools[0]") == TOOL
+    request = build_request("hello", "m", {"tools": [value], "tool_choice": "f"}).request
     assert (request.tools, request.tool_choice.name) == ((TOOL,), "f")
 
 
 @pytest.mark.parametrize(
-    ("given", "path"),
+    ("value", "path"),
     [
         ({"role": "bob", "content": "x"}, "messages[0]"),
         ({"content": "x"}, "messages[0]"),
@@ -101,13 +101,13 @@ def test_tools(given: dict[str, Any]) -> None:
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls[0]"),
     ],
 )
-def test_what_is_none(given: dict[str, Any], path: str) -> None:
+def test_invalid_messages(value: dict[str, Any], path: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        conversation([given])
+        build_messages([value])
     assert (caught.value.param or "").startswith(path)
 
 
-@pytest.mark.parametrize("given", [{}, {"type": "web_search"}, {"name": "f", "parameters": 5}, {"name": ""}])
-def test_tools_that_are_none(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("value", [{}, {"type": "web_search"}, {"name": "f", "parameters": 5}, {"name": ""}])
+def test_invalid_tools(value: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match=r"tools\[0\]"):
-        question("hello", "m", {"tools": [given]})
+        build_request("hello", "m", {"tools": [value]})

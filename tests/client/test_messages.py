@@ -1,4 +1,4 @@
-"""Replies of Messages, as servers really send them."""
+"""Reads Messages replies in the variants that real servers send."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from dragoman.core.errors import BadAnswer, MalformedToolCall, QueueFull, Stream
 from dragoman.core.events import Usage
 from dragoman.core.reply import Choice
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
-from tests.client.playing import every_way, parts
+from tests.client.replay import outcome_for_any_split, parts
 
 USED = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 2, "output_tokens": 1}
 
@@ -41,7 +41,7 @@ STREAMS: dict[str, tuple[list[dict[str, Any]], tuple[Part, ...]]] = {
     "text": (TEXT, (Text("Hello"),)),
     "text in the beginning of its block": (block(0, {"type": "text", "text": "Hello"}), (Text("Hello"),)),
     "pings": ([{"type": "ping"}, *TEXT[:2], {"type": "ping"}, TEXT[2]], (Text("Hello"),)),
-    "a thought and its signature": (
+    "reasoning and its signature": (
         [
             *block(
                 0,
@@ -54,7 +54,7 @@ STREAMS: dict[str, tuple[list[dict[str, Any]], tuple[Part, ...]]] = {
         ],
         (Reasoning("Hmm", "s1"), Text("Hello")),
     ),
-    "a redacted thought": (block(0, {"type": "redacted_thinking", "data": "xyz"}), (Reasoning("", "xyz"),)),
+    "redacted reasoning": (block(0, {"type": "redacted_thinking", "data": "xyz"}), (Reasoning("", "xyz"),)),
     "calls": (
         [
             *block(0, USE, {"type": "input_json_delta", "partial_json": '{"x"'}, {"type": "input_json_delta"}),
@@ -83,7 +83,7 @@ def test_streams(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "stop", "meant"),
+    ("reason", "stop", "expected"),
     [
         ("end_turn", None, "stop"),
         ("stop_sequence", "END", "stop"),
@@ -93,20 +93,20 @@ def test_streams(name: str) -> None:
         ("pause_turn", None, "stop"),
     ],
 )
-def test_reasons_and_usage(reason: str, stop: str | None, meant: str) -> None:
-    choice = every_way("messages", named(BEGIN, *TEXT, ended(reason, stop), STOP))
+def test_finish_reasons_and_usage(reason: str, stop: str | None, expected: str) -> None:
+    choice = outcome_for_any_split("messages", named(BEGIN, *TEXT, ended(reason, stop), STOP))
     assert isinstance(choice, Choice)
-    assert (choice.reason, choice.stop, choice.usage) == (meant, stop, Usage(9, 9, 4))
+    assert (choice.reason, choice.stop, choice.usage) == (expected, stop, Usage(9, 9, 4))
 
 
-def test_a_body_where_a_stream_was_asked_for() -> None:
+def test_json_body_instead_of_a_stream() -> None:
     content = [
         {"type": "thinking", "thinking": "Hmm", "signature": "s"},
         {"type": "text", "text": "Hello"},
         USE | {"input": {"x": 1}},
     ]
     body = {"type": "message", "content": content, "stop_reason": "tool_use", "usage": USED}
-    choice = every_way("messages", json.dumps(body).encode())
+    choice = outcome_for_any_split("messages", json.dumps(body).encode())
     assert isinstance(choice, Choice)
     assert choice.parts == (Reasoning("Hmm", "s"), Text("Hello"), ToolCall("a", "f", '{"x":1}'))
     assert (choice.reason, choice.usage) == ("tool_calls", Usage(9, 1, 4))
@@ -128,8 +128,8 @@ def test_a_body_where_a_stream_was_asked_for() -> None:
         (b'{"type": "message"}', BadAnswer),
     ],
 )
-def test_what_is_no_reply(data: bytes, kind: type[Exception]) -> None:
-    found = every_way("messages", data)
+def test_invalid_reply(data: bytes, kind: type[Exception]) -> None:
+    found = outcome_for_any_split("messages", data)
     assert isinstance(found, tuple)
     assert found[0] is kind
 

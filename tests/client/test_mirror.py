@@ -1,4 +1,4 @@
-"""The client and our server's protocols are each other's mirror: what goes through both stays the same."""
+"""Round trips between the client and server sides of the protocols."""
 
 import json
 from typing import Any
@@ -44,7 +44,7 @@ from dragoman.protocols import responses
 from dragoman.protocols.messages.blocks import sign
 from dragoman.protocols.registry import PROTOCOLS as SERVED
 from dragoman.protocols.responses.decode import Question, decode, read
-from tests.client.playing import REQUEST, collected, play
+from tests.client.replay import REQUEST, collect, replay
 from tests.support.cuttings import cut_bytes, cuttings
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -96,7 +96,7 @@ def served(protocol: str, body: dict[str, Any]) -> GenerationRequest:
 
 
 def compared(request: GenerationRequest) -> Any:
-    """What a request means, without what the wire adds or, as chat does with signatures, cannot carry."""
+    """Remove what a protocol adds or cannot express (chat has no signatures)."""
     plain = msgspec.to_builtins(request)
     for name in ("asked", "delivery"):
         del plain[name]
@@ -111,21 +111,21 @@ def compared(request: GenerationRequest) -> Any:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_means_the_same_to_our_server(protocol: str, name: str) -> None:
+def test_request_round_trip(protocol: str, name: str) -> None:
     request = REQUESTS[name]
     body = Exchange(PROTOCOLS[protocol], request, stream=True).body
     found = served(protocol, body)
-    wanted = request
+    expected = request
     if name == "no thinking" and protocol == "responses":
-        wanted = msgspec.structs.replace(request, thinking=Thinking(enabled=False, effort="none"))
-    assert compared(found) == compared(wanted)
+        expected = msgspec.structs.replace(request, thinking=Thinking(enabled=False, effort="none"))
+    assert compared(found) == compared(expected)
     assert found.delivery.stream
 
 
 @pytest.mark.parametrize("name", ONLY_CHAT)
-def test_what_only_some_protocols_say(name: str) -> None:
-    said = ONLY_CHAT[name]
-    with_it = {"sampling": said} if isinstance(said, Sampling) else {"constraint": said}
+def test_field_that_only_some_protocols_support(name: str) -> None:
+    value = ONLY_CHAT[name]
+    with_it = {"sampling": value} if isinstance(value, Sampling) else {"constraint": value}
     request = GenerationRequest(messages=HISTORY[:2], **with_it)
     assert compared(served("chat", Exchange(PROTOCOLS["chat"], request, stream=False).body)) == compared(request)
     if name != "json":
@@ -133,13 +133,13 @@ def test_what_only_some_protocols_say(name: str) -> None:
             Exchange(PROTOCOLS["messages"], request, stream=False)
 
 
-def test_thoughts_without_a_signature_do_not_go_to_messages() -> None:
+def test_messages_omits_reasoning_without_signature() -> None:
     messages = (Message("user", (Text("a"),)), Message("assistant", (Reasoning("hm"), Text("b"))), REQUEST.messages[0])
     body = PROTOCOLS["messages"].encode(GenerationRequest(messages=messages), False)
     assert body["messages"][1]["content"] == [{"type": "text", "text": "b"}]
 
 
-def test_images_of_ones_own() -> None:
+def test_inline_images() -> None:
     image = Image(b"png", "image/png")
     request = GenerationRequest(messages=(Message("user", (Text("what?"), image)),))
     assert served("messages", PROTOCOLS["messages"].encode(request, False)).messages[0].parts == (Text("what?"), image)
@@ -161,7 +161,7 @@ CALLS = st.sampled_from(['{"city":"Paris"}', "{}", '{"a":{"b":[1,2,"}"]}}'])
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[Event]:
-    """Thoughts, then text, then calls: an order that every protocol can tell."""
+    """Reasoning, then text, then calls: an order that every protocol can express."""
     events: list[Event] = [Started(3)]
     events += [ReasoningDelta(text) for text in draw(st.lists(PIECES, max_size=4))]
     events += [TextDelta(text) for text in draw(st.lists(PIECES, max_size=6))]
@@ -174,16 +174,16 @@ def replies(draw: st.DrawFn) -> list[Event]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @given(events=replies(), cuts=cuttings())
-def test_a_stream_of_ours_says_what_the_engine_said(protocol: str, events: list[Event], cuts: list[int]) -> None:
-    told = encoder(protocol)
-    data = b"".join(told.feed(0, [event]) for event in events) + told.end()
-    found = collected(play(protocol, cut_bytes(data, cuts)))
+def test_stream_round_trip(protocol: str, events: list[Event], cuts: list[int]) -> None:
+    stream_encoder = encoder(protocol)
+    data = b"".join(stream_encoder.feed(0, [event]) for event in events) + stream_encoder.end()
+    found = collect(replay(protocol, cut_bytes(data, cuts)))
     collection = Collection()
     collection.add(0, events)
-    wanted = collection.reply().choices[0]
-    assert (unsigned(found.parts), found.reason) == (wanted.parts, wanted.reason)
+    expected = collection.reply().choices[0]
+    assert (unsigned(found.parts), found.reason) == (expected.parts, expected.reason)
     if protocol != "chat":
-        assert found.usage == wanted.usage
+        assert found.usage == expected.usage
 
 
 def unsigned(parts: tuple[Part, ...]) -> tuple[Part, ...]:
@@ -191,20 +191,20 @@ def unsigned(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_late_failure_of_ours_raises(protocol: str) -> None:
-    told = encoder(protocol)
-    data = told.feed(0, [Started(), TextDelta("a")]) + told.fail(EngineFailed("boom"))
+def test_error_frame_raises(protocol: str) -> None:
+    stream_encoder = encoder(protocol)
+    data = stream_encoder.feed(0, [Started(), TextDelta("a")]) + stream_encoder.fail(EngineFailed("boom"))
     with pytest.raises(DragomanError, match="boom"):
-        play(protocol, [data])
+        replay(protocol, [data])
 
 
-def test_signatures_of_other_servers_pass_through_messages() -> None:
-    said = [ReasoningDelta("Hm"), ReasoningDelta("m", signature="s1"), ReasoningDelta("", signature="sealed")]
-    events: list[Event] = [Started(), *said, TextDelta("a"), Finished()]
-    told = encoder("messages")
-    streamed = collected(play("messages", [told.feed(0, events) + told.end()]))
+def test_messages_keeps_signatures() -> None:
+    reasoning = [ReasoningDelta("Hm"), ReasoningDelta("m", signature="s1"), ReasoningDelta("", signature="sealed")]
+    events: list[Event] = [Started(), *reasoning, TextDelta("a"), Finished()]
+    stream_encoder = encoder("messages")
+    streamed = collect(replay("messages", [stream_encoder.feed(0, events) + stream_encoder.end()]))
     collection = Collection()
     collection.add(0, events)
     whole = SERVED["messages"].encode_reply(REQUEST, 0, collection.reply())
     assert streamed.parts == (Reasoning("Hmm", "s1"), Reasoning("", "sealed"), Text("a"))
-    assert collected(play("messages", [json.dumps(whole).encode()])).parts == streamed.parts
+    assert collect(replay("messages", [json.dumps(whole).encode()])).parts == streamed.parts

@@ -1,4 +1,4 @@
-"""Both clients against our own server, in all three protocols."""
+"""Both clients against the Dragoman server, with all three protocols."""
 
 import asyncio
 import json
@@ -91,7 +91,7 @@ ASKED = (
 
 
 def bare(parts: Any) -> tuple[Any, ...]:
-    """Without ids and signatures, which differ from protocol to protocol."""
+    """Remove ids and signatures, which differ between protocols."""
     return tuple(
         Reasoning(part.text)
         if isinstance(part, Reasoning)
@@ -102,7 +102,7 @@ def bare(parts: Any) -> tuple[Any, ...]:
     )
 
 
-def test_a_reply(client: Client) -> None:
+def test_complete(client: Client) -> None:
     reply = client.complete("hello", max_tokens=50)
     assert (reply.text, reply.reason) == ("Hello, world.", "stop")
     assert (reply.usage.prompt, reply.usage.completion) == (2, 4)
@@ -112,49 +112,49 @@ def test_a_reply(client: Client) -> None:
     assert client.protocol in PROTOCOLS
 
 
-def test_a_stream(client: Client) -> None:
+def test_stream(client: Client) -> None:
     with client.stream("hello", stop="world") as events:
-        heard = list(events)
-    assert "".join(event.text for event in heard if isinstance(event, TextDelta)) == "Hello, "
-    assert isinstance(heard[-1], Finished)
-    assert heard[-1].usage is not None
+        received = list(events)
+    assert "".join(event.text for event in received if isinstance(event, TextDelta)) == "Hello, "
+    assert isinstance(received[-1], Finished)
+    assert received[-1].usage is not None
     assert events.reply().text == "Hello, "
 
 
-def test_thoughts_and_calls(client: Client) -> None:
+def test_reasoning_and_calls(client: Client) -> None:
     tool = Tool("weather", "The weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
     whole = client.complete("weather?", tools=[tool], tool_choice="auto")
     with client.stream("weather?", tools=[weather]) as events:
-        heard = list(events)
+        received = list(events)
     for reply in (whole, events.reply()):
         assert bare(reply.choices[0].parts) == ASKED
         assert reply.reason == "tool_calls"
         first, second = reply.tool_calls
         assert first.id != second.id
-    assert sum(isinstance(event, ToolCallStart) for event in heard) == 2
+    assert sum(isinstance(event, ToolCallStart) for event in received) == 2
 
 
-def test_functions_are_called(client: Client) -> None:
-    heard: list[Event | ToolResult] = []
-    outcome = client.run("weather?", tools=TOOLS, on_event=heard.append)
+def test_run_calls_functions(client: Client) -> None:
+    received: list[Event | ToolResult] = []
+    outcome = client.run("weather?", tools=TOOLS, on_event=received.append)
     assert (outcome.text, outcome.steps) == ("Sunny, then rain.", 2)
     roles = [message.role for message in outcome.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant"]
     assert [message.text for message in outcome.messages[2:4]] == ["sunny", "rain"]
-    assert [event.content[0] for event in heard if isinstance(event, ToolResult)] == [Text("sunny"), Text("rain")]
-    assert any(isinstance(event, ReasoningDelta) for event in heard)
+    assert [event.content[0] for event in received if isinstance(event, ToolResult)] == [Text("sunny"), Text("rain")]
+    assert any(isinstance(event, ReasoningDelta) for event in received)
     assert client.run("weather?", tools=TOOLS).messages[-1] == outcome.messages[-1]
     assert outcome.usage.completion > outcome.reply.usage.completion
 
 
-@pytest.mark.parametrize(("asked", "words"), [("unknown", "no tool is called 'nothing'"), ("wrong", "ValidationError")])
-def test_errors_go_back_to_the_model(client: Client, asked: str, words: str) -> None:
-    outcome = client.run(asked, tools=TOOLS)
+@pytest.mark.parametrize(("prompt", "message"), [("unknown", "unknown tool 'nothing'"), ("wrong", "ValidationError")])
+def test_tool_errors_are_sent_to_the_model(client: Client, prompt: str, message: str) -> None:
+    outcome = client.run(prompt, tools=TOOLS)
     assert outcome.text == "I am sorry."
-    assert words in outcome.messages[2].text
+    assert message in outcome.messages[2].text
 
 
-def test_the_number_of_steps_is_limited(client: Client) -> None:
+def test_step_limit(client: Client) -> None:
     with pytest.raises(StepLimitReached) as caught:
         client.run("for ever", tools=TOOLS, steps=3)
     assert [message.role for message in caught.value.messages[1:]] == ["assistant", "tool"] * 3
@@ -165,7 +165,7 @@ class Play(msgspec.Struct):
     year: int
 
 
-def test_objects(client: Client) -> None:
+def test_output_schema(client: Client) -> None:
     assert client.complete("Hamlet?", output_schema=Play).output == Play("Shakespeare", 1600)
     schema = {"type": "object", "properties": {"author": {"type": "string"}}}
     assert client.complete("Hamlet?", output_schema=schema).output["year"] == 1600
@@ -190,30 +190,30 @@ def test_errors(client: Client) -> None:
     assert not isinstance(failed.value, StreamCutOff)
 
 
-def test_models_vectors_counts(client: Client) -> None:
+def test_models_embeddings_and_counts(client: Client) -> None:
     assert {model.name: model.context for model in client.models()}["short"] == 20
-    made = client.embed(["red roses", "red violets", "tax law"])
-    assert [len(vector) for vector in made.vectors] == [384] * 3
-    first, second, third = made.vectors
+    embeddings = client.embed(["red roses", "red violets", "tax law"])
+    assert [len(vector) for vector in embeddings.vectors] == [384] * 3
+    first, second, third = embeddings.vectors
     assert sum(map(float.__mul__, first, second)) > sum(map(float.__mul__, first, third))
-    assert made.usage.prompt > 0
+    assert embeddings.usage.prompt > 0
     assert len(client.embed("red roses", dimensions=8).vectors[0]) == 8
     assert client.count_tokens("x" * 40) == 10
 
 
-def test_keys(server: Running) -> None:
+def test_api_key(server: Running) -> None:
     for protocol in PROTOCOLS:
         with Client(server.url, protocol=protocol, api_key="wrong") as client, pytest.raises(Unauthorized):  # type: ignore[arg-type]
             client.complete("hello")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_same_asynchronously(server: Running, protocol: Any) -> None:
+def test_async_client(server: Running, protocol: Any) -> None:
     async def ask() -> tuple[Outcome, str, int]:
         async with AsyncClient(server.url, model="agent", api_key="secret", protocol=protocol) as client:
-            heard: list[object] = []
-            outcome = await client.run("weather?", tools=TOOLS, on_event=heard.append)
-            assert any(isinstance(event, ToolResult) for event in heard)
+            received: list[object] = []
+            outcome = await client.run("weather?", tools=TOOLS, on_event=received.append)
+            assert any(isinstance(event, ToolResult) for event in received)
             assert (await client.complete("Hamlet?", output_schema=Play)).output == Play("Shakespeare", 1600)
             assert (await client.embed("red roses")).vectors
             assert await client.models()
@@ -227,7 +227,7 @@ def test_the_same_asynchronously(server: Running, protocol: Any) -> None:
     assert (outcome.text, text, count) == ("Sunny, then rain.", "Hello, world.", 10)
 
 
-def test_calls_run_at_the_same_time(server: Running) -> None:
+def test_calls_run_concurrently(server: Running) -> None:
     together = threading.Barrier(2, timeout=60)
 
     def meet(city: str) -> str:
@@ -253,7 +253,7 @@ def test_calls_run_at_the_same_time(server: Running) -> None:
     assert asyncio.run(asyncio.wait_for(ask(), 60)) == "Sunny, then rain."
 
 
-def test_who_leaves_frees_the_model(server: Running) -> None:
+def test_closing_a_stream_frees_the_model(server: Running) -> None:
     with Client(server.url, model="slow", api_key="secret") as client:
         with client.stream("hello") as events:
             next(events)
@@ -267,13 +267,13 @@ def records(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_options_that_are_none(server: Running) -> None:
+def test_unknown_option(server: Running) -> None:
     with Client(server.url) as client, pytest.raises(TypeError, match="temprature"):
         client.complete("hello", temprature=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_real_model(smollm2: Running, protocol: Any) -> None:
+def test_real_model(smollm2: Running, protocol: Any) -> None:
     with Client(smollm2.url, protocol=protocol) as client:
         reply = client.complete("Say hello.", temperature=0, max_tokens=12)
         assert reply.text

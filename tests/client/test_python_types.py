@@ -1,4 +1,4 @@
-"""Python types and functions as JSON schemas, and the way back."""
+"""Python types and functions as JSON schemas and tools."""
 
 import asyncio
 import dataclasses
@@ -8,7 +8,7 @@ import msgspec
 import pydantic
 import pytest
 
-from dragoman.client.python_types import shape_of, tool_of
+from dragoman.client.python_types import output_type_of, tool_of
 from dragoman.core.request import Image, Text, ToolCall
 
 
@@ -41,8 +41,8 @@ def call(function: Any, arguments: str) -> tuple[str, bool]:
     return "".join(part.text for part in result.content if isinstance(part, Text)), result.is_error
 
 
-def test_structs_dataclasses_and_models() -> None:
-    play = shape_of(Play)
+def test_structs_dataclasses_and_pydantic_models() -> None:
+    play = output_type_of(Play)
     assert play.name == "Play"
     assert play.schema == {
         "title": "Play",
@@ -53,32 +53,32 @@ def test_structs_dataclasses_and_models() -> None:
     }
     assert play.is_strict
     assert play.read('{"author": "S", "year": 1600}') == Play("S", 1600)
-    assert not shape_of(Place).is_strict
-    assert shape_of(Place).read('{"city": "Paris"}') == Place("Paris")
-    person = shape_of(Person)
+    assert not output_type_of(Place).is_strict
+    assert output_type_of(Place).read('{"city": "Paris"}') == Place("Paris")
+    person = output_type_of(Person)
     assert person.is_strict
     assert person.schema["$defs"]["Home"]["additionalProperties"] is False
     assert person.read('{"name": "A", "home": {"street": "B"}}') == Person(name="A", home=Home(street="B"))
-    assert shape_of(list[int]).read("[1, 2]") == [1, 2]
+    assert output_type_of(list[int]).read("[1, 2]") == [1, 2]
 
 
-def test_a_schema_of_ones_own_is_sent_as_it_is() -> None:
+def test_json_schema_is_sent_unchanged() -> None:
     schema = {"title": "A play!", "type": "object"}
-    shape = shape_of(schema)
+    shape = output_type_of(schema)
     assert (shape.name, shape.schema, shape.is_strict) == ("A_play", schema, False)
     assert shape.read('{"a": 1}') == {"a": 1}
 
 
-def test_json_in_a_block_of_code() -> None:
-    assert shape_of(Play).read('```json\n{"author": "S", "year": 1}\n```\n') == Play("S", 1)
+def test_json_in_a_code_block() -> None:
+    assert output_type_of(Play).read('```json\n{"author": "S", "year": 1}\n```\n') == Play("S", 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "text"), [(Play, '{"author": 1}'), (Play, "{"), (Person, '{"name": "A"}'), (Place, "[]")]
 )
-def test_what_does_not_fit(kind: Any, text: str) -> None:
+def test_output_that_does_not_match(kind: Any, text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (of whichever library)
-        shape_of(kind).read(text)
+        output_type_of(kind).read(text)
 
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: Annotated[int, "How many days."] = 1) -> str:
@@ -97,7 +97,7 @@ def weather(city: str, unit: Literal["C", "F"] = "C", days: Annotated[int, "How 
     return f"{city} {unit} {days}"
 
 
-def test_a_function_is_a_tool() -> None:
+def test_function_as_tool() -> None:
     tool = tool_of(weather).tool
     assert (tool.name, tool.description) == ("weather", "The weather of a city.\n\nFrom the best sources.")
     assert tool.parameters == {
@@ -114,7 +114,7 @@ def test_a_function_is_a_tool() -> None:
     assert call(weather, '{"city": "Rome", "days": "3"}') == ("Rome C 3", False)
 
 
-def test_parameters_in_the_other_style() -> None:
+def test_rest_style_docstring() -> None:
     def add(a: int, b: int = 2) -> int:
         """Adds.
 
@@ -130,7 +130,7 @@ def test_parameters_in_the_other_style() -> None:
     assert call(add, '{"a": 1}') == ("3", False)
 
 
-def test_values_of_all_kinds() -> None:
+def test_argument_types() -> None:
     def visit(place: Place, person: Person, notes: list[str] = ["x"], anything: Any = None) -> dict[str, Any]:  # noqa: B006
         return {"place": place, "person": person, "notes": notes, "anything": anything}
 
@@ -149,7 +149,7 @@ def test_values_of_all_kinds() -> None:
     }
 
 
-def test_what_goes_wrong_is_told_to_the_model() -> None:
+def test_exception_becomes_an_error_result() -> None:
     def explode() -> None:
         raise RuntimeError("boom")
 
@@ -160,7 +160,7 @@ def test_what_goes_wrong_is_told_to_the_model() -> None:
     assert call(weather, "{")[1]
 
 
-def test_images_are_results_too() -> None:
+def test_image_results() -> None:
     def look() -> Image:
         return Image(b"png", "image/png")
 
@@ -179,7 +179,7 @@ def test_async_functions() -> None:
 
 
 @pytest.mark.parametrize("function", [lambda: 1, lambda *a: 1])
-def test_what_is_no_tool(function: Any) -> None:
+def test_invalid_tool_functions(function: Any) -> None:
     with pytest.raises(TypeError):
         tool_of(function)
 

@@ -1,4 +1,4 @@
-"""Replies of Responses, as servers really send them."""
+"""Reads Responses replies in the variants that real servers send."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from dragoman.core.errors import BadAnswer, DragomanError, RateLimited, ServerFa
 from dragoman.core.events import Usage
 from dragoman.core.reply import Choice
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
-from tests.client.playing import every_way, parts
+from tests.client.replay import outcome_for_any_split, parts
 
 USED = {"input_tokens": 9, "output_tokens": 8, "output_tokens_details": {"reasoning_tokens": 3}}
 
@@ -84,7 +84,7 @@ STREAMS: dict[str, tuple[list[dict[str, Any]], tuple[Part, ...]]] = {
         [of("output_item.done", output_index=0, item=CALL | {"arguments": ""}), completed(CALL)],
         (ToolCall("a", "f", "{}"),),
     ),
-    "a thought": (
+    "reasoning": (
         [
             of("reasoning_text.delta", output_index=0, delta="Hmm"),
             of("output_item.done", output_index=0, item=THOUGHT),
@@ -102,14 +102,14 @@ STREAMS: dict[str, tuple[list[dict[str, Any]], tuple[Part, ...]]] = {
         ],
         (Reasoning("One\n\nTwo", "x"),),
     ),
-    "a sealed thought alone": (
+    "encrypted reasoning alone": (
         [
             of("output_item.done", output_index=0, item=THOUGHT | {"content": None, "encrypted_content": "x"}),
             completed(),
         ],
         (Reasoning("", "x"),),
     ),
-    "items that nobody knows": (
+    "unknown items": (
         [
             of("output_item.done", output_index=0, item={"type": "web_search_call"}),
             completed(MESSAGE | {"id": "n"}, MESSAGE),
@@ -133,9 +133,9 @@ def test_streams(name: str) -> None:
         ({"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, "content_filter"),
     ],
 )
-def test_reasons_and_usage(fields: dict[str, Any], reason: str) -> None:
-    streamed = every_way("responses", events(completed(MESSAGE, **fields)))
-    whole = every_way("responses", json.dumps(completed(MESSAGE, **fields)["response"]).encode())
+def test_finish_reasons_and_usage(fields: dict[str, Any], reason: str) -> None:
+    streamed = outcome_for_any_split("responses", events(completed(MESSAGE, **fields)))
+    whole = outcome_for_any_split("responses", json.dumps(completed(MESSAGE, **fields)["response"]).encode())
     for choice in (streamed, whole):
         assert isinstance(choice, Choice)
         assert (choice.text, choice.reason, choice.usage) == ("Hello", reason, Usage(9, 8, 0, 3))
@@ -160,14 +160,14 @@ DELTA = of("output_text.delta", output_index=0, delta="Hel")
         (b'{"object": "response"}', BadAnswer),
     ],
 )
-def test_what_is_no_reply(data: bytes, kind: type[DragomanError]) -> None:
-    found = every_way("responses", data)
+def test_invalid_reply(data: bytes, kind: type[DragomanError]) -> None:
+    found = outcome_for_any_split("responses", data)
     assert isinstance(found, tuple)
     assert found[0] is kind
 
 
 @pytest.mark.parametrize("odd", [{"a": 1}, [1], 1.5, True, None])
-def test_event_with_values_of_wrong_types_is_left_out(odd: Any) -> None:
+def test_event_with_values_of_wrong_types_is_ignored(odd: Any) -> None:
     data = events(
         of("created", response=odd),
         of("output_text.delta", item_id="m", delta="Hello"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dragoman.client.headers import headers
+from dragoman.client.planner import request_headers
 from dragoman.core.errors import ConfigError
 from dragoman.core.urls import public, site
 from dragoman.loadtest.connection import Connections
@@ -45,11 +45,11 @@ def test_a_user_and_a_password_go_into_a_header_and_nowhere_else() -> None:
     found = site("http://me%40here:p%3Aw@h/v1")
     assert "p%3Aw" not in found.api + found.root
     # "me@here:p:w"
-    assert headers(found, "key", "chat")["authorization"] == "Basic bWVAaGVyZTpwOnc="
+    assert request_headers(found, "key", "chat")["authorization"] == "Basic bWVAaGVyZTpwOnc="
     assert b"\r\nauthorization: Basic bWVAaGVyZTpwOnc=\r\n" in Connections("http://me%40here:p%3Aw@h", "k", 1).request(
         "GET", ""
     )
-    assert headers(site("http://h"), "key", "chat")["authorization"] == "Bearer key"
+    assert request_headers(site("http://h"), "key", "chat")["authorization"] == "Bearer key"
     with pytest.raises(ConfigError) as refusal:
         site("ftp://me:pw@h")
     assert "pw" not in str(refusal.value)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.protocols.responses.custom_tool_text import Peel, peeled, wrap
-from dragoman.protocols.responses.encrypted_reasoning import seal, unseal
+from dragoman.protocols.responses.custom_tool_text import TextExtractor, extract_text, wrap
+from dragoman.protocols.responses.parts import seal, unseal
 from tests.support.cuttings import cut, cuttings
 
 CASES = {
@@ -29,29 +29,27 @@ CASES = {
 
 
 @pytest.mark.parametrize(("arguments", "text"), CASES.items())
-def test_the_text_of_arguments(arguments: str, text: str) -> None:
-    assert peeled(arguments) == text
-    peel = Peel()
-    assert "".join([*(peel.feed(character) for character in arguments), peel.end()]) == text
+def test_text_in_arguments(arguments: str, text: str) -> None:
+    assert extract_text(arguments) == text
+    extractor = TextExtractor()
+    assert "".join([*(extractor.feed(character) for character in arguments), extractor.end()]) == text
 
 
 @given(st.text(), st.sampled_from([None, 2]), st.booleans(), cuttings())
-def test_what_was_wrapped_comes_out_however_it_is_cut(
-    text: str, indent: int | None, plain: bool, places: list[int]
-) -> None:
+def test_round_trip_with_any_split(text: str, indent: int | None, plain: bool, places: list[int]) -> None:
     arguments = json.dumps({"input": text}, indent=indent, ensure_ascii=plain)
     assert json.loads(wrap(text)) == {"input": text}
-    peel = Peel()
-    pieces = [peel.feed(piece) for piece in cut(arguments, places)]
-    assert "".join([*pieces, peel.end()]) == text
+    extractor = TextExtractor()
+    pieces = [extractor.feed(piece) for piece in cut(arguments, places)]
+    assert "".join([*pieces, extractor.end()]) == text
 
 
 @given(st.text())
-def test_a_thought_is_sealed_and_opened(thought: str) -> None:
-    assert unseal(seal(thought)) == thought
-    assert unseal(seal(thought)[:-4] + "AAA=") in (None, thought)
+def test_encrypted_reasoning_round_trip(reasoning: str) -> None:
+    assert unseal(seal(reasoning)) == reasoning
+    assert unseal(seal(reasoning)[:-4] + "AAA=") in (None, reasoning)
 
 
 @pytest.mark.parametrize("content", ["", "gAAAAABo", "dgm1.", "dgm1.!!", "dgm1.AAAA", seal("a")[:-1], seal("a") + "A"])
-def test_what_is_not_ours_stays_closed(content: str) -> None:
+def test_foreign_encrypted_reasoning(content: str) -> None:
     assert unseal(content) is None

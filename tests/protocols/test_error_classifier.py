@@ -1,4 +1,4 @@
-"""The words of real servers for what went wrong."""
+"""Classifies error responses of real servers."""
 
 import json
 from typing import Any
@@ -166,8 +166,8 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize(("status", "body", "numbers"), TOO_LONG)
-def test_too_long(status: int, body: dict[str, Any], numbers: tuple[int | None, int | None]) -> None:
-    error = error_classifier.of_response(status, {}, json.dumps(body).encode())
+def test_context_too_long(status: int, body: dict[str, Any], numbers: tuple[int | None, int | None]) -> None:
+    error = error_classifier.error_from_response(status, {}, json.dumps(body).encode())
     assert isinstance(error, ContextTooLong), error
     assert (error.tokens, error.limit) == numbers
 
@@ -231,56 +231,56 @@ ERRORS: list[tuple[int, object, type[DragomanError]]] = [
 @pytest.mark.parametrize(("status", "body", "kind"), ERRORS)
 def test_other_errors(status: int, body: object, kind: type[DragomanError]) -> None:
     data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-    error = error_classifier.of_response(status, {}, data)
+    error = error_classifier.error_from_response(status, {}, data)
     assert type(error) is kind, error.message
     assert error.message
     assert error.answered is not None
     assert error.answered.status == status
 
 
-def test_all_that_the_server_said_is_kept() -> None:
+def test_server_response_is_kept() -> None:
     body = json.dumps(openai("no", "invalid_request_error", "odd")).encode()
-    error = error_classifier.of_response(400, {"x-request-id": "r1"}, body)
+    error = error_classifier.error_from_response(400, {"x-request-id": "r1"}, body)
     assert error.answered == Answered(400, body.decode(), "odd", "invalid_request_error", "r1")
-    told = error_classifier.of_response(429, {"request-id": "r2", "retry-after": "7"}, b"{}")
-    assert told.answered is not None
-    assert (told.answered.request_id, told.retry_after) == ("r2", 7)
-    assert told.message == "the server answered 429 without a word"
-    within = error_classifier.of_response(401, {}, json.dumps(anthropic("authentication_error", "no")).encode())
+    limited = error_classifier.error_from_response(429, {"request-id": "r2", "retry-after": "7"}, b"{}")
+    assert limited.answered is not None
+    assert (limited.answered.request_id, limited.retry_after) == ("r2", 7)
+    assert limited.message == "the server answered 429 without a message"
+    within = error_classifier.error_from_response(401, {}, json.dumps(anthropic("authentication_error", "no")).encode())
     assert within.answered is not None
     assert within.answered.request_id == "req_1"
 
 
-def test_a_long_page_is_cut() -> None:
-    error = error_classifier.of_response(500, {}, b"x" * 1_000_000)
+def test_long_body_is_truncated() -> None:
+    error = error_classifier.error_from_response(500, {}, b"x" * 1_000_000)
     assert error.answered is not None
-    assert len(error.answered.body) == error_classifier.MOST_BODY
+    assert len(error.answered.body) == error_classifier.MAX_KEPT_BODY
     assert len(error.message) < 1000
 
 
-def test_nobody_is_sent_elsewhere() -> None:
-    error = error_classifier.of_response(307, {"location": "http://169.254.169.254/"}, b"")
+def test_redirect_is_an_error() -> None:
+    error = error_classifier.error_from_response(307, {"location": "http://169.254.169.254/"}, b"")
     assert isinstance(error, BadAnswer)
 
 
 @pytest.mark.parametrize("body", [{"errors": 5}, {"errors": "no"}, {"errors": []}, "\u2028", {"error": " "}])
-def test_error_without_words_still_has_a_message(body: Any) -> None:
-    error = error_classifier.of_response(422, {}, json.dumps(body).encode())
+def test_error_without_message(body: Any) -> None:
+    error = error_classifier.error_from_response(422, {}, json.dumps(body).encode())
     assert error.status == 400
     assert error.message.strip()
 
 
 def test_count_with_thousands_of_digits_does_not_fail() -> None:
-    words = openai(f"This model's maximum context length is {'9' * 5000} tokens.", code="context_length_exceeded")
-    error = error_classifier.of_response(400, {}, json.dumps(words).encode())
+    body = openai(f"This model's maximum context length is {'9' * 5000} tokens.", code="context_length_exceeded")
+    error = error_classifier.error_from_response(400, {}, json.dumps(body).encode())
     assert isinstance(error, ContextTooLong)
 
 
 def test_error_body_that_is_not_utf8() -> None:
-    error = error_classifier.of_response(500, {}, b"\xff\xed{")
+    error = error_classifier.error_from_response(500, {}, b"\xff\xed{")
     assert isinstance(error, ServerFailed)
 
 
 def test_reply_that_is_not_utf8() -> None:
-    with pytest.raises(BadAnswer, match="no JSON"):
+    with pytest.raises(BadAnswer, match="invalid JSON"):
         reply_fields.parse(b'{"choices": "\xed"}')

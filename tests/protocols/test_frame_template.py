@@ -1,4 +1,4 @@
-"""Frames that differ in their text alone: the same events as if each had been read with care."""
+"""Frame templates produce the same events as full parsing."""
 
 import json
 from typing import Any
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from dragoman.core.events import Event, TextDelta
 from dragoman.protocols.chat import client as chat
-from dragoman.protocols.client.frame_template import FIRST_LESSONS, Mould
+from dragoman.protocols.client.frame_template import FIRST_LESSONS, FrameTemplate
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.sse import Decoder, Frame
-from tests.client.playing import delta, ending, frames, play
+from tests.client.replay import delta, end_chunk, frames, replay
 from tests.support.cuttings import cut_bytes, cuttings
 
 STAMP = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "abc"}
@@ -30,12 +30,12 @@ def block(text: str) -> bytes:
 
 def end(protocol: str) -> bytes:
     if protocol == "chat":
-        return frames({**STAMP, **ending()}, "[DONE]")
+        return frames({**STAMP, **end_chunk()}, "[DONE]")
     return frames({"type": "message_delta", "delta": {"stop_reason": "end_turn"}}, {"type": "message_stop"})
 
 
 def joined(events: list[Event]) -> list[object]:
-    """Texts that follow each other are one; where they are cut is nobody's business."""
+    """Join consecutive texts, because their boundaries do not matter."""
     found: list[object] = []
     for event in events:
         if isinstance(event, TextDelta) and found and isinstance(found[-1], str):
@@ -47,35 +47,33 @@ def joined(events: list[Event]) -> list[object]:
 
 @pytest.mark.parametrize("protocol", ["chat", "messages"])
 @given(texts=st.lists(TEXTS, max_size=12), together=st.lists(st.integers(1, 4), min_size=1), cuts=cuttings())
-def test_however_frames_come_they_say_the_same(
-    protocol: str, texts: list[str], together: list[int], cuts: list[int]
-) -> None:
-    told = [(chunk if protocol == "chat" else block)(text) for text in texts] + [end(protocol)]
-    data = b"".join(told)
-    with_care = play(protocol, [bytes([byte]) for byte in data])
+def test_events_do_not_depend_on_chunks(protocol: str, texts: list[str], together: list[int], cuts: list[int]) -> None:
+    frames_sent = [(chunk if protocol == "chat" else block)(text) for text in texts] + [end(protocol)]
+    data = b"".join(frames_sent)
+    fully_parsed = replay(protocol, [bytes([byte]) for byte in data])
     groups: list[bytes] = []
     at = 0
-    while at < len(told):
+    while at < len(frames_sent):
         count = together[len(groups) % len(together)]
-        groups.append(b"".join(told[at : at + count]))
+        groups.append(b"".join(frames_sent[at : at + count]))
         at += count
-    assert play(protocol, told) == with_care
-    assert joined(play(protocol, groups)) == joined(with_care)
-    assert joined(play(protocol, cut_bytes(data, cuts))) == joined(with_care)
+    assert replay(protocol, frames_sent) == fully_parsed
+    assert joined(replay(protocol, groups)) == joined(fully_parsed)
+    assert joined(replay(protocol, cut_bytes(data, cuts))) == joined(fully_parsed)
 
 
-def learnt(first: bytes, plain: Any = None) -> Mould:
-    mould = Mould(plain or chat.Reader().plain)
-    mould.learn(first, Decoder().feed(first)[0])
-    return mould
+def learnt(first: bytes, plain: Any = None) -> FrameTemplate:
+    template = FrameTemplate(plain or chat.Reader().plain)
+    template.learn(first, Decoder().feed(first)[0])
+    return template
 
 
-def test_only_the_text_is_read() -> None:
-    mould = learnt(chunk("Hel"))
-    assert mould.texts(chunk("lo")) == ["lo"]
-    assert mould.texts(chunk("")) == [""]
-    assert mould.texts(chunk("lo") + chunk('"\n') + chunk("}")) == ["lo", '"\n', "}"]
-    assert learnt(block("Hel"), messages.Reader().plain).texts(block("lo") + block("!")) == ["lo", "!"]
+def test_template_reads_the_text() -> None:
+    template = learnt(chunk("Hel"))
+    assert template.match(chunk("lo")) == ["lo"]
+    assert template.match(chunk("")) == [""]
+    assert template.match(chunk("lo") + chunk('"\n') + chunk("}")) == ["lo", '"\n', "}"]
+    assert learnt(block("Hel"), messages.Reader().plain).match(block("lo") + block("!")) == ["lo", "!"]
 
 
 @pytest.mark.parametrize(
@@ -95,43 +93,43 @@ def test_only_the_text_is_read() -> None:
         chunk("lo") + chunk("lo").replace(b"lo", b'l","o'),
     ],
 )
-def test_what_is_not_like_the_others_is_read_with_care(piece: bytes) -> None:
-    assert learnt(chunk("Hel")).texts(piece) is None
+def test_other_chunks_do_not_match(piece: bytes) -> None:
+    assert learnt(chunk("Hel")).match(piece) is None
 
 
-def test_a_text_that_is_also_elsewhere_teaches_nothing() -> None:
-    """The model is called so, and the text is written in another way: what was found is not the text."""
+def test_text_that_also_occurs_elsewhere_is_not_learnt() -> None:
+    """The model has the same name as the text, and the text is escaped: the match is not the text."""
     frame = chunk("abc").replace(b'"content": "abc"', rb'"content": "\u0061bc"')
     assert Decoder().feed(frame) == [Frame(frame[6:-2].decode())]
-    mould = learnt(frame)
-    assert mould.texts(frame) is None
-    assert mould.texts(frame.replace(b'"model": "abc"', b'"model": "xyz"')) is None
+    template = learnt(frame)
+    assert template.match(frame) is None
+    assert template.match(frame.replace(b'"model": "abc"', b'"model": "xyz"')) is None
 
 
-def test_a_frame_that_says_more_teaches_nothing() -> None:
+def test_frame_with_more_than_text_is_not_learnt() -> None:
     for fields in ({"usage": {"prompt_tokens": 1}}, {"error": {"message": "no"}}):
-        assert learnt(chunk("Hel", **fields)).texts(chunk("lo", **fields)) is None
+        assert learnt(chunk("Hel", **fields)).match(chunk("lo", **fields)) is None
 
 
-def test_nobody_learns_for_ever() -> None:
+def test_learning_stops() -> None:
     asked: list[str] = []
 
     def plain(frame: Frame) -> str | None:
         asked.append(frame.data)
         return chat.Reader().plain(frame)
 
-    mould = Mould(plain)
+    template = FrameTemplate(plain)
     for number in range(100):
         piece = chunk("x", obfuscation=f"{number:x}")
-        assert mould.texts(piece) is None
-        mould.learn(piece, Decoder().feed(piece)[0])
+        assert template.match(piece) is None
+        template.learn(piece, Decoder().feed(piece)[0])
     assert len(asked) <= 2 * FIRST_LESSONS
 
 
-def test_another_mould_is_learnt_when_the_time_changes() -> None:
-    mould = learnt(chunk("Hel"))
+def test_new_template_is_learnt_when_the_timestamp_changes() -> None:
+    template = learnt(chunk("Hel"))
     for created in range(200):
         piece = chunk("lo", created=created)
-        if mould.texts(piece) is None:
-            mould.learn(piece, Decoder().feed(piece)[0])
-        assert all(mould.texts(piece) == ["lo"] for _ in range(20)), json.loads(piece[6:])
+        if template.match(piece) is None:
+            template.learn(piece, Decoder().feed(piece)[0])
+        assert all(template.match(piece) == ["lo"] for _ in range(20)), json.loads(piece[6:])

@@ -1,4 +1,4 @@
-"""From the body of a request for a response to values."""
+"""Decodes Responses requests."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ from dragoman.core.request import (
 )
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.protocols.responses import Question, decode, read
-from dragoman.protocols.responses.encrypted_reasoning import seal
+from dragoman.protocols.responses.parts import seal
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -38,8 +38,8 @@ def request(**fields: Any) -> GenerationRequest:
     return question(**fields).request
 
 
-def asked(**fields: Any) -> list[tuple[str, str]]:
-    """What is asked for beside an answer."""
+def features(**fields: Any) -> list[tuple[str, str]]:
+    """Return the requested features beyond chat."""
     first, *others = [(entry.feature, entry.param) for entry in request(**fields).asked]
     assert first == ("chat", "input")
     return others
@@ -53,15 +53,15 @@ def message(role: Role, *parts: Part) -> Message:
     return Message(role, parts)
 
 
-def test_the_least() -> None:
-    made = request()
-    assert made == GenerationRequest(
-        messages=(message("user", Text("hello")),), asked=(Asked("chat", "input"),), delivery=made.delivery
+def test_minimal_request() -> None:
+    decoded = request()
+    assert decoded == GenerationRequest(
+        messages=(message("user", Text("hello")),), asked=(Asked("chat", "input"),), delivery=decoded.delivery
     )
-    assert not made.delivery.stream
+    assert not decoded.delivery.stream
 
 
-def test_a_text_may_be_empty() -> None:
+def test_empty_text() -> None:
     assert request(input="").messages == (message("user", Text("")),)
 
 
@@ -91,7 +91,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
             message("assistant", Text("no")),
         ],
     ),
-    # A turn of the assistant is one message, whatever its items are and however they are ordered.
+    # Consecutive items of the assistant are one message, in any order.
     (
         [
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
@@ -113,7 +113,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
         [message("assistant", Reasoning("hm"), CALLED), DONE],
     ),
     ([{"type": "reasoning", "encrypted_content": seal("deep")}], [message("assistant", Reasoning("deep"))]),
-    # One that says nothing is nothing.
+    # Empty reasoning is dropped.
     ([HELLO, {"type": "reasoning", "content": None, "encrypted_content": None}], [message("user", Text("hello"))]),
     (
         [
@@ -173,7 +173,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
         [{"type": "mcp_call", "id": "m1", "server_label": "s", "name": "f", "arguments": "{}", "output": "done"}],
         [message("assistant", ToolCall("m1", "f", "{}")), message("tool", ToolResult("m1", (Text("done"),)))],
     ),
-    # A tool in a namespace is called what the model calls it, also when it is not offered any more.
+    # A tool in a namespace keeps its function name, even if it is no longer offered.
     ([{**CALL, "namespace": "n"}], [message("assistant", ToolCall("c1", "n__f", '{"a": 1}'))]),
 ]
 
@@ -193,8 +193,8 @@ def test_items(items: list[dict[str, Any]], decoded: list[Message]) -> None:
         {"type": "item_reference", "id": "rs_gone"},
     ],
 )
-def test_items_that_say_nothing_to_a_model_are_reported(item: dict[str, Any]) -> None:
-    assert asked(input=[HELLO, item]) == [("items", "input[1]")]
+def test_items_without_content_are_reported(item: dict[str, Any]) -> None:
+    assert features(input=[HELLO, item]) == [("items", "input[1]")]
 
 
 FIELDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
@@ -223,41 +223,41 @@ FIELDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("fields", "others"), FIELDS)
-def test_what_is_asked_for(fields: dict[str, Any], others: list[tuple[str, str]]) -> None:
-    assert asked(**fields) == others
+def test_requested_features(fields: dict[str, Any], others: list[tuple[str, str]]) -> None:
+    assert features(**fields) == others
 
 
 def test_options() -> None:
-    made = request(max_output_tokens=5, top_logprobs=2, reasoning={"effort": "max"}, stream=True, seed=7, stop="x")
-    assert (made.max_tokens, made.logprobs, made.stop) == (5, Logprobs(2), ("x",))
-    assert made.thinking == Thinking(effort="high")
-    assert made.delivery.stream
+    decoded = request(max_output_tokens=5, top_logprobs=2, reasoning={"effort": "max"}, stream=True, seed=7, stop="x")
+    assert (decoded.max_tokens, decoded.logprobs, decoded.stop) == (5, Logprobs(2), ("x",))
+    assert decoded.thinking == Thinking(effort="high")
+    assert decoded.delivery.stream
     assert request(reasoning={"effort": "none"}).thinking.is_off
 
 
-def test_settings_that_an_item_changes() -> None:
+def test_configuration_update_item() -> None:
     update = {
         "type": "configuration_update",
         "reasoning": {"effort": "low"},
         "text": {"format": {"type": "json_object"}},
     }
-    made = request(input=[HELLO, update], reasoning={"effort": "high"})
-    assert (made.thinking, made.constraint) == (Thinking(effort="low"), JsonObject())
-    assert made.messages == (message("user", Text("hello")),)
+    decoded = request(input=[HELLO, update], reasoning={"effort": "high"})
+    assert (decoded.thinking, decoded.constraint) == (Thinking(effort="low"), JsonObject())
+    assert decoded.messages == (message("user", Text("hello")),)
     assert (
         request(input=[HELLO, {"type": "configuration_update"}], reasoning={"effort": "high"}).thinking.effort == "high"
     )
 
 
-def test_the_shape_of_the_text() -> None:
+def test_text_format() -> None:
     schema = {"type": "object"}
-    wanted = {"type": "json_schema", "name": "p", "schema": schema, "strict": True}
-    assert request(text={"format": wanted}).constraint == JsonSchema(
+    text_format = {"type": "json_schema", "name": "p", "schema": schema, "strict": True}
+    assert request(text={"format": text_format}).constraint == JsonSchema(
         schema, "p", strict=True, path="text.format.schema"
     )
     assert request(text={"format": {"type": "json_object"}}).constraint == JsonObject()
     assert request(text={"format": {"type": "text"}}).constraint is None
-    assert asked(text={"format": wanted}) == [("constraint", "text.format")]
+    assert features(text={"format": text_format}) == [("constraint", "text.format")]
 
 
 WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
@@ -302,7 +302,7 @@ WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "error", "param"), WRONG)
-def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[DragomanError], param: str) -> None:
+def test_error_names_the_field(fields: dict[str, Any], error: type[DragomanError], param: str) -> None:
     with pytest.raises(error) as caught:
         question(**fields)
     assert type(caught.value) is error
@@ -315,38 +315,40 @@ def test_metadata() -> None:
     assert question(metadata=pairs).shown.echoed["metadata"] == pairs
 
 
-def test_what_is_to_be_included() -> None:
-    assert asked(include=["web_search_call.action.sources", "reasoning.encrypted_content"]) == []
-    assert asked(include=["reasoning.encrypted_content", "zz"]) == [("unknown", "include[1]")]
+def test_include() -> None:
+    assert features(include=["web_search_call.action.sources", "reasoning.encrypted_content"]) == []
+    assert features(include=["reasoning.encrypted_content", "zz"]) == [("unknown", "include[1]")]
 
 
-def test_tools_that_were_found_without_a_call() -> None:
+def test_tool_search_output_without_a_call() -> None:
     (found,) = messages({"type": "tool_search_output", "call_id": None, "tools": []})
     assert found == message("tool", ToolResult("", (Text("nothing was found"),)))
 
 
-def test_what_is_kept_counts_as_much_as_what_is_sent() -> None:
+def test_item_limit_includes_stored_items() -> None:
     with pytest.raises(BadRequest) as caught:
         decode(read(json.dumps({"input": [HELLO]}).encode()), [HELLO] * 16_384)
     assert caught.value.param == "input"
 
 
-def test_what_a_request_refers_to() -> None:
+def test_item_references() -> None:
     asking = read(json.dumps({"input": [{"type": "item_reference", "id": "fc_1"}, {"id": "msg_1"}, OUTPUT]}).encode())
     assert asking.references == ("fc_1", "msg_1")
-    made = decode(asking, [{"type": "message", "role": "user", "content": "earlier"}], {"fc_1": CALL, "msg_1": HELLO})
-    assert made.request.messages == (
+    decoded = decode(
+        asking, [{"type": "message", "role": "user", "content": "earlier"}], {"fc_1": CALL, "msg_1": HELLO}
+    )
+    assert decoded.request.messages == (
         message("user", Text("earlier")),
         message("assistant", CALLED),
         message("user", Text("hello")),
         DONE,
     )
-    assert [item["type"] for item in made.shown.items if "type" in item] == [
+    assert [item["type"] for item in decoded.shown.items if "type" in item] == [
         *("message", "function_call", "function_call_output")
     ]
 
 
-def test_a_conversation_is_the_same_as_in_a_chat() -> None:
+def test_conversation_equals_that_of_chat() -> None:
     called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     chat = {
         "messages": [
@@ -358,16 +360,16 @@ def test_a_conversation_is_the_same_as_in_a_chat() -> None:
         ],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     }
-    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]}
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]}
     on = {"role": "user", "content": [{"type": "input_text", "text": "on"}]}
-    made = request(
+    decoded = request(
         instructions="be brief",
-        input=[HELLO, thought, said, CALL, OUTPUT, on],
+        input=[HELLO, reasoning, answer, CALL, OUTPUT, on],
         tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}}],
     )
     same = PROTOCOLS["chat"].decode(json.dumps(chat).encode())
-    assert (made.messages, made.tool_choice) == (same.messages, same.tool_choice)
-    assert [msgspec.structs.replace(tool, path="") for tool in made.tools] == [
+    assert (decoded.messages, decoded.tool_choice) == (same.messages, same.tool_choice)
+    assert [msgspec.structs.replace(tool, path="") for tool in decoded.tools] == [
         msgspec.structs.replace(tool, path="") for tool in same.tools
     ]

@@ -1,4 +1,4 @@
-"""Responses on their way out: event by event, and the stream's last word against the whole reply."""
+"""Encodes responses: events, and the final event of a stream compared with the whole reply."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,28 +25,28 @@ from dragoman.core.events import (
 from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols.responses import Shown, Telling
-from dragoman.protocols.responses.calls import Called
-from dragoman.protocols.responses.encrypted_reasoning import seal
+from dragoman.protocols.responses.calls import ClientTool
+from dragoman.protocols.responses.parts import seal
 from tests.protocols.response_events import accumulated, read
 from tests.protocols.test_responses import question
 
 REQUEST = GenerationRequest(id="resp_1", model="m")
-CALLED = {
-    "f": Called("function", "f"),
-    "n__f": Called("function", "f", "n"),
-    "c": Called("custom", "c"),
-    "shell": Called("shell", "shell"),
+CLIENT_TOOLS = {
+    "f": ClientTool("function", "f"),
+    "n__f": ClientTool("function", "f", "n"),
+    "c": ClientTool("custom", "c"),
+    "shell": ClientTool("shell", "shell"),
 }
-SHOWN = Shown(echoed=question().shown.echoed, called=CALLED)
+CONTEXT = Shown(echoed=question().shown.echoed, client_tools=CLIENT_TOOLS)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def telling(shown: Shown = SHOWN) -> Telling:
-    return Telling(shown, lambda: 7.5)
+def telling(context: Shown = CONTEXT) -> Telling:
+    return Telling(context, lambda: 7.5)
 
 
-def streamed(*events: Event, shown: Shown = SHOWN) -> list[dict[str, Any]]:
-    encoder = telling(shown).encoder(REQUEST, 0)
+def streamed(*events: Event, context: Shown = CONTEXT) -> list[dict[str, Any]]:
+    encoder = telling(context).encoder(REQUEST, 0)
     return read(encoder.feed(0, events) + encoder.end())
 
 
@@ -56,14 +56,14 @@ def collected(*events: Event) -> Reply:
     return collection.reply()
 
 
-def whole(*events: Event, shown: Shown = SHOWN) -> dict[str, Any]:
-    told = telling(shown).encode_reply(REQUEST, 0, collected(*events))
-    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(told))
+def whole(*events: Event, context: Shown = CONTEXT) -> dict[str, Any]:
+    response = telling(context).encode_reply(REQUEST, 0, collected(*events))
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
     return decoded
 
 
-def told(payloads: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """The events between the first two and the last, without what they all have."""
+def item_events(payloads: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the events between the first two and the last, without their common fields."""
     common = ("type", "sequence_number", "output_index", "content_index", "item_id")
     inner = [{name: value for name, value in payload.items() if name not in common} for payload in payloads]
     names = [payload["type"].removeprefix("response.") for payload in payloads]
@@ -74,20 +74,20 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def said(status: str, *content: dict[str, Any]) -> dict[str, Any]:
+def message_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
     return {"type": "message", "id": "msg_1_0", "role": "assistant", "status": status, "content": list(content)}
 
 
-def test_a_text() -> None:
+def test_text() -> None:
     payloads = streamed(Started(3), TextDelta("so"), TextDelta(""), TextDelta(' "é"'), Finished(usage=Usage(3, 2, 1)))
-    assert told(payloads) == [
-        ("output_item.added", {"item": said("in_progress")}),
+    assert item_events(payloads) == [
+        ("output_item.added", {"item": message_item("in_progress")}),
         ("content_part.added", {"part": part("")}),
         ("output_text.delta", {"delta": "so", "logprobs": []}),
         ("output_text.delta", {"delta": ' "é"', "logprobs": []}),
         ("output_text.done", {"text": 'so "é"', "logprobs": []}),
         ("content_part.done", {"part": part('so "é"')}),
-        ("output_item.done", {"item": said("completed", part('so "é"'))}),
+        ("output_item.done", {"item": message_item("completed", part('so "é"'))}),
     ]
     final = accumulated(payloads)
     assert (final["status"], final["completed_at"], final["created_at"]) == ("completed", 7, 7)
@@ -100,10 +100,10 @@ def test_a_text() -> None:
     }
 
 
-def test_a_thought() -> None:
-    shown = msgspec.structs.replace(SHOWN, sealed=True)
-    payloads = streamed(Started(), ReasoningDelta("hm"), TextDelta("so"), Finished(), shown=shown)
-    thought = {
+def test_reasoning() -> None:
+    context = msgspec.structs.replace(CONTEXT, encrypts_reasoning=True)
+    payloads = streamed(Started(), ReasoningDelta("hm"), TextDelta("so"), Finished(), context=context)
+    reasoning = {
         "type": "reasoning",
         "id": "rs_1_0",
         "summary": [],
@@ -111,12 +111,12 @@ def test_a_thought() -> None:
         "encrypted_content": seal("hm"),
     }
     content = {"type": "reasoning_text", "text": "hm"}
-    assert told(payloads)[1:6] == [
+    assert item_events(payloads)[1:6] == [
         ("content_part.added", {"part": {**content, "text": ""}}),
         ("reasoning_text.delta", {"delta": "hm"}),
         ("reasoning_text.done", {"text": "hm"}),
         ("content_part.done", {"part": content}),
-        ("output_item.done", {"item": {**thought, "content": [content]}}),
+        ("output_item.done", {"item": {**reasoning, "content": [content]}}),
     ]
 
 
@@ -140,7 +140,7 @@ def test_calls() -> None:
         "environment": None,
         "action": {"commands": ["ls"]},
     }
-    assert told(payloads) == [
+    assert item_events(payloads) == [
         ("output_item.added", {"item": {**call, "arguments": "", "status": "in_progress"}}),
         ("function_call_arguments.delta", {"delta": '{"a'}),
         ("function_call_arguments.delta", {"delta": '": 1}'}),
@@ -156,7 +156,7 @@ def test_calls() -> None:
     ]
 
 
-def test_logprobs_are_with_their_text() -> None:
+def test_logprobs_stay_with_their_text() -> None:
     one, two = (TokenLogprob(at, text, -0.5, (TokenLogprob(9, b"x", -1.0),)) for at, text in enumerate((b"a", b"bc")))
     events = (
         Started(),
@@ -174,7 +174,7 @@ def test_logprobs_are_with_their_text() -> None:
     assert entries[0][0]["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [120]}]
 
 
-def test_a_failure() -> None:
+def test_failure() -> None:
     encoder = telling().encoder(REQUEST, 0)
     frames = encoder.feed(0, [Started(), ReasoningDelta("hm"), TextDelta("so")])
     *_, error, failed = read(frames + encoder.fail(EngineFailed("it broke")))
@@ -190,7 +190,7 @@ def test_a_failure() -> None:
     assert [item["type"] for item in failed["response"]["output"]] == ["reasoning"]
 
 
-def test_a_failure_before_anything_was_told() -> None:
+def test_failure_before_the_first_event() -> None:
     for error, code in (
         (QueueFull("full"), "rate_limit_exceeded"),
         (ContextTooLong("long"), "context_length_exceeded"),
@@ -205,7 +205,7 @@ TEXTS = st.text(max_size=6)
 SPOKEN = st.one_of(
     st.builds(TextDelta, TEXTS),
     st.builds(ReasoningDelta, TEXTS),
-    st.builds(lambda name: ToolCallStart(name, name), st.sampled_from([*CALLED, "unknown"])),
+    st.builds(lambda name: ToolCallStart(name, name), st.sampled_from([*CLIENT_TOOLS, "unknown"])),
     st.builds(ToolCallDelta, st.one_of(TEXTS, st.sampled_from(['{"input": "', '{"commands": ["a"]}', '"}', "\\u00"]))),
 )
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls", "content_filter")
@@ -213,7 +213,7 @@ ENDS = st.builds(Finished, st.sampled_from(REASONS), usage=st.builds(Usage, *[st
 
 
 def orderly(events: Sequence[Event]) -> list[Event]:
-    """Without arguments that belong to no call, and with an id of its own for each call."""
+    """Drop arguments without a call and give each call a unique id."""
     kept: list[Event] = []
     for at, event in enumerate(events):
         if isinstance(event, ToolCallDelta) and not (kept and isinstance(kept[-1], ToolCallStart | ToolCallDelta)):
@@ -224,20 +224,20 @@ def orderly(events: Sequence[Event]) -> list[Event]:
 
 @given(st.lists(SPOKEN, max_size=12), ENDS, st.booleans())
 def test_any_stream_is_well_formed_and_ends_with_the_whole_reply(
-    spoken: list[Event], end: Finished, sealed: bool
+    generated: list[Event], end: Finished, encrypts: bool
 ) -> None:
-    events = (Started(3), *orderly(spoken), end)
-    shown = msgspec.structs.replace(SHOWN, sealed=sealed)
-    payloads = streamed(*events, shown=shown)
-    assert accumulated(payloads) == whole(*events, shown=shown)
+    events = (Started(3), *orderly(generated), end)
+    context = msgspec.structs.replace(CONTEXT, encrypts_reasoning=encrypts)
+    payloads = streamed(*events, context=context)
+    assert accumulated(payloads) == whole(*events, context=context)
     for payload in payloads:
         EVENTS.validate_json(msgspec.json.encode(payload), strict=True)
     Response.model_validate_json(msgspec.json.encode(payloads[-1]["response"]), strict=True)
 
 
 @given(st.lists(SPOKEN, max_size=12), ENDS)
-def test_it_does_not_matter_how_events_come_together(spoken: list[Event], end: Finished) -> None:
-    events = (Started(3), *orderly(spoken), end)
+def test_batching_of_events_does_not_matter(generated: list[Event], end: Finished) -> None:
+    events = (Started(3), *orderly(generated), end)
     encoder = telling().encoder(REQUEST, 0)
     apart = b"".join(encoder.feed(0, [event]) for event in events) + encoder.end()
     assert read(apart) == streamed(*events)

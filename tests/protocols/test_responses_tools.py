@@ -1,4 +1,4 @@
-"""Tools of every kind, and which of them may be called."""
+"""Tools of every type, and tool choices."""
 
 import json
 import time
@@ -9,8 +9,8 @@ import pytest
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolCall, ToolChoice
 from dragoman.protocols.responses import decode, read
-from dragoman.protocols.responses.calls import SCHEMAS, Called, encode_call
-from tests.protocols.test_responses import HELLO, asked, question, request
+from dragoman.protocols.responses.calls import SCHEMAS, ClientTool, encode_call
+from tests.protocols.test_responses import HELLO, features, question, request
 
 SCHEMA = {"type": "object", "properties": {}}
 FUNCTION = {"type": "function", "name": "f", "description": "F.", "parameters": SCHEMA}
@@ -21,80 +21,80 @@ TOOLS = ("tools", "tools")
 MANY = [{"type": "function", "name": f"f{at}"} for at in range(1024)]
 
 
-def test_every_tool_is_a_function_to_the_model() -> None:
+def test_model_sees_every_tool_as_a_function() -> None:
     tools = [FUNCTION, CUSTOM, SPACE, {"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
-    made = question(tools=tools)
-    assert made.request.tools[:4] == (
+    decoded = question(tools=tools)
+    assert decoded.request.tools[:4] == (
         Tool("f", "F.", SCHEMA, path="tools[0].parameters"),
         Tool("c", "C.", SCHEMAS["custom"], path="tools[1].parameters"),
         Tool("n__f", "N.\nF.", SCHEMA, path="tools[2].tools[0].parameters"),
         Tool("n__c", "C.", SCHEMAS["custom"], path="tools[2].tools[1].parameters"),
     )
-    assert [tool.name for tool in made.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
-    assert made.shown.called["n__c"] == Called("custom", "c", "n")
-    assert asked(tools=tools) == [TOOLS]
+    assert [tool.name for tool in decoded.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
+    assert decoded.shown.client_tools["n__c"] == ClientTool("custom", "c", "n")
+    assert features(tools=tools) == [TOOLS]
 
 
-def test_what_only_a_server_could_run_is_reported() -> None:
+def test_hosted_tools_are_reported() -> None:
     container = {"type": "shell", "environment": {"type": "container_auto"}}
     tools = [SEARCH, FUNCTION, {"type": "mcp", "server_label": "s"}, container, {"type": "tool_search"}]
     assert [tool.name for tool in request(tools=tools).tools] == ["f"]
     paths = [("server_tools", f"tools[{at}]") for at in (0, 2, 3, 4)]
-    assert asked(tools=tools) == [*paths, TOOLS]
-    assert asked(tools=[SEARCH]) == [("server_tools", "tools[0]")]
+    assert features(tools=tools) == [*paths, TOOLS]
+    assert features(tools=[SEARCH]) == [("server_tools", "tools[0]")]
 
 
-def test_a_grammar_is_told_to_the_model_and_reported() -> None:
+def test_tool_grammar_is_described_and_reported() -> None:
     tool = {**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}
-    assert asked(tools=[tool]) == [("tool_grammar", "tools[0].format"), TOOLS]
+    assert features(tools=[tool]) == [("tool_grammar", "tools[0].format"), TOOLS]
     assert "start: /a/" in request(tools=[tool]).tools[0].description
-    assert asked(tools=[{**CUSTOM, "format": {"type": "text"}}]) == [TOOLS]
+    assert features(tools=[{**CUSTOM, "format": {"type": "text"}}]) == [TOOLS]
 
 
 def test_strict_tools() -> None:
     assert request(tools=[{**FUNCTION, "strict": True}]).tools[0].strict
-    assert asked(tools=[{**FUNCTION, "strict": True}]) == [("strict_tools", "tools[0].strict"), TOOLS]
+    assert features(tools=[{**FUNCTION, "strict": True}]) == [("strict_tools", "tools[0].strict"), TOOLS]
 
 
-def test_tools_that_come_in_the_input() -> None:
+def test_tools_in_the_input() -> None:
     more = {"type": "additional_tools", "role": "developer", "tools": [{**FUNCTION, "description": "G."}, CUSTOM]}
-    made = request(input=[more, HELLO], tools=[FUNCTION])
-    assert [(tool.name, tool.description) for tool in made.tools] == [("f", "G."), ("c", "C.")]
-    assert len(made.messages) == 1
-    assert asked(input=[more, HELLO]) == [("tools", "input")]
+    decoded = request(input=[more, HELLO], tools=[FUNCTION])
+    assert [(tool.name, tool.description) for tool in decoded.tools] == [("f", "G."), ("c", "C.")]
+    assert len(decoded.messages) == 1
+    assert features(input=[more, HELLO]) == [("tools", "input")]
     found = {"type": "tool_search_output", "call_id": "s1", "tools": [SPACE]}
-    made = request(input=[HELLO, {"type": "tool_search_call", "call_id": "s1", "arguments": {"query": "x"}}, found])
-    assert [tool.name for tool in made.tools] == ["n__f", "n__c"]
-    assert made.messages[-1].text == "found: n"
+    decoded = request(input=[HELLO, {"type": "tool_search_call", "call_id": "s1", "arguments": {"query": "x"}}, found])
+    assert [tool.name for tool in decoded.tools] == ["n__f", "n__c"]
+    assert decoded.messages[-1].text == "found: n"
 
 
-def test_names_that_would_be_the_same_to_the_model() -> None:
-    made = question(tools=[{**FUNCTION, "name": "n__f"}, SPACE])
-    assert [tool.name for tool in made.request.tools] == ["n__f", "n__f_", "n__c"]
-    assert made.shown.called["n__f_"] == Called("function", "f", "n")
+def test_colliding_function_names() -> None:
+    decoded = question(tools=[{**FUNCTION, "name": "n__f"}, SPACE])
+    assert [tool.name for tool in decoded.request.tools] == ["n__f", "n__f_", "n__c"]
+    assert decoded.shown.client_tools["n__f_"] == ClientTool("function", "f", "n")
 
 
 @pytest.mark.parametrize("space_first", [False, True])
-def test_calls_of_tools_that_would_be_called_the_same(space_first: bool) -> None:
+def test_calls_of_tools_with_colliding_names(space_first: bool) -> None:
     tools = [{**FUNCTION, "name": "n__f"}, {**SPACE, "tools": [FUNCTION]}]
     calls = [{"name": "n__f"}, {"name": "f", "namespace": "n"}]
     order = slice(None, None, -1) if space_first else slice(None)
-    asking = [
+    call_items = [
         {"type": "function_call", "call_id": f"c{at}", "arguments": "{}", **call} for at, call in enumerate(calls)
     ]
-    made = question(tools=tools[order], input=[HELLO, *asking])
-    shown = [tool.name for tool in made.request.tools][order]
-    assert sorted(shown) == ["n__f", "n__f_"]
-    said = made.request.messages[-1].parts
-    assert [part.name for part in said if isinstance(part, ToolCall)] == shown
-    told = [encode_call(made.shown.called[name], "c", "{}", "1", "completed") for name in shown]
-    assert [{key: call[key] for key in ("name", "namespace") if key in call} for call in told] == calls
+    decoded = question(tools=tools[order], input=[HELLO, *call_items])
+    names = [tool.name for tool in decoded.request.tools][order]
+    assert sorted(names) == ["n__f", "n__f_"]
+    parts = decoded.request.messages[-1].parts
+    assert [part.name for part in parts if isinstance(part, ToolCall)] == names
+    encoded = [encode_call(decoded.shown.client_tools[name], "c", "{}", "1", "completed") for name in names]
+    assert [{key: call[key] for key in ("name", "namespace") if key in call} for call in encoded] == calls
 
 
-def test_the_namespace_of_those_that_have_no_other() -> None:
-    made = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
-    assert [tool.name for tool in made.request.tools] == ["f", "c", "f_"]
-    assert made.shown.called["f"] == Called("function", "f", "functions")
+def test_default_namespace() -> None:
+    decoded = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
+    assert [tool.name for tool in decoded.request.tools] == ["f", "c", "f_"]
+    assert decoded.shown.client_tools["f"] == ClientTool("function", "f", "functions")
 
 
 def decoding_seconds(name: str) -> float:
@@ -107,13 +107,13 @@ def decoding_seconds(name: str) -> float:
     return seconds
 
 
-def test_the_last_of_many_tools_is_found_as_fast_as_the_first() -> None:
+def test_many_allowed_tools_are_matched_quickly() -> None:
     assert min(decoding_seconds("f1023") for _ in range(2)) < 3 * max(decoding_seconds("f0") for _ in range(2))
 
 
-def test_a_tool_that_has_the_name_of_its_kind() -> None:
-    made = request(tools=[{"type": "shell"}, {**FUNCTION, "name": "f"}], tool_choice={"type": "shell"})
-    assert made.tool_choice == ToolChoice("named", "shell")
+def test_function_with_the_name_of_a_builtin_tool() -> None:
+    decoded = request(tools=[{"type": "shell"}, {**FUNCTION, "name": "f"}], tool_choice={"type": "shell"})
+    assert decoded.tool_choice == ToolChoice("named", "shell")
 
 
 CHOICES: list[tuple[Any, ToolChoice, list[str]]] = [
@@ -139,15 +139,15 @@ CHOICES: list[tuple[Any, ToolChoice, list[str]]] = [
 
 @pytest.mark.parametrize(("field", "choice", "names"), CHOICES)
 def test_choices(field: Any, choice: ToolChoice, names: list[str]) -> None:
-    made = request(tools=[FUNCTION, CUSTOM, SPACE], tool_choice=field)
-    assert made.tool_choice == choice
-    assert [tool.name for tool in made.tools] == names
+    decoded = request(tools=[FUNCTION, CUSTOM, SPACE], tool_choice=field)
+    assert decoded.tool_choice == choice
+    assert [tool.name for tool in decoded.tools] == names
 
 
-def test_what_choices_ask_for() -> None:
-    assert asked(tools=[FUNCTION], tool_choice="required") == [TOOLS, ("constraint", "tool_choice")]
-    assert asked(tools=[FUNCTION], tool_choice=SEARCH) == [TOOLS, ("server_tools", "tool_choice")]
-    assert asked(tools=[SEARCH], tool_choice="required") == [
+def test_features_of_choices() -> None:
+    assert features(tools=[FUNCTION], tool_choice="required") == [TOOLS, ("constraint", "tool_choice")]
+    assert features(tools=[FUNCTION], tool_choice=SEARCH) == [TOOLS, ("server_tools", "tool_choice")]
+    assert features(tools=[SEARCH], tool_choice="required") == [
         ("server_tools", "tools[0]"),
         ("server_tools", "tool_choice"),
     ]
@@ -184,21 +184,25 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG)
-def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+def test_error_names_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         question(**fields)
     assert caught.value.param == param
 
 
-CALLS: list[tuple[Called, str, dict[str, Any]]] = [
+CALLS: list[tuple[ClientTool, str, dict[str, Any]]] = [
     (
-        Called("function", "f", "n"),
+        ClientTool("function", "f", "n"),
         "{",
         {"type": "function_call", "id": "fc_1", "name": "f", "namespace": "n", "arguments": "{"},
     ),
-    (Called("custom", "c"), '{"input": "x"}', {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"}),
     (
-        Called("local_shell", "local_shell"),
+        ClientTool("custom", "c"),
+        '{"input": "x"}',
+        {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"},
+    ),
+    (
+        ClientTool("local_shell", "local_shell"),
         '{"command": "ls -l", "working_directory": "/"}',
         {
             "type": "local_shell_call",
@@ -212,7 +216,7 @@ CALLS: list[tuple[Called, str, dict[str, Any]]] = [
         },
     ),
     (
-        Called("shell", "shell"),
+        ClientTool("shell", "shell"),
         '{"commands": ["ls"]}',
         {
             "type": "shell_call",
@@ -222,18 +226,18 @@ CALLS: list[tuple[Called, str, dict[str, Any]]] = [
         },
     ),
     (
-        Called("apply_patch", "apply_patch"),
+        ClientTool("apply_patch", "apply_patch"),
         '{"type": "create_file", "path": "a"}',
         {"type": "apply_patch_call", "id": "apc_1", "operation": {"type": "create_file", "path": "a", "diff": ""}},
     ),
     (
-        Called("tool_search", "tool_search"),
+        ClientTool("tool_search", "tool_search"),
         '{"query": "x"}',
         {"type": "tool_search_call", "id": "tsc_1", "arguments": {"query": "x"}, "execution": "client"},
     ),
-    # What does not fit its item is told as it was written.
+    # Arguments that do not fit become a function_call.
     (
-        Called("shell", "shell"),
+        ClientTool("shell", "shell"),
         '{"commands": 5}',
         {"type": "function_call", "id": "fc_1", "name": "shell", "arguments": '{"commands": 5}'},
     ),
@@ -241,5 +245,5 @@ CALLS: list[tuple[Called, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("called", "arguments", "item"), CALLS)
-def test_calls(called: Called, arguments: str, item: dict[str, Any]) -> None:
+def test_encoded_calls(called: ClientTool, arguments: str, item: dict[str, Any]) -> None:
     assert encode_call(called, "c1", arguments, "1", "completed") == {"call_id": "c1", "status": "completed", **item}

@@ -1,4 +1,4 @@
-"""Every dialect of server-sent events, whole, byte by byte and cut at random."""
+"""Decodes all variants of server-sent events: whole, byte by byte and split at random."""
 
 import pytest
 from hypothesis import given
@@ -49,13 +49,13 @@ def test_whole_and_byte_by_byte(data: bytes) -> None:
 
 
 @given(cuts=cuttings())
-def test_any_cutting(cuts: list[int]) -> None:
+def test_any_split(cuts: list[int]) -> None:
     data = b"".join(case for case in CASES if case.endswith((b"\n\n", b"\r\n", b"\r\r")))
     assert decoded(cut_bytes(data, cuts)) == decoded([data])
 
 
-def test_a_frame_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MOST_BYTES", 1000)
+def test_frame_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_FRAME_BYTES", 1000)
     with pytest.raises(FrameTooLong):
         decoded([b"data: " + b"x" * 20 + b"\n"] * 100)
     with pytest.raises(FrameTooLong):
@@ -64,8 +64,8 @@ def test_a_frame_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("nothing", [b"\n", b": ping\n\n", b": ping\n", b"id: 7\n\n"])
-def test_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, nothing: bytes) -> None:
-    monkeypatch.setattr(sse, "MOST_NOTHING", 1000)
+def test_limit_for_empty_lines(monkeypatch: pytest.MonkeyPatch, nothing: bytes) -> None:
+    monkeypatch.setattr(sse, "MAX_EMPTY_BYTES", 1000)
     with pytest.raises(FrameTooLong):
         decoded([nothing] * 1001)
     assert len(decoded([nothing * 50 + b"data: a\n\n"] * 100)) == 100

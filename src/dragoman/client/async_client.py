@@ -1,4 +1,4 @@
-"""The client for programs that do other things meanwhile."""
+"""The asyncio client."""
 
 import asyncio
 import inspect
@@ -10,11 +10,11 @@ import httpx
 
 from dragoman.client import http_settings, rest_calls
 from dragoman.client.async_transport import Line
-from dragoman.client.collector import Gathering
-from dragoman.client.options import Messages, Options, Question, question
+from dragoman.client.call import ReplyCollector
+from dragoman.client.options import ClientRequest, Messages, Options, build_request
 from dragoman.client.planner import ProtocolName, Talk
 from dragoman.client.rest_calls import Embeddings, Model
-from dragoman.client.tool_loop import STEPS, Invocation, Outcome, loop
+from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, Outcome, run_steps
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
@@ -22,16 +22,16 @@ from dragoman.core.request import ToolResult
 from dragoman.core.urls import DEFAULT
 from dragoman.protocols.client.retry import Retries
 
-Heard = Callable[[Event | ToolResult], Awaitable[object] | object]
+AsyncEventCallback = Callable[[Event | ToolResult], Awaitable[object] | object]
 
 
 class AsyncStream:
-    """The events of one reply as they come. To close it, or to leave the `async with`, ends the generation over there;
-    so does a cancellation."""
+    """Iterates over the events of one reply. Closing it, leaving the `async with` block or cancelling the task stops
+    the generation."""
 
-    def __init__(self, events: AsyncGenerator[Sequence[Event], None], gathering: Gathering) -> None:
-        self._batches = events
-        self._gathering = gathering
+    def __init__(self, batches: AsyncGenerator[Sequence[Event], None], collector: ReplyCollector) -> None:
+        self._batches = batches
+        self._collector = collector
         self._ready: list[Event] = []
 
     def __aiter__(self) -> Self:
@@ -43,8 +43,8 @@ class AsyncStream:
         return self._ready.pop()
 
     def reply(self) -> Reply:
-        """The whole reply, once all events have come."""
-        return self._gathering.reply()
+        """Return the whole reply. Raises `StreamCutOff` if not all events have been read."""
+        return self._collector.reply()
 
     async def aclose(self) -> None:
         await self._batches.aclose()
@@ -57,7 +57,7 @@ class AsyncStream:
 
 
 class AsyncClient:
-    """As `Client`; `run` takes async functions as tools, too. It belongs to one event loop."""
+    """The asyncio version of `Client`, for use in one event loop. The tools of `run` may be async functions."""
 
     def __init__(
         self,
@@ -72,59 +72,69 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        self._talk = Talk(url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers)
-        settings = http_settings.settings(self._talk.site, timeout, connect_timeout)
-        self._line = Line(self._talk, http or httpx.AsyncClient(**settings))
+        self._planner = Talk(
+            url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
+        )
+        settings = http_settings.settings(self._planner.site, timeout, connect_timeout)
+        self._transport = Line(self._planner, http or httpx.AsyncClient(**settings))
 
     @property
     def protocol(self) -> str | None:
-        """The one that is spoken; None as long as nobody knows."""
-        return self._talk.protocol
+        """The protocol in use; None until the server has answered."""
+        return self._planner.protocol
 
     async def complete(self, messages: Messages, **options: Unpack[Options]) -> Reply:
-        return await self._complete(question(messages, self._talk.model, options))
+        return await self._complete(build_request(messages, self._planner.model, options))
 
     def stream(self, messages: Messages, **options: Unpack[Options]) -> AsyncStream:
-        return self._stream(question(messages, self._talk.model, options))
+        return self._stream(build_request(messages, self._planner.model, options))
 
     async def run(
-        self, messages: Messages, *, steps: int = STEPS, on_event: Heard | None = None, **options: Unpack[Options]
+        self,
+        messages: Messages,
+        *,
+        steps: int = DEFAULT_STEPS,
+        on_event: AsyncEventCallback | None = None,
+        **options: Unpack[Options],
     ) -> Outcome:
-        """As `Client.run`. Calls run at the same time, async functions in this event loop and others in threads."""
-        turns = loop(question(messages, self._talk.model, options), steps)
-        wanted = next(turns)
+        """Like `Client.run`. Async functions run in this event loop, other functions in threads."""
+        loop = run_steps(build_request(messages, self._planner.model, options), steps)
+        step = next(loop)
         while True:
-            if isinstance(wanted, Question):
-                came: Any = await self._turn(wanted, on_event)
+            if isinstance(step, ClientRequest):
+                result: Any = await self._run_turn(step, on_event)
             else:
-                came = await _invoke(wanted, on_event)
+                result = await _run_calls(step, on_event)
             try:
-                wanted = turns.send(came)
+                step = loop.send(result)
             except StopIteration as done:
                 outcome: Outcome = done.value
                 return outcome
 
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        given = rest_calls.texts(texts)
-        body = await self._line.json("embeddings", [rest_calls.embeddings_call(self._talk, given, model, dimensions)])
-        return rest_calls.read_embeddings(body, len(given)).plain
+        inputs = rest_calls.check_texts(texts)
+        call = rest_calls.embeddings_call(self._planner, inputs, model, dimensions)
+        return rest_calls.read_embeddings(await self._transport.json("embeddings", [call]), len(inputs)).as_floats()
 
     async def models(self) -> tuple[Model, ...]:
-        found: list[Model] = []
+        models: list[Model] = []
         after: str | None = None
         while True:
-            page = rest_calls.read_models(await self._line.json("models", [rest_calls.models_call(self._talk, after)]))
-            found += page.models
+            call = rest_calls.models_call(self._planner, after)
+            page = rest_calls.read_models(await self._transport.json("models", [call]))
+            models += page.models
             if page.next is None or page.next == after:
-                return tuple(found)
+                return tuple(models)
             after = page.next
 
     async def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
-        request = question(messages, self._talk.model, options).request
-        return rest_calls.read_count(await self._line.json("count", rest_calls.count_calls(self._talk, request)))
+        request = build_request(messages, self._planner.model, options).request
+        return rest_calls.read_count(
+            await self._transport.json("count", rest_calls.count_calls(self._planner, request))
+        )
 
     async def aclose(self) -> None:
-        await self._line.aclose()
+        await self._transport.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,51 +142,51 @@ class AsyncClient:
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    async def _turn(self, asked: Question, on_event: Heard | None) -> Reply:
-        """One reply of a loop, in which malformed arguments are for the model to hear of."""
+    async def _run_turn(self, request: ClientRequest, on_event: AsyncEventCallback | None) -> Reply:
+        """Get one reply of the tool loop. The loop reports malformed arguments to the model itself."""
         if on_event is None:
-            return await self._complete(asked, check_calls=False)
-        async with self._stream(asked, check_calls=False) as events:
+            return await self._complete(request, check_calls=False)
+        async with self._stream(request, check_calls=False) as events:
             async for event in events:
-                await _tell(on_event, event)
+                await _call_back(on_event, event)
             return events.reply()
 
-    async def _complete(self, asked: Question, check_calls: bool = True) -> Reply:
-        gathering = Gathering(asked.shape)
-        async for _ in self._batches(asked, gathering, False, check_calls):
+    async def _complete(self, request: ClientRequest, check_calls: bool = True) -> Reply:
+        collector = ReplyCollector(request.output_type)
+        async for _ in self._batches(request, collector, False, check_calls):
             pass
-        return gathering.reply()
+        return collector.reply()
 
-    def _stream(self, asked: Question, check_calls: bool = True) -> AsyncStream:
-        gathering = Gathering(asked.shape)
-        return AsyncStream(self._batches(asked, gathering, True, check_calls), gathering)
+    def _stream(self, request: ClientRequest, check_calls: bool = True) -> AsyncStream:
+        collector = ReplyCollector(request.output_type)
+        return AsyncStream(self._batches(request, collector, True, check_calls), collector)
 
     async def _batches(
-        self, asked: Question, gathering: Gathering, stream: bool, check_calls: bool
+        self, request: ClientRequest, collector: ReplyCollector, stream: bool, check_calls: bool
     ) -> AsyncGenerator[Sequence[Event], None]:
-        calls = self._talk.questions(asked.request, stream=stream, check_calls=check_calls)
-        call, arrived = await self._line.open("generate", calls)
+        calls = self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
+        call, opened = await self._transport.open("generate", calls)
         assert call.exchange is not None
         try:
-            async with aclosing(self._line.events(call.exchange, arrived)) as events:
+            async with aclosing(self._transport.events(call.exchange, opened)) as events:
                 async for batch in events:
-                    yield gathering.add(batch)
+                    yield collector.add(batch)
         except DragomanError as error:
-            gathering.note(error)
+            collector.attach_to(error)
             raise
 
 
-async def _tell(on_event: Heard, event: Event | ToolResult) -> None:
-    told = on_event(event)
-    if inspect.isawaitable(told):
-        await told
+async def _call_back(on_event: AsyncEventCallback, event: Event | ToolResult) -> None:
+    result = on_event(event)
+    if inspect.isawaitable(result):
+        await result
 
 
-async def _invoke(calls: Sequence[Invocation], on_event: Heard | None) -> list[ToolResult]:
+async def _run_calls(calls: Sequence[Invocation], on_event: AsyncEventCallback | None) -> list[ToolResult]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call.run_async()) for call in calls]
     results = [task.result() for task in tasks]
     for result in results:
         if on_event is not None:
-            await _tell(on_event, result)
+            await _call_back(on_event, result)
     return results

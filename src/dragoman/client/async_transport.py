@@ -1,6 +1,6 @@
-"""Calls as they leave by httpx, and what comes back: what is awaited, in one place.
+"""Sends calls with `httpx.AsyncClient` and reads their responses.
 
-`AsyncClient` is made of it, and so is every other place that asks servers from within an event loop.
+`AsyncClient` and the upstream engine are built on it.
 """
 
 import asyncio
@@ -11,175 +11,174 @@ from functools import partial
 import httpx
 
 from dragoman.client import http_settings
-from dragoman.client.call import MOST_BYTES, MOST_ERROR_BYTES, Exchange
+from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, Exchange
 from dragoman.client.decompression import Unpack, unpacker
-from dragoman.client.planner import Arrived, Call, Missed, Opening, Talk, Wait
+from dragoman.client.planner import Call, CallPlan, FailedAttempt, OpenedResponse, Talk, Wait
 from dragoman.core.errors import BadAnswer, Unreachable
 from dragoman.core.events import Event, Listener, TextDelta
 
-Answer = Arrived[httpx.Response]
-Pour = Callable[[Callable[[bytes], bool]], Awaitable[bool]]
-"""Calls a function with pieces of a body as they come, until it says no or there are no more: whether there may be."""
-POUR = "dragoman.pour"
-"""An extension of httpx's responses: the `Pour` of a transport that calls in the moment in which a piece arrives."""
+Answer = OpenedResponse[httpx.Response]
+PushBody = Callable[[Callable[[bytes], bool]], Awaitable[bool]]
+"""Calls a function with each chunk of a body until it returns False. Returns whether there may be more chunks."""
+POUR = "dragoman.push_body"
+"""An httpx response extension: the `PushBody` of a transport that delivers each chunk as soon as it arrives."""
 
 
 class Line:
-    def __init__(self, talk: Talk, http: httpx.AsyncClient) -> None:
-        self.talk = talk
+    def __init__(self, planner: Talk, http: httpx.AsyncClient) -> None:
+        self._planner = planner
         self._http = http
-        self._lingering: set[asyncio.Task[None]] = set()
+        self._draining: set[asyncio.Task[None]] = set()
 
     async def open(self, topic: str, calls: Sequence[Call]) -> tuple[Call, Answer]:
-        """The answer to the first call that the server takes, when its head has come."""
-        steps: Opening[httpx.Response] = self.talk.opening(topic, calls)
-        step = next(steps)
+        """Return the first call that the server supports and its response, after the headers have arrived."""
+        plan: CallPlan[httpx.Response] = self._planner.plan(topic, calls)
+        step = next(plan)
         while True:
-            came: object = None
+            result: object = None
             if isinstance(step, Wait):
                 await asyncio.sleep(step.seconds)
             else:
-                came = await self._send(step.call)
+                result = await self._send(step.call)
             try:
-                step = steps.send(came)
+                step = plan.send(result)
             except StopIteration as done:
                 opened: tuple[Call, Answer] = done.value
                 return opened
 
-    async def events(self, exchange: Exchange, arrived: Answer) -> AsyncGenerator[Sequence[Event], None]:
-        """The reply, in lists that may be empty. To close the generator ends the generation over there."""
-        exchange.head(arrived.status, arrived.headers)
-        response = arrived.response
-        pieces = _pieces(response)
+    async def events(self, exchange: Exchange, opened: Answer) -> AsyncGenerator[Sequence[Event], None]:
+        """Yield the events of the reply in lists, which may be empty. Closing the generator stops the generation."""
+        exchange.head(opened.status, opened.headers)
+        response = opened.response
+        chunks = _iter_chunks(response)
         is_read = False
         try:
             try:
-                async for piece in pieces:
-                    yield exchange.feed(piece)
+                async for chunk in chunks:
+                    yield exchange.feed(chunk)
                     if exchange.finished:
                         break
-                ended = exchange.end()
+                last = exchange.end()
             except httpx.HTTPError as error:
                 error.request = response.request
-                ended = http_settings.broken(exchange, error)
-            for events in ended:
+                last = http_settings.end_interrupted(exchange, error)
+            for events in last:
                 yield events
             is_read = True
-            await _lingered(response, pieces)
+            await _drain(response, chunks)
         finally:
             if exchange.finished and not is_read:
-                # Whoever has the whole reply need not wait until the server has ended its answer.
-                self._linger(response, pieces)
+                # The reply is complete: the caller need not wait until the server ends the response.
+                self._drain_in_background(response, chunks)
             else:
                 await response.aclose()
 
-    async def tell(self, exchange: Exchange, arrived: Answer, listener: Listener) -> None:
-        """The same reply, for a listener. Where the transport can, it is called as soon as the bytes are there."""
-        exchange.head(arrived.status, arrived.headers)
-        response = arrived.response
-        handing = _Handing(exchange, listener)
+    async def tell(self, exchange: Exchange, opened: Answer, listener: Listener) -> None:
+        """Pass the events of the reply to a listener, immediately on arrival if the transport supports that."""
+        exchange.head(opened.status, opened.headers)
+        response = opened.response
+        feed = _ListenerFeed(exchange, listener)
         try:
             try:
-                await handing.over(_pouring(response))
-                ended = exchange.end()
+                await feed.read(_body_pusher(response))
+                last = exchange.end()
             except httpx.HTTPError as error:
                 error.request = response.request
-                ended = http_settings.broken(exchange, error)
-            for events in ended:
-                await handing.out(events)
+                last = http_settings.end_interrupted(exchange, error)
+            for events in last:
+                if events and (pause := listener(events)) is not None:
+                    await pause
         finally:
-            if exchange.finished and not _is_packed(response):
-                self._linger(response, _pieces(response))
+            if exchange.finished and not _is_compressed(response):
+                self._drain_in_background(response, _iter_chunks(response))
             else:
                 await response.aclose()
 
     async def json(self, topic: str, calls: Sequence[Call]) -> bytes:
-        _, arrived = await self.open(topic, calls)
-        async with aclosing(arrived.response) as response:
-            body, why = await _read(response, MOST_BYTES)
-        if why:
-            raise BadAnswer(f"the answer broke off: {why}")
+        _, opened = await self.open(topic, calls)
+        async with aclosing(opened.response) as response:
+            body, problem = await _read_body(response, MAX_BODY_BYTES)
+        if problem:
+            raise BadAnswer(f"the response is incomplete: {problem}")
         return body
 
     async def aclose(self) -> None:
-        for task in self._lingering:
+        for task in self._draining:
             task.cancel()
-        await asyncio.gather(*self._lingering, return_exceptions=True)
+        await asyncio.gather(*self._draining, return_exceptions=True)
         await self._http.aclose()
 
-    async def _send(self, call: Call) -> Answer | Missed:
+    async def _send(self, call: Call) -> Answer | FailedAttempt:
         if self._http.is_closed:
             raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
-            return http_settings.missed(error)
-        headers = http_settings.lower(response.headers)
+            return http_settings.failed_attempt(error)
+        headers = http_settings.lower_names(response.headers)
         if response.is_success:
-            return Arrived(response.status_code, headers, response)
+            return OpenedResponse(response.status_code, headers, response)
         async with aclosing(response):
-            body, _ = await _read(response, MOST_ERROR_BYTES)
-            return Arrived(response.status_code, headers, response, body)
+            body, _ = await _read_body(response, MAX_ERROR_BYTES)
+            return OpenedResponse(response.status_code, headers, response, body)
 
-    def _linger(self, response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
-        task = asyncio.create_task(_lingered(response, pieces))
-        self._lingering.add(task)
-        task.add_done_callback(self._lingering.discard)
+    def _drain_in_background(self, response: httpx.Response, chunks: AsyncIterator[bytes]) -> None:
+        task = asyncio.create_task(_drain(response, chunks))
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
 
 
-class _Handing:
-    """Events on their way to a listener who may want a pause."""
+class _ListenerFeed:
+    """Passes events to a listener, which may ask for a pause by returning an awaitable."""
 
     def __init__(self, exchange: Exchange, listener: Listener) -> None:
-        self._exchange = exchange
+        self._client_call = exchange
         self._listener = listener
         self._pause: Awaitable[None] | None = None
 
-    async def over(self, pour: Pour) -> None:
-        """All that comes, until the reply is complete."""
+    async def read(self, push_body: PushBody) -> None:
+        """Read until the reply is complete or the body ends."""
         try:
-            while await pour(self._take):
+            while await push_body(self._receive):
                 pause, self._pause = self._pause, None
                 if pause is not None:
                     await pause
-                if self._exchange.finished:
+                if self._client_call.finished:
                     return
         finally:
             if isinstance(self._pause, Coroutine):
-                # Whoever is cancelled waits for nothing any more.
+                # Cancelled: the pause is never awaited.
                 self._pause.close()
 
-    def _take(self, piece: bytes) -> bool:
-        events = self._exchange.feed(piece)
+    def _receive(self, chunk: bytes) -> bool:
+        events = self._client_call.feed(chunk)
         if events:
             self._pause = pause = self._listener(events)
             if pause is None and type(events[-1]) is TextDelta:
-                return True  # nearly always
-        return self._pause is None and not self._exchange.finished
-
-    async def out(self, events: Sequence[Event]) -> None:
-        if events and (pause := self._listener(events)) is not None:
-            await pause
+                return True  # the most common case
+        return self._pause is None and not self._client_call.finished
 
 
-def _pouring(response: httpx.Response) -> Pour:
-    pour: Pour | None = response.extensions.get(POUR)
-    return partial(_pour, _pieces(response)) if pour is None or _is_packed(response) else pour
+def _body_pusher(response: httpx.Response) -> PushBody:
+    push_body: PushBody | None = response.extensions.get(POUR)
+    if push_body is None or _is_compressed(response):
+        return partial(_push_chunks, _iter_chunks(response))
+    return push_body
 
 
-async def _pour(pieces: AsyncIterator[bytes], take: Callable[[bytes], bool]) -> bool:
-    async for piece in pieces:
-        if not take(piece):
+async def _push_chunks(chunks: AsyncIterator[bytes], receive: Callable[[bytes], bool]) -> bool:
+    async for chunk in chunks:
+        if not receive(chunk):
             return True
     return False
 
 
-def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+def _iter_chunks(response: httpx.Response) -> AsyncIterator[bytes]:
     unpack = unpacker(response.headers)
     if unpack is not None:
         return _unpacked(response, unpack)
-    # Where nothing has to be unpacked, each piece is spared two layers.
+    # Without decompression each chunk can skip two layers of httpx.
     return aiter(response.stream) if isinstance(response.stream, AsyncIterable) else response.aiter_raw()
 
 
@@ -187,34 +186,34 @@ async def _unpacked(response: httpx.Response, unpack: Unpack) -> AsyncIterator[b
     async for data in response.aiter_raw():
         for piece in unpack(data):
             yield piece
-            # There may be a thousand pieces in what came as one: others want to do something, too.
+            # One compressed chunk may expand to a thousand: let other tasks run.
             await asyncio.sleep(0)
 
 
-def _is_packed(response: httpx.Response) -> bool:
+def _is_compressed(response: httpx.Response) -> bool:
     return "content-encoding" in response.headers
 
 
-async def _lingered(response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
-    """Reads what follows a complete reply, so that the connection can be used again, but not for long."""
+async def _drain(response: httpx.Response, chunks: AsyncIterator[bytes]) -> None:
+    """Read the rest of a complete reply, so that the connection can be reused. Close it after DRAIN_SECONDS."""
     try:
-        async with asyncio.timeout(http_settings.LINGER_SECONDS):
-            async for _ in pieces:
+        async with asyncio.timeout(http_settings.DRAIN_SECONDS):
+            async for _ in chunks:
                 pass
     except (httpx.HTTPError, TimeoutError):
-        pass  # all that matters has been read
+        pass  # the reply is complete
     finally:
         await response.aclose()
 
 
-async def _read(response: httpx.Response, most: int) -> tuple[bytes, str]:
-    """As much of a body as came and is of use, and why it is not all of it."""
+async def _read_body(response: httpx.Response, limit: int) -> tuple[bytes, str]:
+    """Return the body, and why it is incomplete, or an empty string."""
     body = bytearray()
     try:
-        async for piece in _pieces(response):
-            body += piece
-            if len(body) > most:
-                return bytes(body), f"it has more than {most} bytes"
+        async for chunk in _iter_chunks(response):
+            body += chunk
+            if len(body) > limit:
+                return bytes(body), f"it is larger than {limit} bytes"
     except httpx.HTTPError as error:
-        return bytes(body), http_settings.words(error)
+        return bytes(body), http_settings.describe(error)
     return bytes(body), ""

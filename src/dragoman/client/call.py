@@ -1,21 +1,20 @@
-"""One question and its answer, without a socket: bytes in, events out.
+"""One request to a server and its reply, without I/O: bytes in, events out.
 
     exchange = Exchange(PROTOCOLS["chat"], request, stream=True)
-    send exchange.body as JSON to the API's address + exchange.path
+    send exchange.body as JSON to the base URL of the API + exchange.path
     exchange.head(status, headers)
-    for data in what comes back, until exchange.finished:  events = exchange.feed(data) …
+    for data in the response body, until exchange.finished:  events = exchange.feed(data) …
     for events in exchange.end(): …
 
 Rules
-1. `feed` and `end` give the events of one reply, from `Started` to `Finished`; nothing follows that. Once `finished` is
-   true the rest of the answer need not be read, and `end` can be called.
-2. Only `end` raises, one of `errors`, after all events that came before the failure have been given. So does a status
-   that is no success.
-3. What the answer is, a stream or a JSON body, is seen in its first character, whatever was asked for and whatever the
-   headers say.
-4. `end` of a stream that is not complete raises `StreamCutOff`; so does `broken`, which says that the connection is
-   lost, unless the reply was complete but for that.
-5. However the bytes are cut, the events are the same.
+1. `feed` and `end` return the events of one reply, from `Started` to `Finished`. Once `finished` is true the rest of
+   the response can be skipped and `end` can be called.
+2. Only `end` raises: one of `core.errors`, after all events before the failure have been returned. It also raises for
+   a status other than 2xx.
+3. The first character decides whether the response is a stream or a JSON body. The request and the headers do not.
+4. `end` raises `StreamCutOff` for an incomplete stream. `broken`, for a lost connection, does the same unless only the
+   end marker was missing.
+5. The events do not depend on how the bytes are split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,26 +22,28 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dragoman.core.errors import BadAnswer, DragomanError, StreamCutOff
-from dragoman.core.events import Event
+from dragoman.client.python_types import OutputType
+from dragoman.core.errors import BadAnswer, DragomanError, OutputMismatch, StreamCutOff
+from dragoman.core.events import Event, Finished
+from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols.chat import client as chat
 from dragoman.protocols.client import error_classifier, reply_fields, request_fields
-from dragoman.protocols.client.frame_template import Mould
+from dragoman.protocols.client.frame_template import FrameTemplate
 from dragoman.protocols.client.tool_calls import NewId, new_id
 from dragoman.protocols.completions import client as completions
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.responses import client as responses
-from dragoman.protocols.sse import MOST_NOTHING, Decoder, Frame, FrameTooLong
+from dragoman.protocols.sse import MAX_EMPTY_BYTES, Decoder, Frame, FrameTooLong
 
-MOST_BYTES = 64 * 1024 * 1024
-"""Of a body that is not a stream."""
-MOST_ERROR_BYTES = 1024 * 1024
-EXCERPT = 400
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""For a body that is not a stream."""
+MAX_ERROR_BYTES = 1024 * 1024
+EXCERPT_BYTES = 400
 BLANK = b" \t\r\n\xef\xbb\xbf"
 
 
-class Reader(Protocol):
+class ReplyReader(Protocol):
     """Reads one reply of one protocol."""
 
     @property
@@ -50,17 +51,17 @@ class Reader(Protocol):
 
     @property
     def knows_end(self) -> bool:
-        """Whether nothing that matters is still to come."""
+        """Whether only the end marker may still be missing."""
 
     def take(self) -> list[Event]: ...
 
     def frame(self, frame: Frame) -> list[Event]: ...
 
     def plain(self, frame: Frame) -> str | None:
-        """The text of a frame that has one and nothing else, whatever came before it; else None."""
+        """Return the text of a frame that contains only text, whatever came before it; otherwise None."""
 
     def say(self, texts: Sequence[str]) -> list[Event]:
-        """Texts of such frames."""
+        """Add the texts of such frames."""
 
     def whole(self, body: Mapping[str, Any]) -> list[Event]: ...
 
@@ -68,27 +69,28 @@ class Reader(Protocol):
 
 
 class Spoken(msgspec.Struct, frozen=True):
-    """A protocol as one who asks speaks it. `path` is below the address of the API."""
+    """The client side of a protocol. `path` is relative to the base URL of the API."""
 
     name: str
     path: str
     says: frozenset[str]
+    """The request fields that the protocol can express."""
     encode: Callable[[GenerationRequest, bool], dict[str, Any]]
-    reader: Callable[[NewId, bool], Reader]
+    reader: Callable[[NewId, bool], ReplyReader]
 
 
 PROTOCOLS = {
     "chat": Spoken("chat", chat.PATH, chat.SAYS, chat.encode, chat.Reader),
     "messages": Spoken("messages", messages.PATH, messages.SAYS, messages.encode, messages.Reader),
-    "responses": Spoken("responses", responses.PATH, responses.SAYS, responses.encode, responses.Reader),
+    "responses": Spoken("responses", responses.PATH, responses.SAYS, responses.encode, responses.ResponsesReader),
 }
-"""By name, in the order in which a server is asked for them."""
+"""Protocols for conversations, in the order in which they are tried."""
 COMPLETIONS = Spoken("completions", completions.PATH, completions.SAYS, completions.encode, completions.Reader)
-"""For what is no conversation."""
+"""For requests with a raw prompt."""
 
 
 class Exchange:
-    """`check_calls`: whether malformed arguments of a tool call are an error or told as they came."""
+    """`check_calls` decides whether malformed arguments of a tool call are an error or passed on unchanged."""
 
     def __init__(
         self,
@@ -99,121 +101,117 @@ class Exchange:
         check_calls: bool = True,
         make_id: NewId = new_id,
     ) -> None:
-        request_fields.check(request, protocol.name, protocol.says)
-        self.protocol = protocol
+        request_fields.check_supported(request, protocol.name, protocol.says)
         self.path = protocol.path
         self.body = protocol.encode(request, stream)
-        self.request_id: str | None = None
+        self._request_id: str | None = None
         self._reader = protocol.reader(make_id, check_calls)
-        self._mould = Mould(self._reader.plain)
+        self._template = FrameTemplate(self._reader.plain)
         self._status = 200
         self._headers: Mapping[str, str] = {}
         self._failure: DragomanError | None = None
-        self._frames: Decoder | None = None
+        self._decoder: Decoder | None = None
         self._first = ""
-        """How it begins, until there is a frame."""
-        self._is_between = False
-        """Whether what comes next begins a frame, and more is wanted."""
+        """The start of a stream, until its first frame is complete."""
+        self._is_between_frames = False
+        """Whether the next byte starts a frame and the reply is incomplete."""
         self._blanks = 0
-        self._whole = bytearray()
-        self._is_whole = False
-        """Whether the answer is not a stream, or cannot be told yet."""
+        self._body = bytearray()
+        self._is_body = False
+        """Whether the response is known to be a body and not a stream."""
 
     @property
     def finished(self) -> bool:
-        """Whether the reply is complete, or has failed."""
+        """Whether the reply is complete or has failed."""
         return self._reader.finished or self._failure is not None
 
     @property
-    def is_error(self) -> bool:
+    def _is_error(self) -> bool:
         return not 200 <= self._status < 300
 
     def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Names of headers are in lower case."""
+        """Set the status and the headers, whose names are in lower case."""
         self._status, self._headers = status, headers
-        self._is_whole = self.is_error
-        self.request_id = headers.get("x-request-id") or headers.get("request-id")
+        self._is_body = self._is_error
+        self._request_id = headers.get("x-request-id") or headers.get("request-id")
 
     def feed(self, data: bytes) -> list[Event]:
-        if self._is_between:
-            texts = self._mould.texts(data)
+        if self._is_between_frames:
+            texts = self._template.match(data)
             if texts is not None:
                 return self._reader.say(texts)
         if self.finished:
             return []
-        if self._frames is not None:
-            return self._read_with_care(self._frames, data)
-        if not self._is_whole and not self._whole:
-            data = self._without_blanks(data)
-        self._whole += data
-        if not self._is_whole:
-            return self._begin()
-        most = MOST_ERROR_BYTES if self.is_error else MOST_BYTES
-        if len(self._whole) > most:
-            self._failure = BadAnswer(f"the answer has more than {most} bytes")
+        if self._decoder is not None:
+            return self._decode(self._decoder, data)
+        if not self._is_body and not self._body:
+            data = self._strip_blanks(data)
+        self._body += data
+        if not self._is_body:
+            return self._detect_kind()
+        limit = MAX_ERROR_BYTES if self._is_error else MAX_BODY_BYTES
+        if len(self._body) > limit:
+            self._failure = BadAnswer(f"the response is larger than {limit} bytes")
         return []
 
     def end(self) -> Iterator[list[Event]]:
-        """The answer has come to its end, or nobody wants more of it."""
-        if self.is_error:
-            raise error_classifier.of_response(self._status, self._headers, bytes(self._whole))
+        """Finish after the end of the response, or once `finished` is true."""
+        if self._is_error:
+            raise error_classifier.error_from_response(self._status, self._headers, bytes(self._body))
         if not self.finished:
-            if self._frames is None:
-                yield self._read_whole()
-            else:
-                yield self._read_last(self._frames)
+            yield self._read_body() if self._decoder is None else self._read_last_frames(self._decoder)
         if not self.finished:
             yield self._attempt(self._reader.end)
         if self._failure is not None:
             raise self._failure
 
-    def broken(self, why: str) -> Iterator[list[Event]]:
-        """The connection is lost, after the head of the answer has come."""
-        if self._frames is not None and not self.finished and self._reader.knows_end:
+    def broken(self, reason: str) -> Iterator[list[Event]]:
+        """Finish after the connection was lost while the body was read."""
+        if self._decoder is not None and not self.finished and self._reader.knows_end:
             yield self._attempt(self._reader.end)
-        elif not self.is_error and not self.finished:
-            self._failure = StreamCutOff(f"the connection was lost before the reply was complete: {why}")
+        elif not self._is_error and not self.finished:
+            self._failure = StreamCutOff(f"the connection was lost before the reply was complete: {reason}")
         yield from self.end()
 
-    def _without_blanks(self, data: bytes) -> bytes:
-        """Nobody keeps what comes before an answer begins; but that must not go on for ever either."""
-        seen = data.lstrip(BLANK)
-        self._blanks += len(data) - len(seen)
-        if self._blanks > MOST_NOTHING:
-            self._failure = BadAnswer(f"more than {MOST_NOTHING} bytes came that say nothing")
+    def _strip_blanks(self, data: bytes) -> bytes:
+        """Remove whitespace before the response, up to a limit."""
+        stripped = data.lstrip(BLANK)
+        self._blanks += len(data) - len(stripped)
+        if self._blanks > MAX_EMPTY_BYTES:
+            self._failure = BadAnswer(f"the response starts with more than {MAX_EMPTY_BYTES} bytes of whitespace")
             return b""
-        return seen
+        return stripped
 
-    def _begin(self) -> list[Event]:
-        """Looks at the first character: JSON begins with a bracket, as does a page, and a stream with a word."""
-        if not self._whole:
+    def _detect_kind(self) -> list[Event]:
+        """Look at the first character: JSON and HTML start with a bracket, a stream with a field name."""
+        if not self._body:
             return []
-        if self._whole.startswith((b"{", b"[", b"<")):
-            self._is_whole = True
+        if self._body.startswith((b"{", b"[", b"<")):
+            self._is_body = True
             return []
-        self._frames = Decoder()
-        self._first = reply_fields.excerpt(bytes(self._whole[:EXCERPT]))
-        data = bytes(self._whole)
-        self._whole.clear()
-        return self._read_with_care(self._frames, data)
+        self._decoder = Decoder()
+        self._first = reply_fields.excerpt(bytes(self._body[:EXCERPT_BYTES]))
+        data = bytes(self._body)
+        self._body.clear()
+        return self._decode(self._decoder, data)
 
-    def _read_with_care(self, frames: Decoder, data: bytes) -> list[Event]:
-        was_between = self._is_between
-        read = self._decoded(frames.feed, data)
-        if was_between and len(read) == 1 and frames.is_between:
-            self._mould.learn(data, read[0])
-        events = self._read(read)
-        self._is_between = frames.is_between and not self.finished
+    def _decode(self, decoder: Decoder, data: bytes) -> list[Event]:
+        was_between_frames = self._is_between_frames
+        frames = self._decode_frames(decoder.feed, data)
+        if was_between_frames and len(frames) == 1 and decoder.is_between_frames:
+            self._template.learn(data, frames[0])
+        events = self._read_frames(frames)
+        self._is_between_frames = decoder.is_between_frames and not self.finished
         return events
 
-    def _decoded(self, decode: Callable[..., list[Frame]], *data: bytes) -> list[Frame]:
+    def _decode_frames(self, decode: Callable[..., list[Frame]], *data: bytes) -> list[Frame]:
         try:
             return decode(*data)
         except FrameTooLong as error:
             self._failure = BadAnswer(str(error))
             return []
 
-    def _read(self, frames: Sequence[Frame]) -> list[Event]:
+    def _read_frames(self, frames: Sequence[Frame]) -> list[Event]:
         events: list[Event] = []
         if frames:
             self._first = ""
@@ -221,34 +219,71 @@ class Exchange:
             events += self._attempt(self._reader.frame, frame)
         return events
 
-    def _read_last(self, frames: Decoder) -> list[Event]:
-        events = self._read(self._decoded(frames.end))
+    def _read_last_frames(self, decoder: Decoder) -> list[Event]:
+        events = self._read_frames(self._decode_frames(decoder.end))
         if type(self._failure) is BadAnswer:
-            # Half a frame: what that means is for the reader to say, who knows whether more had to come.
+            # Half a frame: the reader knows whether more was needed.
             self._failure = None
         if self._first and "json" in self._headers.get("content-type", ""):
-            self._failure = BadAnswer(f"the server sent what is no JSON: {self._first!r}")
+            self._failure = BadAnswer(f"the server sent invalid JSON: {self._first!r}")
         return events
 
-    def _read_whole(self) -> list[Event]:
-        if not self._whole.strip(BLANK):
-            self._failure = BadAnswer("the server answered without a word")
+    def _read_body(self) -> list[Event]:
+        if not self._body.strip(BLANK):
+            self._failure = BadAnswer("the server sent an empty response")
             return []
-        return self._attempt(self._body, bytes(self._whole.lstrip(BLANK)))
+        return self._attempt(self._parse_body, bytes(self._body.lstrip(BLANK)))
 
-    def _body(self, data: bytes) -> list[Event]:
+    def _parse_body(self, data: bytes) -> list[Event]:
         body = reply_fields.parse_object(data)
-        error = error_classifier.of_frame(body, "", data.decode("utf-8", "replace"), self.request_id)
+        error = error_classifier.of_frame(body, "", data.decode("utf-8", "replace"), self._request_id)
         if error is not None:
             raise error
         return self._reader.whole(body)
 
-    def _attempt(self, read: Callable[..., list[Event]], *given: object) -> list[Event]:
-        """What is read; a failure waits until all that came before it has been told."""
+    def _attempt(self, read: Callable[..., list[Event]], *arguments: object) -> list[Event]:
+        """Read some events. An error is kept until `end`, so that earlier events are returned first."""
         if self.finished:
             return []
         try:
-            return read(*given)
+            return read(*arguments)
         except DragomanError as error:
             self._failure = error
             return self._reader.take()
+
+
+class ReplyCollector:
+    """Collects the events of one reply and converts its text to the requested output type."""
+
+    def __init__(self, output_type: OutputType | None) -> None:
+        self._output_type = output_type
+        self._collection = Collection()
+        self._is_complete = False
+
+    def add(self, events: Sequence[Event]) -> Sequence[Event]:
+        self._collection.add(0, events)
+        self._is_complete = self._is_complete or (bool(events) and type(events[-1]) is Finished)
+        return events
+
+    def attach_to(self, error: DragomanError) -> None:
+        """Record in the error what had arrived before it."""
+        error.arrived = self._collection.arrived()
+
+    def reply(self) -> Reply:
+        if not self._is_complete:
+            incomplete = StreamCutOff(
+                "no reply yet: read all events of the stream first, and do not close it before that"
+            )
+            self.attach_to(incomplete)
+            raise incomplete
+        reply = self._collection.reply()
+        if self._output_type is None or (reply.tool_calls and not reply.text):
+            return reply
+        try:
+            output = self._output_type.read(reply.text)
+        except ValueError as error:
+            hint = "; it was cut short by max_tokens" if reply.reason == "length" else ""
+            mismatch = OutputMismatch(f"the reply is not a valid {self._output_type.name}: {error}{hint}")
+            self.attach_to(mismatch)
+            raise mismatch from error
+        return msgspec.structs.replace(reply, output=output)

@@ -1,4 +1,4 @@
-"""Messages and tools as programs for OpenAI's and Anthropic's own clients have them: dicts, in either's words.
+"""Converts messages and tools that are dicts in the format of OpenAI or Anthropic.
 
     message := {role, content?, name?, tool_calls?, tool_call_id?, reasoning_content?}
     content := null | text | part*
@@ -9,7 +9,7 @@
              | {type: function, name, description?, parameters?, strict?}                    Responses
              | {name, description?, input_schema}                                            Messages
 
-What is not among these is a `BadRequest` that says where it stands.
+Anything else raises `BadRequest` with the path of the value.
 """
 
 import base64
@@ -23,63 +23,63 @@ from dragoman.core.errors import BadRequest
 from dragoman.core.request import Image, Message, Part, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 
 Dict = Mapping[str, Any]
-WRITTEN = ("text", "input_text", "output_text")
+TEXT_TYPES = ("text", "input_text", "output_text")
 
 
-def message(given: Dict, path: str) -> Message:
-    role: Any = given.get("role")
+def message(value: Dict, path: str) -> Message:
+    role: Any = value.get("role")
     if role not in get_args(Role):
-        raise _wrong(path, f"role: expected one of {', '.join(get_args(Role))}, not {role!r:.100}")
+        raise _error(path, f"role: expected one of {', '.join(get_args(Role))}, not {role!r:.100}")
     if role == "tool":
-        parts: tuple[Part, ...] = (_answer(given, path),)
+        parts: tuple[Part, ...] = (_tool_result(value, path),)
     else:
-        parts = (*_thought(given), *_parts(given.get("content"), path), *_calls(given, path))
-    if not parts and given.get("content") is None:
-        raise _wrong(path, "a message needs a content (text or parts), or tool_calls")
-    return Message(role, parts, _word(given, "name", path, None))
+        parts = (*_reasoning(value), *_parts(value.get("content"), path), *_tool_calls(value, path))
+    if not parts and value.get("content") is None:
+        raise _error(path, "a message needs content (text or parts) or tool_calls")
+    return Message(role, parts, _string(value, "name", path, None))
 
 
-def tool(given: Dict, path: str) -> Tool:
-    inner = given.get("function")
-    entry: Dict = inner if isinstance(inner, Mapping) else given
+def tool(value: Dict, path: str) -> Tool:
+    inner = value.get("function")
+    entry: Dict = inner if isinstance(inner, Mapping) else value
     name = entry.get("name")
-    if not isinstance(name, str) or not name or given.get("type", "function") not in ("function", "custom"):
-        raise _wrong(path, "expected {type: function, function: {name, description, parameters}}")
+    if not isinstance(name, str) or not name or value.get("type", "function") not in ("function", "custom"):
+        raise _error(path, "expected {type: function, function: {name, description, parameters}}")
     schema = entry.get("parameters", entry.get("input_schema"))
     if not isinstance(schema, Mapping | None):
-        raise _wrong(path, "the parameters are no JSON schema")
-    return Tool(name, _word(entry, "description", path, "") or "", schema, strict=entry.get("strict") is True)
+        raise _error(path, "the parameters must be a JSON schema")
+    return Tool(name, _string(entry, "description", path, "") or "", schema, strict=entry.get("strict") is True)
 
 
-def _thought(given: Dict) -> list[Part]:
-    told = given.get("reasoning_content")
-    return [Reasoning(told)] if isinstance(told, str) and told else []
+def _reasoning(value: Dict) -> list[Part]:
+    text = value.get("reasoning_content")
+    return [Reasoning(text)] if isinstance(text, str) and text else []
 
 
-def _answer(given: Dict, path: str) -> ToolResult:
-    call_id = given.get("tool_call_id")
+def _tool_result(value: Dict, path: str) -> ToolResult:
+    call_id = value.get("tool_call_id")
     if not isinstance(call_id, str):
-        raise _wrong(path, "the result of a tool needs the tool_call_id of the call")
-    return ToolResult(call_id, _shown(given.get("content"), path))
+        raise _error(path, "a message with the role tool needs a tool_call_id")
+    return ToolResult(call_id, _result_content(value.get("content"), path))
 
 
-def _calls(given: Dict, path: str) -> list[Part]:
-    calls = given.get("tool_calls")
+def _tool_calls(value: Dict, path: str) -> list[Part]:
+    calls = value.get("tool_calls")
     if not isinstance(calls, list | tuple | None):
-        raise _wrong(path, "tool_calls: expected a list")
-    return [_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(calls or ())]
+        raise _error(path, "tool_calls: expected a list")
+    return [_tool_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(calls or ())]
 
 
-def _call(given: object, path: str) -> ToolCall:
-    inner = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or not isinstance(inner, Mapping):
-        raise _wrong(path, "expected {id, type: function, function: {name, arguments}}")
-    return _made(given.get("id"), inner.get("name"), inner.get("arguments", "{}"), path)
+def _tool_call(value: object, path: str) -> ToolCall:
+    inner = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(inner, Mapping):
+        raise _error(path, "expected {id, type: function, function: {name, arguments}}")
+    return _make_call(value.get("id"), inner.get("name"), inner.get("arguments", "{}"), path)
 
 
-def _made(call_id: object, name: object, arguments: object, path: str) -> ToolCall:
+def _make_call(call_id: object, name: object, arguments: object, path: str) -> ToolCall:
     if not isinstance(call_id, str) or not isinstance(name, str):
-        raise _wrong(path, "a call needs an id and a name")
+        raise _error(path, "a tool call needs an id and a name")
     return ToolCall(call_id, name, arguments if isinstance(arguments, str) else _json(arguments, path))
 
 
@@ -87,7 +87,7 @@ def _json(arguments: object, path: str) -> str:
     try:
         return msgspec.json.encode(arguments).decode()
     except (TypeError, ValueError) as error:
-        raise _wrong(path, f"the arguments are no JSON: {error}") from error
+        raise _error(path, f"the arguments cannot be encoded as JSON: {error}") from error
 
 
 def _parts(content: object, path: str) -> tuple[Part, ...]:
@@ -96,58 +96,60 @@ def _parts(content: object, path: str) -> tuple[Part, ...]:
     if isinstance(content, str):
         return (Text(content),)
     if not isinstance(content, list | tuple):
-        raise _wrong(path, f"content: expected text or a list of parts, not {type(content).__name__}")
+        raise _error(path, f"content: expected text or a list of parts, not {type(content).__name__}")
     return tuple(_part(part, f"{path}.content[{at}]") for at, part in enumerate(content))
 
 
-def _part(given: object, path: str) -> Part:
-    if isinstance(given, str):
-        return Text(given)
-    if isinstance(given, Text | Image | Reasoning | ToolCall | ToolResult):
-        return given
-    if not isinstance(given, Mapping):
-        raise _wrong(path, f"expected a dict with a type, not {type(given).__name__}")
-    kind = given.get("type")
-    if kind in WRITTEN and isinstance(given.get("text"), str):
-        return Text(given["text"])
+def _part(value: object, path: str) -> Part:
+    if isinstance(value, str):
+        return Text(value)
+    if isinstance(value, Text | Image | Reasoning | ToolCall | ToolResult):
+        return value
+    if not isinstance(value, Mapping):
+        raise _error(path, f"expected a dict with a type, not {type(value).__name__}")
+    kind = value.get("type")
+    if kind in TEXT_TYPES and isinstance(value.get("text"), str):
+        return Text(value["text"])
     if kind in ("image_url", "input_image", "image"):
-        return _image(given, path)
-    if kind == "thinking" and isinstance(given.get("thinking"), str):
-        return Reasoning(given["thinking"], _word(given, "signature", path, None))
+        return _image(value, path)
+    if kind == "thinking" and isinstance(value.get("thinking"), str):
+        return Reasoning(value["thinking"], _string(value, "signature", path, None))
     if kind == "tool_use":
-        return _made(given.get("id"), given.get("name"), given.get("input", {}), path)
-    if kind == "tool_result" and isinstance(given.get("tool_use_id"), str):
-        return ToolResult(given["tool_use_id"], _shown(given.get("content"), path), given.get("is_error") is True)
-    raise _wrong(path, f"a part of type {kind!r:.100} is not known here, or lacks what belongs to it")
+        return _make_call(value.get("id"), value.get("name"), value.get("input", {}), path)
+    if kind == "tool_result" and isinstance(value.get("tool_use_id"), str):
+        return ToolResult(
+            value["tool_use_id"], _result_content(value.get("content"), path), value.get("is_error") is True
+        )
+    raise _error(path, f"a part of type {kind!r:.100} is unknown or lacks a required field")
 
 
-def _shown(content: object, path: str) -> tuple[Text | Image, ...]:
+def _result_content(content: object, path: str) -> tuple[Text | Image, ...]:
     parts = _parts(content, path)
     if not all(isinstance(part, Text | Image) for part in parts):
-        raise _wrong(path, "the result of a tool is made of text and images")
+        raise _error(path, "a tool result may contain only text and images")
     return tuple(part for part in parts if isinstance(part, Text | Image))
 
 
-def _image(given: Dict, path: str) -> Image:
-    source = given.get("source")
+def _image(value: Dict, path: str) -> Image:
+    source = value.get("source")
     if isinstance(source, Mapping) and source.get("type") == "base64":
         try:
             return Image(base64.b64decode(source["data"], validate=True), source.get("media_type"))
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise _wrong(path, "the data of the image is no base64") from error
-    inner = source if isinstance(source, Mapping) else given.get("image_url")
+            raise _error(path, "the image data is not valid base64") from error
+    inner = source if isinstance(source, Mapping) else value.get("image_url")
     url = inner.get("url") if isinstance(inner, Mapping) else inner
     if not isinstance(url, str):
-        raise _wrong(path, "an image needs an address, also one that begins with data:")
+        raise _error(path, "an image needs a URL (http:, https: or data:)")
     return Image(url=url)
 
 
-def _word(given: Dict, name: str, path: str, default: str | None) -> str | None:
-    value = given.get(name, default)
+def _string(fields: Dict, name: str, path: str, default: str | None) -> str | None:
+    value = fields.get(name, default)
     if not isinstance(value, str | None):
-        raise _wrong(path, f"{name}: expected text")
+        raise _error(path, f"{name}: expected a string")
     return value
 
 
-def _wrong(path: str, words: str) -> BadRequest:
-    return BadRequest(f"{path}: {words}", param=path)
+def _error(path: str, message: str) -> BadRequest:
+    return BadRequest(f"{path}: {message}", param=path)

@@ -1,9 +1,10 @@
-"""What both clients do, without a socket: which calls to try, what to make of what comes back, when to try again.
+"""Decides which calls to try, how to interpret the responses and when to retry, without I/O.
 
-    opening := (Send | Wait)*         a generator: it says what to do and is sent what came of it
+    plan := (Send | Wait)*         a generator that yields the next step and is sent its result
 
-A question may be asked in several ways (`calls`): by another protocol, at another route. The first way that the server
-has is remembered, and no other is tried again.
+One request may be possible in several ways (`calls`): with different protocols, at different routes. The first route
+that the server supports is remembered and used from then on. Redirects are not followed, so that the API key goes only
+to the configured server (`dragoman.core.urls`).
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from dragoman.client.call import PROTOCOLS, Exchange
-from dragoman.client.headers import adapted, headers
+from dragoman.client.decompression import ASKED
 from dragoman.core.errors import (
     AnswerTimeout,
     BadRequest,
@@ -26,25 +27,28 @@ from dragoman.core.errors import (
     UnsupportedParameter,
 )
 from dragoman.core.request import GenerationRequest
-from dragoman.core.urls import site
+from dragoman.core.urls import Site, site
+from dragoman.core.version import __version__
 from dragoman.protocols.client import error_classifier
-from dragoman.protocols.client.retry import Refused, Retries, Trouble
+from dragoman.protocols.client.retry import ConnectionFailure, ErrorResponse, Retries
 
 ProtocolName = Literal["auto", "chat", "messages", "responses"]
-STREAM = "text/event-stream, application/json"
+ACCEPT_STREAM = "text/event-stream, application/json"
+ANTHROPIC_VERSION = "2023-06-01"
+NO_ROUTE = (NotFound, MethodNotAllowed, NotSupported)
 
 
 class Call(msgspec.Struct, frozen=True):
-    """`way` is the name by which it is remembered that the server takes calls of this kind."""
+    """An HTTP request. `route` is the name under which the planner remembers that the server supports it."""
 
-    way: str
+    route: str
     method: str
     url: str
     headers: Mapping[str, str]
     body: bytes = b""
-    harmless: bool = True
+    is_idempotent: bool = True
     exchange: Exchange | None = None
-    """Reads the answer, where that is a reply."""
+    """Reads the response if it is a generated reply."""
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -58,8 +62,8 @@ class Wait(msgspec.Struct, frozen=True):
 R = TypeVar("R")
 
 
-class Arrived(msgspec.Struct, Generic[R], frozen=True):
-    """The head of an answer. Of an error all of it: then `response` has been closed."""
+class OpenedResponse(msgspec.Struct, Generic[R], frozen=True):
+    """A response whose head has arrived. For an error status, `body` is read and `response` is closed."""
 
     status: int
     headers: Mapping[str, str]
@@ -71,15 +75,15 @@ class Arrived(msgspec.Struct, Generic[R], frozen=True):
         return 200 <= self.status < 300
 
 
-class Missed(msgspec.Struct, frozen=True):
-    """No answer came."""
+class FailedAttempt(msgspec.Struct, frozen=True):
+    """A request without a response."""
 
-    trouble: Trouble
-    why: str
+    kind: ConnectionFailure
+    reason: str
     timed_out: bool = False
 
 
-Opening = Generator[Send | Wait, Any, tuple[Call, Arrived[R]]]
+CallPlan = Generator[Send | Wait, Any, tuple[Call, OpenedResponse[R]]]
 
 
 class Talk:
@@ -98,36 +102,36 @@ class Talk:
         self.site = site(url)
         self.model = model
         _check_headers({"api_key": api_key or "", **(extra_headers or {})})
-        self.retries = Retries(retries) if isinstance(retries, int) else retries
+        self._retries = Retries(retries) if isinstance(retries, int) else retries
         self._key = api_key
         self._extra = {name.lower(): value for name, value in (extra_headers or {}).items()}
-        self._ways: dict[str, str] = {} if protocol == "auto" else {"generate": protocol}
+        self._routes: dict[str, str] = {} if protocol == "auto" else {"generate": protocol}
+        """The supported route of each topic."""
 
     @property
     def protocol(self) -> str | None:
-        """The one that the server has, once that is known."""
-        return self._ways.get("generate")
+        """The protocol that the server supports; None until that is known."""
+        return self._routes.get("generate")
 
-    def questions(self, request: GenerationRequest, *, stream: bool, check_calls: bool) -> list[Call]:
-        """The ways to ask for this reply, of the protocols that have words for all of it."""
+    def generation_calls(self, request: GenerationRequest, *, stream: bool, check_calls: bool) -> list[Call]:
+        """Return a call for each candidate protocol that can express the whole request."""
         calls: list[Call] = []
-        unsaid: UnsupportedParameter | None = None
+        unsupported: UnsupportedParameter | None = None
         for name in self.names():
             try:
                 exchange = Exchange(PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
             except UnsupportedParameter as error:
-                unsaid = unsaid or error
+                unsupported = unsupported or error
                 continue
             calls.append(self.question(name, exchange, stream))
-        if not calls and unsaid is not None:
-            raise unsaid
+        if not calls and unsupported is not None:
+            raise unsupported
         return calls
 
     def names(self) -> list[str]:
-        """The protocols to try, in their order."""
-        known = self.protocol
-        if known is not None:
-            return [known]
+        """Return the protocols to try, in order."""
+        if self.protocol is not None:
+            return [self.protocol]
         return sorted(PROTOCOLS, key=lambda name: name != "messages") if self._is_anthropic else list(PROTOCOLS)
 
     @property
@@ -135,77 +139,106 @@ class Talk:
         return self.site.is_at("anthropic.com")
 
     def question(self, name: str, exchange: Exchange, stream: bool) -> Call:
-        told = self.headers(name) | ({"accept": STREAM} if stream else {})
-        body = encoded(adapted(self.site, exchange.body))
-        return Call(name, "POST", self.site.api + exchange.path, told, body, harmless=False, exchange=exchange)
+        """Build the HTTP request of a generation."""
+        headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
+        body = encode_json(_adapt_body(self.site, exchange.body))
+        return Call(name, "POST", self.site.api + exchange.path, headers, body, is_idempotent=False, exchange=exchange)
 
     def headers(self, protocol: str) -> dict[str, str]:
-        return headers(self.site, self._key, protocol) | self._extra
+        return request_headers(self.site, self._key, protocol) | self._extra
 
-    def plain(self, way: str, path: str, body: object = None, *, protocol: str = "chat", at_root: bool = False) -> Call:
-        """A call that is answered by a JSON body."""
+    def json_call(
+        self, route: str, path: str, body: object = None, *, protocol: str = "chat", at_root: bool = False
+    ) -> Call:
+        """Build a call whose response is a JSON body."""
         url = (self.site.root if at_root else self.site.api) + path
-        told = self.headers("messages" if self._is_anthropic else protocol)
+        headers = self.headers("messages" if self._is_anthropic else protocol)
         if body is None:
-            return Call(way, "GET", url, told)
-        return Call(way, "POST", url, told, encoded(body))
+            return Call(route, "GET", url, headers)
+        return Call(route, "POST", url, headers, encode_json(body))
 
-    def opening(self, topic: str, calls: Sequence[Call]) -> Opening[R]:
-        """The first of the calls that the server takes, and its answer."""
-        known = [call for call in calls if call.way == self._ways.get(topic)] or calls
+    def plan(self, topic: str, calls: Sequence[Call]) -> CallPlan[R]:
+        """Try the calls in order. Return the first one that the server supports and its response."""
+        candidates = [call for call in calls if call.route == self._routes.get(topic)] or calls
         missing: DragomanError | None = None
-        for call in known:
+        for call in candidates:
             try:
-                arrived: Arrived[R] = yield from self._tried(call)
-            except (NotFound, MethodNotAllowed, NotSupported) as error:
-                if type(error) not in (NotFound, MethodNotAllowed, NotSupported) or len(known) == 1:
+                opened: OpenedResponse[R] = yield from self._send_with_retries(call)
+            except NO_ROUTE as error:
+                if type(error) not in NO_ROUTE or len(candidates) == 1:
                     raise
                 missing = missing or error
                 continue
-            self._ways[topic] = call.way
-            return call, arrived
+            self._routes[topic] = call.route
+            return call, opened
         assert missing is not None
-        tried = ", ".join(call.url.removeprefix(self.site.root) for call in known)
-        nothing = NotFound(f"{self.site.root} has none of {tried}")
-        nothing.answered = missing.answered
-        raise nothing
+        tried = ", ".join(call.url.removeprefix(self.site.root) for call in candidates)
+        not_found = NotFound(f"{self.site.root} has none of the routes {tried}")
+        not_found.answered = missing.answered
+        raise not_found
 
-    def _tried(self, call: Call) -> Generator[Send | Wait, Any, Arrived[R]]:
+    def _send_with_retries(self, call: Call) -> Generator[Send | Wait, Any, OpenedResponse[R]]:
         attempt = 0
         while True:
             attempt += 1
-            came: Arrived[R] | Missed = yield Send(call)
-            if isinstance(came, Missed):
-                error, trouble = self._missed(came), came.trouble
-                wait = self.retries.wait(trouble, attempt, call.harmless)
-            elif came.is_success:
-                return came
+            result: OpenedResponse[R] | FailedAttempt = yield Send(call)
+            if isinstance(result, FailedAttempt):
+                error = self._connection_error(result)
+                delay = self._retries.delay(result.kind, attempt, call.is_idempotent)
+            elif result.is_success:
+                return result
             else:
-                error = error_classifier.of_response(came.status, came.headers, came.body)
-                is_final = isinstance(error, QuotaExhausted)
-                wait = self.retries.wait(Refused(came.status, came.headers, is_final), attempt, call.harmless)
-            if wait is None:
+                error = error_classifier.error_from_response(result.status, result.headers, result.body)
+                refusal = ErrorResponse(result.status, result.headers, isinstance(error, QuotaExhausted))
+                delay = self._retries.delay(refusal, attempt, call.is_idempotent)
+            if delay is None:
                 raise error
-            yield Wait(wait)
+            yield Wait(delay)
 
-    def _missed(self, missed: Missed) -> DragomanError:
-        if missed.timed_out:
-            return AnswerTimeout(f"no answer from {self.site.root} in time: {missed.why}")
-        if missed.trouble == "unreached":
-            return Unreachable(f"nobody answers at {self.site.root}: {missed.why}")
-        return Unreachable(f"{self.site.root} hung up before it answered: {missed.why}")
+    def _connection_error(self, failed: FailedAttempt) -> DragomanError:
+        if failed.timed_out:
+            return AnswerTimeout(f"timeout waiting for {self.site.root}: {failed.reason}")
+        if failed.kind == "unreached":
+            return Unreachable(f"cannot connect to {self.site.root}: {failed.reason}")
+        return Unreachable(f"{self.site.root} closed the connection before it answered: {failed.reason}")
+
+
+def request_headers(site: Site, key: str | None, protocol: str) -> dict[str, str]:
+    """Return the headers of a request. Anthropic reads the key only from `x-api-key`; other servers may read either."""
+    headers = {
+        "content-type": "application/json",
+        "accept-encoding": ASKED,
+        "user-agent": f"dragoman/{__version__}",
+    }
+    if protocol == "messages":
+        headers["anthropic-version"] = ANTHROPIC_VERSION
+    if key is not None and (protocol == "messages" or site.is_at("anthropic.com")):
+        headers["x-api-key"] = key
+    if key is not None and not site.is_at("anthropic.com"):
+        headers["authorization"] = f"Bearer {key}"
+    if site.login is not None:
+        headers["authorization"] = site.login
+    return headers
+
+
+def _adapt_body(site: Site, body: Mapping[str, object]) -> dict[str, object]:
+    """Rename `max_tokens` for OpenAI's own servers, whose newer models accept only `max_completion_tokens`."""
+    adapted = dict(body)
+    if "max_tokens" in body and "messages" in body and (site.is_at("openai.com") or site.is_at("azure.com")):
+        adapted["max_completion_tokens"] = adapted.pop("max_tokens")
+    return adapted
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()):
-            raise ConfigError(f"{name}: a header takes only printable ASCII")
+            raise ConfigError(f"{name}: a header value must be printable ASCII")
 
 
-def encoded(body: object) -> bytes:
+def encode_json(body: object) -> bytes:
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError as error:
-        raise BadRequest("a text has half a character (a lone surrogate), which cannot be sent") from error
+        raise BadRequest("a text contains a lone surrogate, which cannot be sent as UTF-8") from error
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise BadRequest(f"this cannot be sent as JSON: {error}") from error
+        raise BadRequest(f"the request cannot be encoded as JSON: {error}") from error

@@ -1,4 +1,4 @@
-"""Models, vectors and counts: questions that one JSON body answers."""
+"""Calls that are answered with one JSON body: models, embeddings and token counts."""
 
 import base64
 import binascii
@@ -18,61 +18,67 @@ from dragoman.protocols.client import reply_fields, usage_fields
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.responses import client as responses
 
-PAGE = 1000
+PAGE_SIZE = 1000
+CONTEXT_FIELDS = (
+    "max_model_len",
+    "context_length",
+    "max_context_length",
+    "context_window",
+    "max_input_tokens",
+    "n_ctx_train",
+)
 
 
 class Model(msgspec.Struct, frozen=True):
     name: str
     context: int | None = None
-    """Tokens, where the server tells."""
+    """In tokens, if the server reports it."""
 
 
 class Embeddings(msgspec.Struct, frozen=True):
-    """A vector of numbers for each text, in their order."""
+    """One vector for each text, in the same order."""
 
     vectors: tuple[tuple[float, ...], ...]
     usage: Usage
 
 
 class Made(msgspec.Struct, frozen=True):
-    """The same as engines have it."""
+    """Embeddings in the packed form that engines use."""
 
     vectors: tuple[Embedding, ...]
     usage: Usage
 
-    @property
-    def plain(self) -> Embeddings:
+    def as_floats(self) -> Embeddings:
         return Embeddings(tuple(tuple(vector.values) for vector in self.vectors), self.usage)
 
 
-def texts(given: str | Sequence[str]) -> list[str]:
-    """What shall have vectors."""
-    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
-    if not all(isinstance(text, str) for text in found):
-        raise BadRequest("texts: expected a text, or a list of texts", param="texts")
-    return found
+def check_texts(texts: str | Sequence[str]) -> list[str]:
+    checked = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
+    if not all(isinstance(text, str) for text in checked):
+        raise BadRequest("texts: expected a string or a list of strings", param="texts")
+    return checked
 
 
-class Page(msgspec.Struct, frozen=True):
+class ModelPage(msgspec.Struct, frozen=True):
     models: tuple[Model, ...]
     next: str | None = None
-    """The last name, where there are more."""
+    """The last name of this page, if there are more pages."""
 
 
-def models_call(talk: Talk, after: str | None = None) -> Call:
-    paged = f"?limit={PAGE}" + (f"&after_id={quote(after)}" if after else "")
-    is_anthropic = talk.protocol == "messages"
-    return talk.plain("models", f"/models{paged if is_anthropic or after else ''}", protocol=talk.protocol or "chat")
+def models_call(planner: Talk, after: str | None = None) -> Call:
+    query = f"?limit={PAGE_SIZE}" + (f"&after_id={quote(after)}" if after else "")
+    has_pages = planner.protocol == "messages" or after
+    return planner.json_call("models", f"/models{query if has_pages else ''}", protocol=planner.protocol or "chat")
 
 
-def read_models(body: bytes) -> Page:
+def read_models(body: bytes) -> ModelPage:
     parsed = reply_fields.parse(body)
     entries = parsed.get("data", parsed.get("models")) if isinstance(parsed, dict) else parsed
     if not isinstance(entries, list):
-        raise BadAnswer(f"what the server sent is no list of models: {reply_fields.excerpt(body)!r}")
-    found = tuple(_model(entry) for entry in entries if isinstance(entry, dict) and _name(entry))
-    more = isinstance(parsed, dict) and parsed.get("has_more") is True and bool(found)
-    return Page(found, found[-1].name if more else None)
+        raise BadAnswer(f"the server sent no list of models: {reply_fields.excerpt(body)!r}")
+    models = tuple(_model(entry) for entry in entries if isinstance(entry, dict) and _name(entry))
+    has_more = isinstance(parsed, dict) and parsed.get("has_more") is True and bool(models)
+    return ModelPage(models, models[-1].name if has_more else None)
 
 
 def _name(entry: dict[str, Any]) -> str:
@@ -81,67 +87,56 @@ def _name(entry: dict[str, Any]) -> str:
 
 def _model(entry: dict[str, Any]) -> Model:
     meta = entry.get("meta")
-    places = [entry, meta if isinstance(meta, dict) else {}]
-    names = (
-        "max_model_len",
-        "context_length",
-        "max_context_length",
-        "context_window",
-        "max_input_tokens",
-        "n_ctx_train",
-    )
-    sizes = (place.get(name) for place in places for name in names)
+    objects = [entry, meta if isinstance(meta, dict) else {}]
+    sizes = (fields.get(name) for fields in objects for name in CONTEXT_FIELDS)
     return Model(_name(entry), next((size for size in sizes if isinstance(size, int)), None))
 
 
-def embeddings_call(talk: Talk, texts: Sequence[Input], model: str, dimensions: int | None) -> Call:
-    body: dict[str, Any] = {"input": list(texts), "model": model or talk.model or None, "dimensions": dimensions}
-    return talk.plain("embeddings", "/embeddings", {name: value for name, value in body.items() if value is not None})
+def embeddings_call(planner: Talk, texts: Sequence[Input], model: str, dimensions: int | None) -> Call:
+    fields: dict[str, Any] = {"input": list(texts), "model": model or planner.model or None, "dimensions": dimensions}
+    body = {name: value for name, value in fields.items() if value is not None}
+    return planner.json_call("embeddings", "/embeddings", body)
 
 
 def read_embeddings(body: bytes, count: int) -> Made:
-    """In the order of the texts, whatever the order they came in."""
+    """Return the vectors in the order of the texts, sorted by `index`."""
     parsed = reply_fields.parse_object(body)
     data = parsed.get("data")
     entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
     if len(entries) != count:
-        raise BadAnswer(f"{count} vectors were asked for, and {len(entries)} came: {reply_fields.excerpt(body)!r}")
-    placed = sorted(enumerate(entries), key=lambda pair: _place(pair[1].get("index"), pair[0]))
-    vectors = tuple(_vector(entry.get("embedding")) for _, entry in placed)
+        raise BadAnswer(f"expected {count} embeddings, received {len(entries)}: {reply_fields.excerpt(body)!r}")
+    indexes = [entry.get("index") for entry in entries]
+    order = sorted(range(count), key=lambda at: index if isinstance(index := indexes[at], int) else at)
+    vectors = tuple(_vector(entries[at].get("embedding")) for at in order)
     return Made(vectors, usage_fields.read(parsed.get("usage")) or Usage())
 
 
-def _place(index: object, at: int) -> int:
-    return index if isinstance(index, int) else at
-
-
-def _vector(told: object) -> Embedding:
+def _vector(value: object) -> Embedding:
     try:
-        if isinstance(told, str):
-            return Embedding.of(Embedding(base64.b64decode(told, validate=True)).values)
-        return Embedding.of(msgspec.convert(told, list[float]))
+        if isinstance(value, str):
+            return Embedding.of(Embedding(base64.b64decode(value, validate=True)).values)
+        return Embedding.of(msgspec.convert(value, list[float]))
     except (ValueError, binascii.Error) as error:
-        raise BadAnswer(f"a vector cannot be read: {error}") from error
+        raise BadAnswer(f"invalid embedding: {error}") from error
 
 
-def count_calls(talk: Talk, request: GenerationRequest) -> list[Call]:
-    """Anthropic's way, OpenAI's, and vLLM's, which has no word for tools."""
+def count_calls(planner: Talk, request: GenerationRequest) -> list[Call]:
+    """Return the calls of Anthropic, OpenAI and vLLM that count tokens. vLLM's does not support tools."""
     count = {name: value for name, value in messages.encode(request, False).items() if name != "max_tokens"}
     items = {
         name: value for name, value in responses.encode(request, False).items() if name not in ("store", "include")
     }
-    entries = chat.encode(request, False)
     return [
-        talk.plain("messages", "/messages/count_tokens", count, protocol="messages"),
-        talk.plain("responses", "/responses/input_tokens", items),
-        talk.plain("tokenize", "/tokenize", entries, at_root=True),
+        planner.json_call("messages", "/messages/count_tokens", count, protocol="messages"),
+        planner.json_call("responses", "/responses/input_tokens", items),
+        planner.json_call("tokenize", "/tokenize", chat.encode(request, False), at_root=True),
     ]
 
 
 def read_count(body: bytes) -> int:
     parsed = reply_fields.parse_object(body)
     for name in ("input_tokens", "count", "total_tokens"):
-        if isinstance(parsed.get(name), int):
-            found: int = parsed[name]
-            return found
-    raise BadAnswer(f"what the server sent is no count: {reply_fields.excerpt(body)!r}")
+        count = parsed.get(name)
+        if isinstance(count, int):
+            return count
+    raise BadAnswer(f"the server sent no token count: {reply_fields.excerpt(body)!r}")

@@ -1,4 +1,4 @@
-"""The client for programs that wait."""
+"""The synchronous client."""
 
 import threading
 import time
@@ -10,13 +10,12 @@ from typing import Any, Self, Unpack
 import httpx
 
 from dragoman.client import http_settings, rest_calls
-from dragoman.client.call import MOST_BYTES, MOST_ERROR_BYTES
-from dragoman.client.collector import Gathering
+from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, ReplyCollector
 from dragoman.client.decompression import unpacker
-from dragoman.client.options import Messages, Options, Question, question
-from dragoman.client.planner import Arrived, Call, Missed, Opening, ProtocolName, Talk, Wait
+from dragoman.client.options import ClientRequest, Messages, Options, build_request
+from dragoman.client.planner import Call, CallPlan, FailedAttempt, OpenedResponse, ProtocolName, Talk, Wait
 from dragoman.client.rest_calls import Embeddings, Model
-from dragoman.client.tool_loop import STEPS, Invocation, Outcome, loop
+from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, Outcome, run_steps
 from dragoman.core.errors import BadAnswer, DragomanError, Unreachable
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
@@ -24,20 +23,16 @@ from dragoman.core.request import ToolResult
 from dragoman.core.urls import DEFAULT
 from dragoman.protocols.client.retry import Retries
 
-Heard = Callable[[Event | ToolResult], object]
+EventCallback = Callable[[Event | ToolResult], object]
 
 
 class Stream:
-    """The events of one reply as they come. To close it, or to leave the `with`, ends the generation over there."""
+    """Iterates over the events of one reply. Closing it, or leaving the `with` block, stops the generation."""
 
-    def __init__(self, events: Generator[Sequence[Event], None, None], gathering: Gathering) -> None:
-        self._batches = events
-        self._gathering = gathering
-        self._events = self._flat()
-
-    def _flat(self) -> Iterator[Event]:
-        for batch in self._batches:
-            yield from batch
+    def __init__(self, batches: Generator[Sequence[Event], None, None], collector: ReplyCollector) -> None:
+        self._batches = batches
+        self._collector = collector
+        self._events = (event for batch in batches for event in batch)
 
     def __iter__(self) -> Self:
         return self
@@ -46,8 +41,8 @@ class Stream:
         return next(self._events)
 
     def reply(self) -> Reply:
-        """The whole reply, once all events have come."""
-        return self._gathering.reply()
+        """Return the whole reply. Raises `StreamCutOff` if not all events have been read."""
+        return self._collector.reply()
 
     def close(self) -> None:
         self._batches.close()
@@ -60,8 +55,11 @@ class Stream:
 
 
 class Client:
-    """`timeout` is for how long a server may be silent. `retries` is how often a request is repeated that cannot have
-    run. Threads may share a client; they share its connections, too."""
+    """A client for one server. Threads may share a client and its connections.
+
+    `timeout` limits how long the server may be silent, in seconds. `retries` limits how often a request is repeated;
+    only requests that cannot have run are repeated.
+    """
 
     def __init__(
         self,
@@ -76,53 +74,64 @@ class Client:
         headers: Mapping[str, str] | None = None,
         http: httpx.Client | None = None,
     ) -> None:
-        self._talk = Talk(url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers)
-        self._http = http or httpx.Client(**http_settings.settings(self._talk.site, timeout, connect_timeout))
+        self._planner = Talk(
+            url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
+        )
+        self._http = http or httpx.Client(**http_settings.settings(self._planner.site, timeout, connect_timeout))
 
     @property
     def protocol(self) -> str | None:
-        """The one that is spoken; None as long as nobody knows."""
-        return self._talk.protocol
+        """The protocol in use; None until the server has answered."""
+        return self._planner.protocol
 
     def complete(self, messages: Messages, **options: Unpack[Options]) -> Reply:
-        return self._complete(question(messages, self._talk.model, options))
+        return self._complete(build_request(messages, self._planner.model, options))
 
     def stream(self, messages: Messages, **options: Unpack[Options]) -> Stream:
-        return self._stream(question(messages, self._talk.model, options))
+        return self._stream(build_request(messages, self._planner.model, options))
 
     def run(
-        self, messages: Messages, *, steps: int = STEPS, on_event: Heard | None = None, **options: Unpack[Options]
+        self,
+        messages: Messages,
+        *,
+        steps: int = DEFAULT_STEPS,
+        on_event: EventCallback | None = None,
+        **options: Unpack[Options],
     ) -> Outcome:
-        """Lets the model call the functions among the tools until it has an answer. With `on_event` every reply is
-        streamed, and its events and the results of the calls are told as they come."""
-        turns = loop(question(messages, self._talk.model, options), steps)
-        wanted = next(turns)
+        """Let the model call the functions in `tools` until it answers without a call.
+
+        With `on_event` every reply is streamed; the callback receives its events and the results of the calls.
+        """
+        loop = run_steps(build_request(messages, self._planner.model, options), steps)
+        step = next(loop)
         while True:
-            came: Any = self._turn(wanted, on_event) if isinstance(wanted, Question) else _invoke(wanted, on_event)
+            result: Any = (
+                self._run_turn(step, on_event) if isinstance(step, ClientRequest) else _run_calls(step, on_event)
+            )
             try:
-                wanted = turns.send(came)
+                step = loop.send(result)
             except StopIteration as done:
                 outcome: Outcome = done.value
                 return outcome
 
     def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        given = rest_calls.texts(texts)
-        body = self._json("embeddings", [rest_calls.embeddings_call(self._talk, given, model, dimensions)])
-        return rest_calls.read_embeddings(body, len(given)).plain
+        inputs = rest_calls.check_texts(texts)
+        body = self._read_json("embeddings", [rest_calls.embeddings_call(self._planner, inputs, model, dimensions)])
+        return rest_calls.read_embeddings(body, len(inputs)).as_floats()
 
     def models(self) -> tuple[Model, ...]:
-        found: list[Model] = []
+        models: list[Model] = []
         after: str | None = None
         while True:
-            page = rest_calls.read_models(self._json("models", [rest_calls.models_call(self._talk, after)]))
-            found += page.models
+            page = rest_calls.read_models(self._read_json("models", [rest_calls.models_call(self._planner, after)]))
+            models += page.models
             if page.next is None or page.next == after:
-                return tuple(found)
+                return tuple(models)
             after = page.next
 
     def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
-        request = question(messages, self._talk.model, options).request
-        return rest_calls.read_count(self._json("count", rest_calls.count_calls(self._talk, request)))
+        request = build_request(messages, self._planner.model, options).request
+        return rest_calls.read_count(self._read_json("count", rest_calls.count_calls(self._planner, request)))
 
     def close(self) -> None:
         self._http.close()
@@ -133,137 +142,137 @@ class Client:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _turn(self, asked: Question, on_event: Heard | None) -> Reply:
-        """One reply of a loop, in which malformed arguments are for the model to hear of."""
+    def _run_turn(self, request: ClientRequest, on_event: EventCallback | None) -> Reply:
+        """Get one reply of the tool loop. The loop reports malformed arguments to the model itself."""
         if on_event is None:
-            return self._complete(asked, check_calls=False)
-        with self._stream(asked, check_calls=False) as events:
+            return self._complete(request, check_calls=False)
+        with self._stream(request, check_calls=False) as events:
             for event in events:
                 on_event(event)
             return events.reply()
 
-    def _complete(self, asked: Question, check_calls: bool = True) -> Reply:
-        gathering = Gathering(asked.shape)
-        for _ in self._batches(asked, gathering, False, check_calls):
+    def _complete(self, request: ClientRequest, check_calls: bool = True) -> Reply:
+        collector = ReplyCollector(request.output_type)
+        for _ in self._batches(request, collector, False, check_calls):
             pass
-        return gathering.reply()
+        return collector.reply()
 
-    def _stream(self, asked: Question, check_calls: bool = True) -> Stream:
-        gathering = Gathering(asked.shape)
-        return Stream(self._batches(asked, gathering, True, check_calls), gathering)
+    def _stream(self, request: ClientRequest, check_calls: bool = True) -> Stream:
+        collector = ReplyCollector(request.output_type)
+        return Stream(self._batches(request, collector, True, check_calls), collector)
 
     def _batches(
-        self, asked: Question, gathering: Gathering, stream: bool, check_calls: bool
+        self, request: ClientRequest, collector: ReplyCollector, stream: bool, check_calls: bool
     ) -> Generator[Sequence[Event], None, None]:
-        call, arrived = self._open(
-            "generate", self._talk.questions(asked.request, stream=stream, check_calls=check_calls)
+        call, opened = self._open(
+            "generate", self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
         )
-        exchange, response = call.exchange, arrived.response
+        exchange, response = call.exchange, opened.response
         assert exchange is not None
-        exchange.head(arrived.status, arrived.headers)
+        exchange.head(opened.status, opened.headers)
         try:
-            pieces = _pieces(response)
+            chunks = _iter_chunks(response)
             try:
-                for piece in pieces:
-                    yield gathering.add(exchange.feed(piece))
+                for chunk in chunks:
+                    yield collector.add(exchange.feed(chunk))
                     if exchange.finished:
                         break
-                ended = exchange.end()
+                last = exchange.end()
             except httpx.HTTPError as error:
-                ended = http_settings.broken(exchange, error)
-            for events in ended:
-                yield gathering.add(events)
-            _linger(response, pieces)
+                last = http_settings.end_interrupted(exchange, error)
+            for events in last:
+                yield collector.add(events)
+            _drain(response, chunks)
         except DragomanError as error:
-            gathering.note(error)
+            collector.attach_to(error)
             raise
         finally:
             response.close()
 
-    def _open(self, topic: str, calls: Sequence[Call]) -> tuple[Call, Arrived[httpx.Response]]:
-        """The answer to the first call that the server takes, when its head has come."""
-        steps: Opening[httpx.Response] = self._talk.opening(topic, calls)
-        step = next(steps)
+    def _open(self, topic: str, calls: Sequence[Call]) -> tuple[Call, OpenedResponse[httpx.Response]]:
+        """Return the first call that the server supports and its response, after the headers have arrived."""
+        plan: CallPlan[httpx.Response] = self._planner.plan(topic, calls)
+        step = next(plan)
         while True:
-            came: object = None
+            result: object = None
             if isinstance(step, Wait):
                 time.sleep(step.seconds)
             else:
-                came = self._send(step.call)
+                result = self._send(step.call)
             try:
-                step = steps.send(came)
+                step = plan.send(result)
             except StopIteration as done:
-                opened: tuple[Call, Arrived[httpx.Response]] = done.value
+                opened: tuple[Call, OpenedResponse[httpx.Response]] = done.value
                 return opened
 
-    def _send(self, call: Call) -> Arrived[httpx.Response] | Missed:
+    def _send(self, call: Call) -> OpenedResponse[httpx.Response] | FailedAttempt:
         if self._http.is_closed:
             raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
             response = self._http.send(request, stream=True)
         except httpx.HTTPError as error:
-            return http_settings.missed(error)
-        headers = http_settings.lower(response.headers)
+            return http_settings.failed_attempt(error)
+        headers = http_settings.lower_names(response.headers)
         if response.is_success:
-            return Arrived(response.status_code, headers, response)
+            return OpenedResponse(response.status_code, headers, response)
         with closing(response):
-            body, _ = _read(response, MOST_ERROR_BYTES)
-            return Arrived(response.status_code, headers, response, body)
+            body, _ = _read_body(response, MAX_ERROR_BYTES)
+            return OpenedResponse(response.status_code, headers, response, body)
 
-    def _json(self, topic: str, calls: Sequence[Call]) -> bytes:
-        _, arrived = self._open(topic, calls)
-        with closing(arrived.response) as response:
-            body, why = _read(response, MOST_BYTES)
-        if why:
-            raise BadAnswer(f"the answer broke off: {why}")
+    def _read_json(self, topic: str, calls: Sequence[Call]) -> bytes:
+        _, opened = self._open(topic, calls)
+        with closing(opened.response) as response:
+            body, problem = _read_body(response, MAX_BODY_BYTES)
+        if problem:
+            raise BadAnswer(f"the response is incomplete: {problem}")
         return body
 
 
-def _pieces(response: httpx.Response) -> Iterator[bytes]:
+def _iter_chunks(response: httpx.Response) -> Iterator[bytes]:
     unpack = unpacker(response.headers)
     raw = response.iter_raw()
-    return raw if unpack is None else (piece for data in raw for piece in unpack(data))
+    return raw if unpack is None else (chunk for data in raw for chunk in unpack(data))
 
 
-def _read(response: httpx.Response, most: int) -> tuple[bytes, str]:
-    """As much of a body as came and is of use, and why it is not all of it."""
+def _read_body(response: httpx.Response, limit: int) -> tuple[bytes, str]:
+    """Return the body, and why it is incomplete, or an empty string."""
     body = bytearray()
     try:
-        for piece in _pieces(response):
-            body += piece
-            if len(body) > most:
-                return bytes(body), f"it has more than {most} bytes"
+        for chunk in _iter_chunks(response):
+            body += chunk
+            if len(body) > limit:
+                return bytes(body), f"it is larger than {limit} bytes"
     except httpx.HTTPError as error:
-        return bytes(body), http_settings.words(error)
+        return bytes(body), http_settings.describe(error)
     return bytes(body), ""
 
 
-def _linger(response: httpx.Response, pieces: Iterator[bytes]) -> None:
-    """Reads what follows a complete reply, so that the connection can be used again, but waits for nobody."""
+def _drain(response: httpx.Response, chunks: Iterator[bytes]) -> None:
+    """Read the rest of a complete reply, so that the connection can be reused. Close it after DRAIN_SECONDS."""
     if response.is_stream_consumed and response.is_closed:
         return
-    timer = threading.Timer(http_settings.LINGER_SECONDS, _hang_up, [response])
+    timer = threading.Timer(http_settings.DRAIN_SECONDS, _shut_down, [response])
     timer.daemon = True
     timer.start()
     try:
-        for _ in pieces:
+        for _ in chunks:
             pass
     except httpx.HTTPError:
-        pass  # all that matters has been read
+        pass  # the reply is complete
     finally:
         timer.cancel()
 
 
-def _hang_up(response: httpx.Response) -> None:
+def _shut_down(response: httpx.Response) -> None:
     socket = response.extensions["network_stream"].get_extra_info("socket")
     try:
         socket.shutdown(2)
     except OSError:
-        pass  # somebody was faster
+        pass  # already closed
 
 
-def _invoke(calls: Sequence[Invocation], on_event: Heard | None) -> list[ToolResult]:
+def _run_calls(calls: Sequence[Invocation], on_event: EventCallback | None) -> list[ToolResult]:
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(calls)))) as pool:
         results = list(pool.map(Invocation.run, calls))
     for result in results:

@@ -1,21 +1,20 @@
-"""Decodes server-sent events from bytes to frames, without I/O.
+"""Decodes server-sent events from bytes, without I/O.
 
     stream := BOM? (line end)*            end := CR LF | LF | CR
     line   := ":" comment | field (":" " "? value)? | empty line, which ends a frame
 
 Rules
 1. The frames do not depend on how the bytes are split, even within a character or between CR and LF.
-2. A frame without data is skipped. Several `data` lines are joined with line feeds.
-3. `end` returns a last frame that lacks its empty line.
-4. A line `error: …`, which older llama.cpp servers send, is a frame of its own with the event `error`.
+2. Frames without data are dropped. Several `data` lines are joined with line feeds.
+3. `end` returns the last frame if the empty line after it is missing.
+4. A line `error: …`, which older llama.cpp servers send, is a frame with the event `error`.
 """
 
 import msgspec
 
-MOST_BYTES = 32 * 1024 * 1024
-"""Maximum size of one frame."""
-MOST_NOTHING = 1024 * 1024
-"""Maximum size of comments, empty lines and unknown fields before a frame."""
+MAX_FRAME_BYTES = 32 * 1024 * 1024
+MAX_EMPTY_BYTES = 1024 * 1024
+"""Limit for comments, empty lines and unknown fields between two frames."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -31,23 +30,23 @@ class FrameTooLong(ValueError):
 class Decoder:
     def __init__(self) -> None:
         self._start = b""
-        """The first bytes, while they may still become a byte order mark."""
+        """The first bytes of the stream, while they may be part of a byte order mark."""
         self._is_at_start = True
-        self._pieces: list[bytes] = []
-        """Parts of an incomplete line."""
+        self._partial: list[bytes] = []
+        """Chunks of an incomplete line."""
         self._after_cr = False
         self._data: list[str] = []
         self._event = ""
         self._size = 0
-        self._skipped = 0
+        self._empty_bytes = 0
 
     def feed(self, data: bytes) -> list[Frame]:
         if self._is_at_start:
-            data = self._remove_bom(data)
+            data = self._strip_bom(data)
         if not data:
             return []
         if self._is_whole_frame(data):
-            self._skipped = 0
+            self._empty_bytes = 0
             return [Frame(data[6:-2].decode("utf-8", "replace"))]
         if self._after_cr and data[0] == 10:
             data = data[1:]
@@ -58,33 +57,33 @@ class Decoder:
         return frames
 
     @property
-    def is_between(self) -> bool:
+    def is_between_frames(self) -> bool:
         """Whether the next byte starts a frame."""
-        return not (self._pieces or self._data or self._event or self._after_cr or self._is_at_start)
+        return not (self._partial or self._data or self._event or self._after_cr or self._is_at_start)
 
     def end(self) -> list[Frame]:
-        """Return the last frame if nothing terminated it."""
+        """Return the last frame if it was not terminated."""
         frames: list[Frame] = []
         if self._is_at_start and self._start:
             self._is_at_start = False
-            self._pieces.append(self._start)
-        if self._pieces:
-            self._parse_line(b"".join(self._pieces), frames)
-            self._pieces.clear()
+            self._partial.append(self._start)
+        if self._partial:
+            self._read_line(b"".join(self._partial), frames)
+            self._partial.clear()
         self._dispatch(frames)
         return frames
 
     def _is_whole_frame(self, data: bytes) -> bool:
-        """Whether the data is exactly one frame with one line, which is the common case."""
+        """Whether the chunk is exactly one frame of one line, the most common case."""
         return (
-            self.is_between
+            self.is_between_frames
             and data.startswith(b"data: ")
             and data.find(b"\n") == len(data) - 2
             and data.endswith(b"\n\n")
             and b"\r" not in data
         )
 
-    def _remove_bom(self, data: bytes) -> bytes:
+    def _strip_bom(self, data: bytes) -> bytes:
         self._start += data
         if len(self._start) < len(BOM) and BOM.startswith(self._start):
             return b""
@@ -95,26 +94,26 @@ class Decoder:
         last = line[-1]
         if last != 10 and last != 13:
             self._grow(len(line))
-            self._pieces.append(line)
+            self._partial.append(line)
             return
-        # A CR ends the line immediately; an LF that follows is skipped when it arrives.
+        # A CR ends the line immediately; a following LF is skipped in `feed`.
         self._after_cr = last == 13
-        if self._pieces:
-            self._pieces.append(line)
-            line = b"".join(self._pieces)
-            self._pieces.clear()
-        self._parse_line(line.rstrip(b"\r\n"), frames)
+        if self._partial:
+            self._partial.append(line)
+            line = b"".join(self._partial)
+            self._partial.clear()
+        self._read_line(line.rstrip(b"\r\n"), frames)
 
-    def _parse_line(self, line: bytes, frames: list[Frame]) -> None:
+    def _read_line(self, line: bytes, frames: list[Frame]) -> None:
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":
             self._grow(len(value))
             self._data.append(value.decode("utf-8", "replace"))
             return
-        self._skipped += len(line) + 1
-        if self._skipped > MOST_NOTHING:
-            raise FrameTooLong(f"more than {MOST_NOTHING} bytes without a frame")
+        self._empty_bytes += len(line) + 1
+        if self._empty_bytes > MAX_EMPTY_BYTES:
+            raise FrameTooLong(f"more than {MAX_EMPTY_BYTES} bytes between two frames")
         if not line:
             self._dispatch(frames)
         elif name == b"event":
@@ -127,11 +126,11 @@ class Decoder:
         if self._data:
             frames.append(Frame("\n".join(self._data), self._event))
             self._data.clear()
-            self._skipped = 0
+            self._empty_bytes = 0
         self._event = ""
         self._size = 0
 
     def _grow(self, size: int) -> None:
         self._size += size
-        if self._size > MOST_BYTES:
-            raise FrameTooLong(f"frame is larger than {MOST_BYTES} bytes")
+        if self._size > MAX_FRAME_BYTES:
+            raise FrameTooLong(f"a frame is larger than {MAX_FRAME_BYTES} bytes")

@@ -1,1 +1,1 @@
-"""What the client sides of the protocols share: request fields, reply fields, errors and retries."""
+"""Shared code of the client sides of the protocols: request fields, reply fields, errors and retries."""

@@ -1,10 +1,10 @@
-"""What went wrong, from the words that servers have for it.
+"""Converts the error responses of many servers to `DragomanError`s.
 
     error := {error: {message, code?, type?, param?} | text} | {type: "error", error: {…}}     OpenAI, Ollama, Anthropic
            | {object: "error", message, code, type} | {message} | {detail} | {errors: […]} | text         vLLM, proxies
 
-The first row of WORDS that fits an error's code, type or message says what it is; otherwise its status does. `answered`
-keeps all that the server said.
+The first of ERROR_RULES that matches the code, type or message of an error decides its class; otherwise the status
+does. `answered` keeps the original response.
 """
 
 import re
@@ -46,31 +46,32 @@ from dragoman.core.errors import (
 from dragoman.protocols.client.reply_fields import excerpt
 from dragoman.protocols.client.retry import retry_after
 
-MOST_BODY = 64 * 1024
-"""Of an error's body, how much is kept."""
+MAX_KEPT_BODY = 64 * 1024
+"""How many characters of an error body `answered` keeps."""
 
 
-class Wording(msgspec.Struct, frozen=True):
+class ErrorRule(msgspec.Struct, frozen=True):
     kind: type[DragomanError]
     names: frozenset[str] = frozenset()
-    """Codes and types that mean it,"""
-    words: tuple[re.Pattern[str], ...] = ()
-    """and what is found in the messages of those who have no name for it."""
+    """Values of `code` and `type`."""
+    patterns: tuple[re.Pattern[str], ...] = ()
+    """Patterns in the messages of servers without such codes."""
 
 
-def _row(kind: type[DragomanError], names: str = "", *words: str) -> Wording:
-    return Wording(kind, frozenset(names.split()), tuple(re.compile(word, re.IGNORECASE) for word in words))
+def _rule(kind: type[DragomanError], names: str = "", *patterns: str) -> ErrorRule:
+    compiled = tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns)
+    return ErrorRule(kind, frozenset(names.split()), compiled)
 
 
-WORDS = (
-    _row(
+ERROR_RULES = (
+    _rule(
         QuotaExhausted,
         "insufficient_quota billing_error billing_not_active insufficient_balance",
         r"exceeded your current quota",  # OpenAI
         r"credit balance is too low",  # Anthropic
         r"insufficient (balance|credits)",  # DeepSeek, OpenRouter
     ),
-    _row(
+    _rule(
         ContextTooLong,
         "context_length_exceeded exceed_context_size_error model_context_window_exceeded context_window_exceeded "
         "ContextWindowExceededError prompt_too_long",
@@ -92,7 +93,7 @@ WORDS = (
         r"too large for model with \d+ maximum context",  # Mistral
         r"exceeded model token limit",  # Kimi
     ),
-    _row(
+    _rule(
         ModelNotFound,
         "model_not_found model_not_exist",
         r"\bmodels? [`'\"][^`'\"]*[`'\"] (does not exist|not found|is not found|is not served|not loaded)",
@@ -102,37 +103,37 @@ WORDS = (
         r"^model: ",  # Anthropic, with the name alone
         r"is not a valid model( id)?|invalid model name|no such model|unknown model",  # OpenRouter, LiteLLM
     ),
-    _row(PreviousResponseNotFound, "previous_response_not_found"),
-    _row(
+    _rule(PreviousResponseNotFound, "previous_response_not_found"),
+    _rule(
         ModelLoading,
         "model_loading",
         r"^loading model",  # llama.cpp
         r"model is (currently )?loading|still loading",
     ),
-    _row(
+    _rule(
         QueueFull,
         "overloaded_error overloaded engine_overloaded",
         r"maximum pending requests exceeded",  # Ollama
         r"\boverloaded\b|server is busy|server busy|at capacity|queue is full",
     ),
-    _row(TokensLimited, "tokens"),  # OpenAI and Dragoman, as the type beside `rate_limit_exceeded`
-    _row(RateLimited, "rate_limit_exceeded rate_limit_error rate_limited too_many_requests requests", r"rate limit"),
-    _row(
+    _rule(TokensLimited, "tokens"),  # OpenAI and Dragoman, as the type beside `rate_limit_exceeded`
+    _rule(RateLimited, "rate_limit_exceeded rate_limit_error rate_limited too_many_requests requests", r"rate limit"),
+    _rule(
         Unauthorized,
         "invalid_api_key authentication_error invalid_authentication",
         r"(incorrect|invalid|missing|no) api[ -]?key|invalid x-api-key",
     ),
-    _row(PermissionDenied, "permission_error permission_denied insufficient_permissions"),
-    _row(InvalidSchema, "invalid_schema invalid_json_schema invalid_function_parameters"),
-    _row(
+    _rule(PermissionDenied, "permission_error permission_denied insufficient_permissions"),
+    _rule(InvalidSchema, "invalid_schema invalid_json_schema invalid_function_parameters"),
+    _rule(
         UnsupportedParameter,
         "unsupported_parameter unknown_parameter unsupported_value",
         r"extra inputs are not permitted|extra_forbidden|unrecognized request argument",
     ),
-    _row(TooLarge, "request_too_large"),
-    _row(LoopDetected, "loop_detected", r"\bleads back to (the model )?itself\b"),
-    _row(DeadlineExceeded, "deadline_exceeded"),
-    _row(AnswerTimeout, "timeout_error timeout"),
+    _rule(TooLarge, "request_too_large"),
+    _rule(LoopDetected, "loop_detected", r"\bleads back to (the model )?itself\b"),
+    _rule(DeadlineExceeded, "deadline_exceeded"),
+    _rule(AnswerTimeout, "timeout_error timeout"),
 )
 BY_STATUS: dict[int, type[DragomanError]] = {
     401: Unauthorized,
@@ -149,10 +150,9 @@ BY_STATUS: dict[int, type[DragomanError]] = {
     504: AnswerTimeout,
     529: QueueFull,
 }
-OF_THE_REQUEST = (ContextTooLong, ModelNotFound, QuotaExhausted, ModelLoading, QueueFull)
-"""What messages are looked through for, whatever the status: Ollama says 500 for nearly everything, Groq 429 for what
-is too long."""
-TOKENS = (
+IN_ANY_STATUS = (ContextTooLong, ModelNotFound, QuotaExhausted, ModelLoading, QueueFull)
+"""Recognised by message whatever the status: Ollama answers most errors with 500, Groq a long prompt with 429."""
+TOKEN_PATTERNS = (
     r"(\d+) tokens? > \d+ maximum",
     r"exceed context limit: (\d+) \+",
     r"request \((\d+) tokens\)",
@@ -168,7 +168,7 @@ TOKENS = (
     r"keep the first (\d+) tokens",
     r"prompt_tokens \((\d+)\)",
 )
-LIMITS = (
+LIMIT_PATTERNS = (
     r"tokens? > (\d+) maximum",
     r"exceed context limit: \d+ \+ \d+ > (\d+)",
     r"context size \((\d+) tokens\)",
@@ -183,42 +183,43 @@ LIMITS = (
 )
 
 
-class Told(msgspec.Struct, frozen=True):
-    """An error as it was sent, whatever its shape."""
+class ErrorFields(msgspec.Struct, frozen=True):
+    """The fields of an error, in whatever format it was sent."""
 
     message: str = ""
     code: str | None = None
     type: str | None = None
     param: str | None = None
     status: int | None = None
-    """Where the error itself has one."""
+    """The status in the body, if any."""
     request_id: str | None = None
     tokens: int | None = None
     limit: int | None = None
 
 
-def of_response(status: int, headers: Mapping[str, str], body: bytes) -> DragomanError:
-    """The error that an answer with this status is. Names of headers are in lower case."""
-    text = body[:MOST_BODY].decode("utf-8", "replace")
+def error_from_response(status: int, headers: Mapping[str, str], body: bytes) -> DragomanError:
+    """Classify an error response. Header names are in lower case."""
+    text = body[:MAX_KEPT_BODY].decode("utf-8", "replace")
     try:
-        told = tell(msgspec.json.decode(body))
+        fields = parse_error(msgspec.json.decode(body))
     except DECODE_ERRORS:
-        told = Told("" if text.lstrip().startswith("<") else excerpt(text.strip()))
-    request_id = headers.get("x-request-id") or headers.get("request-id") or told.request_id
-    answered = Answered(status, text, told.code, told.type, request_id)
+        fields = ErrorFields("" if text.lstrip().startswith("<") else excerpt(text.strip()))
+    request_id = headers.get("x-request-id") or headers.get("request-id") or fields.request_id
+    answered = Answered(status, text, fields.code, fields.type, request_id)
     if 300 <= status < 400:
-        where = headers.get("location", "nowhere")
-        return _with(BadAnswer(f"the server sends us elsewhere ({status}, to {where[:200]})"), answered)
-    return _with(_error(told, status, retry_after(headers)), answered)
+        location = headers.get("location", "no location")
+        message = f"the server redirects ({status}) to {location[:200]}; redirects are not followed"
+        return _attach(BadAnswer(message), answered)
+    return _attach(_error(fields, status, retry_after(headers)), answered)
 
 
 def of_frame(body: object, event: str, text: str, request_id: str | None = None) -> DragomanError | None:
-    """The error that a frame of a stream is; None for any other frame."""
+    """Classify an error frame of a stream; None for any other frame."""
     if not _is_error(body, event):
         return None
-    told = tell(body)
-    answered = Answered(200, text[:MOST_BODY], told.code, told.type, told.request_id or request_id)
-    return _with(_error(told, told.status or 500, None), answered)
+    fields = parse_error(body)
+    answered = Answered(200, text[:MAX_KEPT_BODY], fields.code, fields.type, fields.request_id or request_id)
+    return _attach(_error(fields, fields.status or 500, None), answered)
 
 
 def _is_error(body: object, event: str) -> bool:
@@ -229,23 +230,23 @@ def _is_error(body: object, event: str) -> bool:
     return bool(body.get("error")) or "error" in (body.get("type"), body.get("object"))
 
 
-def tell(body: object) -> Told:
+def parse_error(body: object) -> ErrorFields:
     if isinstance(body, list) and body:
         body = body[0]
     if not isinstance(body, dict):
-        return Told(body if isinstance(body, str) else "")
+        return ErrorFields(body if isinstance(body, str) else "")
     several = body.get("errors")
     inner = body.get("error") or (several[0] if isinstance(several, list) and several else None) or body
     if not isinstance(inner, dict):
-        return Told(str(inner), request_id=_word(body.get("request_id")))
+        return ErrorFields(str(inner), request_id=_string(body.get("request_id")))
     code = inner.get("code")
-    return Told(
+    return ErrorFields(
         message=_message(inner) or _message(body),
-        code=_word(code) or _detail(inner),
-        type=_word(inner.get("type")),
-        param=_word(inner.get("param")),
+        code=_string(code) or _detail_code(inner),
+        type=_string(inner.get("type")),
+        param=_string(inner.get("param")),
         status=code if isinstance(code, int) and 400 <= code < 600 else None,
-        request_id=_word(body.get("request_id")),
+        request_id=_string(body.get("request_id")),
         tokens=_number(inner.get("n_prompt_tokens")),
         limit=_number(inner.get("n_ctx")),
     )
@@ -261,12 +262,12 @@ def _message(body: Mapping[str, Any]) -> str:
     return ""
 
 
-def _detail(inner: Mapping[str, Any]) -> str | None:
+def _detail_code(inner: Mapping[str, Any]) -> str | None:
     details = inner.get("details")
-    return _word(details.get("error_code")) if isinstance(details, dict) else None
+    return _string(details.get("error_code")) if isinstance(details, dict) else None
 
 
-def _word(value: object) -> str | None:
+def _string(value: object) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return str(value)
@@ -276,41 +277,46 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _error(told: Told, status: int, wait: float | None) -> DragomanError:
-    kind = _kind(told, status)
-    words = told.message[:2000].strip() or f"the server answered {status} without a word"
+def _error(fields: ErrorFields, status: int, delay: float | None) -> DragomanError:
+    kind = _kind(fields, status)
+    message = fields.message[:2000].strip() or f"the server answered {status} without a message"
     if kind is ContextTooLong:
-        tokens = told.tokens or _found(TOKENS, told.message)
-        return ContextTooLong(words, param=told.param, tokens=tokens, limit=told.limit or _found(LIMITS, told.message))
+        tokens = fields.tokens or _find_number(TOKEN_PATTERNS, fields.message)
+        return ContextTooLong(
+            message,
+            param=fields.param,
+            tokens=tokens,
+            limit=fields.limit or _find_number(LIMIT_PATTERNS, fields.message),
+        )
     if issubclass(kind, Unavailable):
-        return kind(words, param=told.param, retry_after=1 if wait is None else wait)
-    return kind(words, param=told.param, retry_after=wait)
+        return kind(message, param=fields.param, retry_after=1 if delay is None else delay)
+    return kind(message, param=fields.param, retry_after=delay)
 
 
-def _kind(told: Told, status: int) -> type[DragomanError]:
-    names = {name for name in (told.code, told.type) if name}
-    for row in WORDS:
-        if names & row.names:
-            return row.kind
-    for row in WORDS:
-        fits_status = row.kind in OF_THE_REQUEST or status in (200, 400, 422, 500, row.kind.status)
-        if fits_status and any(word.search(told.message) for word in row.words):
-            return row.kind
+def _kind(fields: ErrorFields, status: int) -> type[DragomanError]:
+    names = {name for name in (fields.code, fields.type) if name}
+    for rule in ERROR_RULES:
+        if names & rule.names:
+            return rule.kind
+    for rule in ERROR_RULES:
+        fits_status = rule.kind in IN_ANY_STATUS or status in (200, 400, 422, 500, rule.kind.status)
+        if fits_status and any(pattern.search(fields.message) for pattern in rule.patterns):
+            return rule.kind
     if status in BY_STATUS:
         return BY_STATUS[status]
     return BadRequest if 400 <= status < 500 else ServerFailed
 
 
-def _found(patterns: tuple[str, ...], message: str) -> int | None:
+def _find_number(patterns: tuple[str, ...], message: str) -> int | None:
     plain = message.replace(",", "")
     for pattern in patterns:
         match = re.search(pattern, plain, re.IGNORECASE)
         if match:
-            # More digits are no count, and too many cannot be read at all.
+            # Longer numbers are not token counts, and int() rejects very long ones.
             return int(match[1][:18])
     return None
 
 
-def _with(error: DragomanError, answered: Answered) -> DragomanError:
+def _attach(error: DragomanError, answered: Answered) -> DragomanError:
     error.answered = answered
     return error

@@ -1,13 +1,13 @@
-"""Whether to ask again, and when.
+"""Decides whether and when to retry a request.
 
 Rules
-1. Nobody asks again once the first byte of an answer's body has been read.
-2. A request may be repeated when it cannot have run: nobody took the connection, the server sent it back (429, 529), or
-   it said when to come again (503 with Retry-After). Where a second run does no harm (`harmless`: lists, counts,
-   vectors), also after a lost connection, a time-out and what may be over soon (PASSING).
-3. `x-should-retry`, where a server sends it, wins over that; what is used up (a quota) is never worth another try.
-4. The server's `retry-after-ms` and `Retry-After`, in seconds or as a date, are obeyed; who wants us to wait longer
-   than `MOST_SECONDS` is not asked again. Without them the wait doubles, give or take a quarter.
+1. A request is not retried after the first byte of a response body has been read.
+2. A request is retried if it cannot have run: the connection failed, the server rejected it (429, 529), or the server
+   sent 503 with Retry-After. An idempotent request (models, counts, embeddings) is also retried after a lost
+   connection, a timeout and the TRANSIENT statuses.
+3. The header `x-should-retry` overrides rule 2. An exhausted quota is never retried.
+4. `retry-after-ms` and `Retry-After`, in seconds or as a date, set the delay; above MAX_RETRY_AFTER there is no retry.
+   Without them the delay doubles with each attempt, with a jitter of 25 %.
 """
 
 import email.utils
@@ -20,58 +20,58 @@ from typing import Literal
 
 import msgspec
 
-FIRST_SECONDS = 0.5
-LONGEST_SECONDS = 8.0
-MOST_SECONDS = 60.0
-NOT_RUN = frozenset({429, 529})
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+FIRST_DELAY = 0.5
+MAX_DELAY = 8.0
+MAX_RETRY_AFTER = 60.0
+REJECTED = frozenset({429, 529})
+TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
-Trouble = Literal["unreached", "lost"]
-"""The connection was not made; or it was, and no answer came."""
+ConnectionFailure = Literal["unreached", "lost"]
+"""unreached: no connection was made; lost: it ended before a response arrived."""
 
 
-class Refused(msgspec.Struct, frozen=True):
-    """An answer that is an error. Names of headers are in lower case."""
+class ErrorResponse(msgspec.Struct, frozen=True):
+    """A response with an error status. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str] = {}
     is_final: bool = False
-    """Whether waiting cannot help."""
+    """Whether a retry cannot succeed."""
 
 
 class Retries(msgspec.Struct, frozen=True):
-    """`most` is how often a request is repeated."""
+    """A retry policy. `most` is the maximum number of retries; `chance` returns random numbers between 0 and 1."""
 
     most: int = 2
-    first_seconds: float = FIRST_SECONDS
+    first_seconds: float = FIRST_DELAY
     chance: Callable[[], float] = random.random
 
-    def wait(self, trouble: Trouble | Refused, attempt: int, harmless: bool) -> float | None:
-        """Seconds until the next attempt; None: there is none. `attempt` counts those made, from 1."""
-        if attempt > self.most or not _may_repeat(trouble, harmless):
+    def delay(self, failure: ConnectionFailure | ErrorResponse, attempt: int, is_idempotent: bool) -> float | None:
+        """Return the seconds until the next attempt, or None for no retry. `attempt` counts from 1."""
+        if attempt > self.most or not _may_retry(failure, is_idempotent):
             return None
-        told = retry_after(trouble.headers) if isinstance(trouble, Refused) else None
-        if told is not None:
-            return told if told <= MOST_SECONDS else None
+        requested = retry_after(failure.headers) if isinstance(failure, ErrorResponse) else None
+        if requested is not None:
+            return requested if requested <= MAX_RETRY_AFTER else None
         doubled: float = self.first_seconds * 2 ** (attempt - 1)
-        return min(doubled, LONGEST_SECONDS) * (0.75 + 0.5 * self.chance())
+        return min(doubled, MAX_DELAY) * (0.75 + 0.5 * self.chance())
 
 
-def _may_repeat(trouble: Trouble | Refused, harmless: bool) -> bool:
-    if not isinstance(trouble, Refused):
-        return trouble == "unreached" or harmless
-    if trouble.is_final:
+def _may_retry(failure: ConnectionFailure | ErrorResponse, is_idempotent: bool) -> bool:
+    if not isinstance(failure, ErrorResponse):
+        return failure == "unreached" or is_idempotent
+    if failure.is_final:
         return False
-    told = trouble.headers.get("x-should-retry")
-    if told in ("true", "false"):
-        return told == "true"
-    if harmless:
-        return trouble.status in PASSING
-    return trouble.status in NOT_RUN or (trouble.status == 503 and retry_after(trouble.headers) is not None)
+    should_retry = failure.headers.get("x-should-retry")
+    if should_retry in ("true", "false"):
+        return should_retry == "true"
+    if is_idempotent:
+        return failure.status in TRANSIENT
+    return failure.status in REJECTED or (failure.status == 503 and retry_after(failure.headers) is not None)
 
 
 def retry_after(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float | None:
-    """Seconds that the server wants us to wait."""
+    """Return the delay that the server requests, in seconds."""
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         seconds = _number(headers.get(name))
         if seconds is not None:

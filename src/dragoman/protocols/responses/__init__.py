@@ -1,15 +1,14 @@
-"""OpenAI responses.
+"""The OpenAI Responses protocol.
 
-    decode   what a request says, in two steps; `fields` has the body, `items` the conversation with its `parts`,
-             `tools` what may be called
-    encode   the response object and the whole reply; `drafts` are its items, `calls` those of calls, `stream` is the
-             response as it is made
-    kept     items for and from a store
-    peel     the text inside the arguments of a free-text tool
-    sealed   `encrypted_content`
+    decode            requests, in two steps: `fields` has the body, `items` and `parts` the conversation, `tools` the
+                      tools
+    encode, stream    the response object, as a whole and as events; `item_drafts` and `calls` build its items
+    stored_items      items as they are stored
+    custom_tool_text  the text in the arguments of a custom tool
+    client            the client side
 
-What a request refers to has to be looked up, and what a response repeats of its request is not among the values: so
-that a question has its own `Telling`, where other protocols tell every reply the same way.
+A response repeats fields of its request that are not part of a `GenerationRequest`. Therefore each request has its own
+`Telling`.
 """
 
 from collections.abc import Callable
@@ -31,26 +30,25 @@ from dragoman.protocols.responses.stream import ResponseEncoder as ResponseEncod
 
 
 class Telling:
-    """How the answer to one question is told; afterwards `response` is what was told in the end."""
+    """Encodes the reply to one request. Afterwards `response` is the final response object."""
 
-    def __init__(self, shown: Shown, clock: Callable[[], float]) -> None:
+    def __init__(self, context: Shown, clock: Callable[[], float]) -> None:
         self.response: dict[str, Any] | None = None
-        self._shown = shown
+        self._context = context
         self._clock = clock
         self._created = int(clock())
 
     def encoder(self, request: GenerationRequest, created: int, /) -> ResponseEncoder:
-        return ResponseEncoder(self._drawing(request), self._clock, self._end)
+        return ResponseEncoder(self._builder(request), self._clock, self._set_response)
 
     def encode_reply(self, request: GenerationRequest, created: int, reply: Reply, /) -> dict[str, Any]:
-        response = encode.encode_reply(self._drawing(request), int(self._clock()), reply)
-        self._end(response)
-        return response
+        self.response = encode.encode_reply(self._builder(request), int(self._clock()), reply)
+        return self.response
 
-    def _drawing(self, request: GenerationRequest) -> encode.Drawing:
-        return encode.Drawing(self._shown, request, self._created)
+    def _builder(self, request: GenerationRequest) -> encode.ResponseBuilder:
+        return encode.ResponseBuilder(self._context, request, self._created)
 
-    def _end(self, response: dict[str, Any]) -> None:
+    def _set_response(self, response: dict[str, Any]) -> None:
         self.response = response
 
 

@@ -1,14 +1,14 @@
-"""Tools that have items of their own for a call and its result. To the model every tool is a function.
+"""Encodes tool calls. The model sees every tool as a function; the client sees calls of the tool's own type.
 
-    tool         what the model sees                          the call on the wire
-    function     itself                                       function_call
-    custom       a function of one text, `input`              custom_tool_call: the text
+    tool         parameters of the function                   item of the call
+    function     its own                                      function_call
+    custom       one string, `input`                          custom_tool_call: the string
     local_shell  command, working_directory, timeout_ms       local_shell_call: an action
     shell        commands, timeout_ms, max_output_length      shell_call: an action
     apply_patch  type, path, diff                             apply_patch_call: an operation
-    tool_search  the parameters it comes with                 tool_search_call: arguments as an object
+    tool_search  its own                                      tool_search_call: arguments as an object
 
-A call whose arguments do not fit its item is told as a function_call: nothing that the model wrote is lost.
+A call whose arguments do not fit its item is encoded as a function_call, so that the model's output is not lost.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ from dragoman.protocols.responses import custom_tool_text
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
 
 
-class Called(msgspec.Struct, frozen=True):
-    """A tool as the caller knows it."""
+class ClientTool(msgspec.Struct, frozen=True):
+    """The identity of a tool in the request."""
 
     kind: Kind
     name: str
@@ -38,9 +38,9 @@ PREFIXES: dict[Kind, str] = {
     "apply_patch": "apc_",
     "tool_search": "tsc_",
 }
-_TEXT = {"type": "string"}
-_NUMBER = {"type": "integer"}
-_TEXTS = {"type": "array", "items": _TEXT}
+_STRING = {"type": "string"}
+_INTEGER = {"type": "integer"}
+_STRINGS = {"type": "array", "items": _STRING}
 
 
 def _object(required: tuple[str, ...], **properties: Any) -> Mapping[str, Any]:
@@ -48,16 +48,16 @@ def _object(required: tuple[str, ...], **properties: Any) -> Mapping[str, Any]:
 
 
 SCHEMAS: dict[Kind, Mapping[str, Any]] = {
-    "custom": _object((custom_tool_text.NAME,), **{custom_tool_text.NAME: _TEXT}),
-    "local_shell": _object(("command",), command=_TEXTS, working_directory=_TEXT, timeout_ms=_NUMBER),
-    "shell": _object(("commands",), commands=_TEXTS, timeout_ms=_NUMBER, max_output_length=_NUMBER),
+    "custom": _object((custom_tool_text.NAME,), **{custom_tool_text.NAME: _STRING}),
+    "local_shell": _object(("command",), command=_STRINGS, working_directory=_STRING, timeout_ms=_INTEGER),
+    "shell": _object(("commands",), commands=_STRINGS, timeout_ms=_INTEGER, max_output_length=_INTEGER),
     "apply_patch": _object(
         ("type", "path"),
         type={"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
-        path=_TEXT,
-        diff=_TEXT,
+        path=_STRING,
+        diff=_STRING,
     ),
-    "tool_search": _object(("query",), query=_TEXT),
+    "tool_search": _object(("query",), query=_STRING),
 }
 DESCRIPTIONS: dict[Kind, str] = {
     "local_shell": "Runs a command, given as a list of its words, on the user's machine.",
@@ -85,69 +85,69 @@ class PatchArguments(msgspec.Struct, frozen=True):
     diff: str | None = None
 
 
-def encode_call(called: Called, call_id: str, arguments: str, item: str, status: str) -> dict[str, Any]:
-    """The item of a call; `item` is the end of its id."""
-    if called.kind == "custom":
-        return encode_custom(called, call_id, custom_tool_text.peeled(arguments), item, status)
-    told = _told(called.kind, arguments)
-    if told is None:
-        return encode_function(called, call_id, arguments, item, status)
-    opening = {"type": f"{called.kind}_call", "id": PREFIXES[called.kind] + item, "call_id": call_id}
-    # Arguments that can be read are complete, wherever the reply was cut off.
-    return {**opening, "status": "completed" if status == "incomplete" else status, **told}
+def encode_call(tool: ClientTool, call_id: str, arguments: str, item: str, status: str) -> dict[str, Any]:
+    """Return the item of a call; `item` is the suffix of its id."""
+    if tool.kind == "custom":
+        return encode_custom(tool, call_id, custom_tool_text.extract_text(arguments), item, status)
+    fields = _encode_arguments(tool.kind, arguments)
+    if fields is None:
+        return encode_function(tool, call_id, arguments, item, status)
+    call = {"type": f"{tool.kind}_call", "id": PREFIXES[tool.kind] + item, "call_id": call_id}
+    # Arguments that can be parsed are complete, even if the reply was cut off.
+    return {**call, "status": "completed" if status == "incomplete" else status, **fields}
 
 
-def encode_function(called: Called, call_id: str, arguments: str, item: str, status: str) -> dict[str, Any]:
-    call = {"type": "function_call", "id": PREFIXES["function"] + item, "call_id": call_id, "name": called.name}
-    return {**call, **_space(called), "arguments": arguments, "status": status}
+def encode_function(tool: ClientTool, call_id: str, arguments: str, item: str, status: str) -> dict[str, Any]:
+    call = {"type": "function_call", "id": PREFIXES["function"] + item, "call_id": call_id, "name": tool.name}
+    return {**call, **_namespace(tool), "arguments": arguments, "status": status}
 
 
-def encode_custom(called: Called, call_id: str, text: str, item: str, status: str) -> dict[str, Any]:
-    call = {"type": "custom_tool_call", "id": PREFIXES["custom"] + item, "call_id": call_id, "name": called.name}
-    return {**call, **_space(called), "input": text, "status": status}
+def encode_custom(tool: ClientTool, call_id: str, text: str, item: str, status: str) -> dict[str, Any]:
+    call = {"type": "custom_tool_call", "id": PREFIXES["custom"] + item, "call_id": call_id, "name": tool.name}
+    return {**call, **_namespace(tool), "input": text, "status": status}
 
 
-def _space(called: Called) -> dict[str, str]:
-    return {} if called.namespace is None else {"namespace": called.namespace}
+def _namespace(tool: ClientTool) -> dict[str, str]:
+    return {} if tool.namespace is None else {"namespace": tool.namespace}
 
 
-def _told(kind: Kind, arguments: str) -> dict[str, Any] | None:
-    tell = TELLERS.get(kind)
+def _encode_arguments(kind: Kind, arguments: str) -> dict[str, Any] | None:
+    encode = ENCODERS.get(kind)
     try:
-        return None if tell is None else tell(arguments)
+        return None if encode is None else encode(arguments)
     except DECODE_ERRORS:
         return None
 
 
 def _local_shell(arguments: str) -> dict[str, Any]:
-    read = msgspec.json.decode(arguments, type=LocalShellArguments)
-    command = ["bash", "-lc", read.command] if isinstance(read.command, str) else read.command
-    limits = {"working_directory": read.working_directory, "timeout_ms": read.timeout_ms}
-    return {"action": {"type": "exec", "command": command, "env": {}, **_given(limits)}}
+    parsed = msgspec.json.decode(arguments, type=LocalShellArguments)
+    command = ["bash", "-lc", parsed.command] if isinstance(parsed.command, str) else parsed.command
+    limits = {"working_directory": parsed.working_directory, "timeout_ms": parsed.timeout_ms}
+    return {"action": {"type": "exec", "command": command, "env": {}, **_without_nulls(limits)}}
 
 
 def _shell(arguments: str) -> dict[str, Any]:
-    read = msgspec.json.decode(arguments, type=ShellArguments)
-    limits = {"timeout_ms": read.timeout_ms, "max_output_length": read.max_output_length}
-    return {"action": {"commands": read.commands, **_given(limits)}, "environment": None}
+    parsed = msgspec.json.decode(arguments, type=ShellArguments)
+    limits = {"timeout_ms": parsed.timeout_ms, "max_output_length": parsed.max_output_length}
+    return {"action": {"commands": parsed.commands, **_without_nulls(limits)}, "environment": None}
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    """Some clients take a field that is not there, and none that is null."""
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Some clients accept a missing field but not null."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _apply_patch(arguments: str) -> dict[str, Any]:
-    read = msgspec.json.decode(arguments, type=PatchArguments)
-    operation = {"type": read.type, "path": read.path}
-    return {"operation": operation if read.type == "delete_file" else {**operation, "diff": read.diff or ""}}
+    parsed = msgspec.json.decode(arguments, type=PatchArguments)
+    operation = {"type": parsed.type, "path": parsed.path}
+    return {"operation": operation if parsed.type == "delete_file" else {**operation, "diff": parsed.diff or ""}}
 
 
 def _tool_search(arguments: str) -> dict[str, Any]:
     return {"arguments": msgspec.json.decode(arguments, type=dict[str, Any]), "execution": "client"}
 
 
-TELLERS: dict[Kind, Callable[[str], dict[str, Any]]] = {
+ENCODERS: dict[Kind, Callable[[str], dict[str, Any]]] = {
     "local_shell": _local_shell,
     "shell": _shell,
     "apply_patch": _apply_patch,

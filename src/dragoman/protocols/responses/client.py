@@ -1,14 +1,13 @@
-"""OpenAI Responses, as one who asks: requests out, replies in.
+"""The client side of the Responses protocol: encodes requests and reads replies.
 
     stream := response.created item* (response.completed | response.incomplete | response.failed)
     item   := output_item.added delta* output_item.done
 
 Rules
-1. Nothing is kept over there (`store` is false): the whole conversation goes along, as items without ids.
-2. An item is told by its deltas; of one that had none, what it is when it is done; of one that nobody mentioned, what
-   the response has in the end.
-3. A thought is told once, as its text or as its summary, whichever comes first.
-4. Only an event that ends the response completes a reply.
+1. The server stores nothing (`store` is false): each request has the whole conversation, as items without ids.
+2. An item is read from its deltas; without deltas, from its `done` event; without that, from the final response.
+3. Reasoning is read once, from its text or its summary, whichever comes first.
+4. A reply is complete only with an event that ends the response.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,11 +39,11 @@ SAYS = (
     | {"stop", "stop_token_ids", "ignore_eos", "json_object", "json_schema"}
     | {*("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")}
 )
-SEALED = "reasoning.encrypted_content"
-ENDS = ("response.completed", "response.incomplete", "response.done")
-FAILED = ("response.failed", "response.cancelled")
-TEXTS = {"response.output_text.delta", "response.refusal.delta"}
-THOUGHTS = {
+ENCRYPTED = "reasoning.encrypted_content"
+END_EVENTS = ("response.completed", "response.incomplete", "response.done")
+FAILURE_EVENTS = ("response.failed", "response.cancelled")
+TEXT_EVENTS = {"response.output_text.delta", "response.refusal.delta"}
+REASONING_EVENTS = {
     "response.reasoning_text.delta": "text",
     "response.reasoning.delta": "text",
     "response.reasoning_summary_text.delta": "summary",
@@ -62,10 +61,10 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         "stop": list(request.stop) or None,
         "stop_token_ids": list(request.stop_token_ids) or None,
         "ignore_eos": request.ignore_eos or None,
-        "text": _shape(request.constraint),
+        "text": _text_format(request.constraint),
         "reasoning": _thinking(request.thinking) if thinks else None,
-        # Models that do not think refuse to hear of it.
-        "include": [SEALED] if thinks and not request.thinking.is_off else None,
+        # Models without reasoning reject this field.
+        "include": [ENCRYPTED] if thinks and not request.thinking.is_off else None,
         "stream": stream or None,
         **request.labels,
         **request_fields.sampling(request.sampling),
@@ -90,7 +89,7 @@ def _items(message: Message) -> Iterable[dict[str, Any]]:
         return
     for part in message.parts:
         if isinstance(part, Reasoning):
-            yield _thought(part)
+            yield _reasoning(part)
         elif isinstance(part, ToolCall):
             call = {"type": "function_call", "call_id": part.id, "name": part.name}
             yield {**call, "arguments": part.arguments or "{}"}
@@ -99,7 +98,7 @@ def _items(message: Message) -> Iterable[dict[str, Any]]:
             yield {"type": "message", "role": "assistant", "content": content}
 
 
-def _thought(part: Reasoning) -> dict[str, Any]:
+def _reasoning(part: Reasoning) -> dict[str, Any]:
     if part.signature is None:
         content = [{"type": "reasoning_text", "text": part.text}]
         return {"type": "reasoning", "summary": [], "content": content}
@@ -120,10 +119,10 @@ def _content(parts: Iterable[Text | Image], side: str) -> str | list[dict[str, A
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    told = {"type": "function", "name": tool.name, "parameters": tool.parameters or request_fields.TOOL_ARGUMENTS}
+    fields = {"type": "function", "name": tool.name, "parameters": tool.parameters or request_fields.TOOL_ARGUMENTS}
     if tool.description:
-        told["description"] = tool.description
-    return {**told, "strict": tool.strict}
+        fields["description"] = tool.description
+    return {**fields, "strict": tool.strict}
 
 
 def _choice(request: GenerationRequest) -> Any:
@@ -137,24 +136,24 @@ def _thinking(thinking: Thinking) -> dict[str, Any]:
     return {"effort": "none" if thinking.is_off else thinking.effort or "medium"}
 
 
-def _shape(constraint: Constraint | None) -> dict[str, Any] | None:
+def _text_format(constraint: Constraint | None) -> dict[str, Any] | None:
     if isinstance(constraint, JsonSchema):
-        told = {"name": constraint.name, "schema": constraint.schema, "strict": constraint.strict}
-        return {"format": {"type": "json_schema", **told}}
+        fields = {"name": constraint.name, "schema": constraint.schema, "strict": constraint.strict}
+        return {"format": {"type": "json_schema", **fields}}
     return {"format": {"type": "json_object"}} if isinstance(constraint, JsonObject) else None
 
 
-class Reader(DraftReader):
+class ResponsesReader(DraftReader):
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
         super().__init__(make_id, check_calls)
-        self._names: dict[object, object] = {}
-        """The first name of an item at each index."""
-        self._told: set[object] = set()
-        """Items that have said something, or are done."""
-        self._thoughts: dict[object, str] = {}
-        """How the thoughts are told, as text or as a summary, by item,"""
-        self._paragraph: dict[object, object] = {}
-        """and which part of a summary was told last."""
+        self._first_keys: dict[object, object] = {}
+        """The first key of an item at each output index."""
+        self._seen: set[object] = set()
+        """Items that have had deltas or are done."""
+        self._reasoning_kinds: dict[object, str] = {}
+        """By item, whether its reasoning is read from the text or the summary."""
+        self._summary_index: dict[object, object] = {}
+        """By item, the latest part of its summary."""
 
     @property
     def knows_end(self) -> bool:
@@ -184,46 +183,44 @@ class Reader(DraftReader):
         return self._draft.take()
 
     def _event(self, kind: str, body: Mapping[str, Any], text: str) -> None:
-        at = self._place(body, _object(body.get("item")))
-        if kind in TEXTS:
-            self._told.add(at)
+        at = self._item_key(body, _object(body.get("item")))
+        if kind in TEXT_EVENTS:
+            self._seen.add(at)
             self._draft.say(_text(body.get("delta")))
-        elif kind in THOUGHTS:
-            self._thought(at, THOUGHTS[kind], body)
+        elif kind in REASONING_EVENTS:
+            self._reasoning(at, REASONING_EVENTS[kind], body)
         elif kind == "response.output_item.added":
             self._added(at, _object(body.get("item")))
         elif kind == "response.function_call_arguments.delta":
-            self._told.add(at)
+            self._seen.add(at)
             self._draft.tell_calls(self._draft.calls.take(at, "", "", _text(body.get("delta"))))
         elif kind == "response.output_item.done":
             self._item(at, _object(body.get("item")))
-        elif kind in ENDS or kind in FAILED:
+        elif kind in END_EVENTS or kind in FAILURE_EVENTS:
             self._conclude(_object(body.get("response")), text)
 
-    def _place(self, body: Mapping[str, Any], item: Mapping[str, Any]) -> object:
-        """What an item is known by: its id, or its index until somebody tells an id. Servers leave out the one or the
-        other, or say index 0 of everything."""
-        name, index = (
-            reply_fields.key(body.get("item_id") or item.get("id")),
-            reply_fields.key(body.get("output_index")),
-        )
+    def _item_key(self, body: Mapping[str, Any], item: Mapping[str, Any]) -> object:
+        """Return the key of an item: its id, or its index until an id is known. Some servers omit one of them, or send
+        the index 0 for every item."""
+        item_id = reply_fields.key(body.get("item_id") or item.get("id"))
+        index = reply_fields.key(body.get("output_index"))
         if index is None:
-            return name
-        known = self._names.setdefault(index, index if name is None else name)
-        return known if name is None or known == index else name
+            return item_id
+        first = self._first_keys.setdefault(index, index if item_id is None else item_id)
+        return first if item_id is None or first == index else item_id
 
-    def _thought(self, at: object, kind: str, body: Mapping[str, Any]) -> None:
-        if self._thoughts.setdefault(at, kind) != kind:
+    def _reasoning(self, at: object, kind: str, body: Mapping[str, Any]) -> None:
+        if self._reasoning_kinds.setdefault(at, kind) != kind:
             return
-        self._told.add(at)
+        self._seen.add(at)
         part = body.get("summary_index")
-        parted = self._paragraph.setdefault(at, part) != part
-        self._paragraph[at] = part
-        self._draft.think("\n\n" * parted + _text(body.get("delta")))
+        is_next_part = self._summary_index.setdefault(at, part) != part
+        self._summary_index[at] = part
+        self._draft.think("\n\n" * is_next_part + _text(body.get("delta")))
 
     def _added(self, at: object, item: Mapping[str, Any]) -> None:
         if item.get("type") == "function_call":
-            # Arguments that are here already are those of the whole call, and come again when it is done.
+            # Arguments here are those of the whole call and come again in the `done` event.
             self._call(at, item, "")
 
     def _call(self, at: object, item: Mapping[str, Any], arguments: str) -> None:
@@ -231,17 +228,18 @@ class Reader(DraftReader):
         self._draft.tell_calls(self._draft.calls.take(at, call_id, _text(item.get("name")), arguments))
 
     def _item(self, at: object, item: Mapping[str, Any]) -> None:
-        """An item that is done: all of it, unless it has been told."""
-        kind, is_new = item.get("type"), at not in self._told
-        self._told.add(at)
+        """Read a complete item, unless its deltas have been read."""
+        kind, is_new = item.get("type"), at not in self._seen
+        self._seen.add(at)
         if kind == "function_call":
             self._call(at, item, arguments_text(item.get("arguments")) or "{}" if is_new else "")
         elif kind == "message" and is_new:
             for _, text in reply_fields.content(item.get("content")):
                 self._draft.say(text)
         elif kind == "reasoning":
-            told = item.get("content") or item.get("summary") if is_new else ()
-            self._draft.think(_paragraphs(told), _text(item.get("encrypted_content")) or None)
+            parts = item.get("content") or item.get("summary") if is_new else ()
+            text = "\n\n".join(text for _, text in reply_fields.content(parts))
+            self._draft.think(text, _text(item.get("encrypted_content")) or None)
 
     def _conclude(self, response: Mapping[str, Any], text: str) -> None:
         draft, status = self._draft, response.get("status")
@@ -252,21 +250,15 @@ class Reader(DraftReader):
         output = response.get("output")
         for index, item in enumerate(output if isinstance(output, list) else ()):
             if isinstance(item, dict):
-                at = self._place({"output_index": index}, item)
-                if at not in self._told:
+                at = self._item_key({"output_index": index}, item)
+                if at not in self._seen:
                     self._item(at, item)
-        why = _object(response.get("incomplete_details")).get("reason") if status == "incomplete" else None
+        reason = _object(response.get("incomplete_details")).get("reason") if status == "incomplete" else None
         if status in (None, "completed", "incomplete"):
-            draft.end_with(why or ("length" if status == "incomplete" else "stop"))
+            draft.end_with(reason or ("length" if status == "incomplete" else "stop"))
             draft.finish()
             return
-        raise BadAnswer(f"the response is not complete, but {str(status)[:50]}")
-
-
-def _paragraphs(parts: object) -> str:
-    """The texts of a thought; those of a summary stand apart."""
-    texts = [text for _, text in reply_fields.content(parts)]
-    return "\n\n".join(texts)
+        raise BadAnswer(f"the response has the status {str(status)[:50]!r}, expected completed or incomplete")
 
 
 def _object(value: object) -> dict[str, Any]:

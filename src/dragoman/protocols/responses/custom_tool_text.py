@@ -1,12 +1,12 @@
-"""The text inside the arguments of a free-text tool, taken out while they arrive.
+"""Extracts the text in the arguments of a custom tool while they arrive.
 
     arguments := "{" "input" ":" string "}"
 
 Rules
-1. However the arguments are cut, the joined text is the same.
-2. Arguments that begin otherwise are looked at when they are complete: their `input`, or the only text that they have,
-   or else what was written, as it is.
-3. A reply may end anywhere: what is there of the string then is the text.
+1. The joined text does not depend on how the arguments are split.
+2. Arguments that start differently are parsed when complete. The text is their `input`, or their only string, or the
+   arguments unchanged.
+3. If the reply is cut off, the text is the part of the string that arrived.
 """
 
 import json
@@ -25,55 +25,55 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _SHORT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
-_LOST = "\ufffd"
+_REPLACEMENT = "\ufffd"
 
 
 def wrap(text: str) -> str:
     return json.dumps({NAME: text}, ensure_ascii=False)
 
 
-def peeled(arguments: str) -> str:
-    peel = Peel()
-    return peel.feed(arguments) + peel.end()
+def extract_text(arguments: str) -> str:
+    extractor = TextExtractor()
+    return extractor.feed(arguments) + extractor.end()
 
 
-class Peel:
+class TextExtractor:
     def __init__(self) -> None:
-        self._before: list[str] | None = []
-        """The arguments as long as the string has not begun."""
-        self._may_open = True
-        self._rest = ""
-        """The beginning of an escape."""
-        self._high: int | None = None
+        self._prefix: list[str] | None = []
+        """The arguments before the string; None once it has started."""
+        self._may_start = True
+        self._escape = ""
+        """An incomplete escape sequence."""
+        self._high_surrogate: int | None = None
         self._closed = False
 
     def feed(self, arguments: str) -> str:
-        """What has become known of the text."""
-        if self._before is None:
+        """Return the next piece of the text."""
+        if self._prefix is None:
             return self._read(arguments)
-        self._before.append(arguments)
-        if not self._may_open:
+        self._prefix.append(arguments)
+        if not self._may_start:
             return ""
-        begun = "".join(self._before)
-        opening = _OPENING.match(begun)
+        start = "".join(self._prefix)
+        opening = _OPENING.match(start)
         if opening is None or opening.end() > _LONGEST_OPENING:
-            self._may_open = len(begun) < _LONGEST_OPENING
+            self._may_start = len(start) < _LONGEST_OPENING
             return ""
-        self._before = None
-        return self._read(begun[opening.end() :])
+        self._prefix = None
+        return self._read(start[opening.end() :])
 
     def end(self) -> str:
-        return "" if self._before is None else _whole("".join(self._before))
+        return "" if self._prefix is None else _parse_complete("".join(self._prefix))
 
     def _read(self, text: str) -> str:
         if self._closed:
             return ""
         out: list[str] = []
-        text, self._rest = self._rest + text, ""
+        text, self._escape = self._escape + text, ""
         for token in _TOKEN.finditer(text):
             kind, found = token.lastgroup, token[token.lastgroup or 0]
             if kind == "part":
-                self._rest = found
+                self._escape = found
                 break
             if kind == "end":
                 self._closed = True
@@ -81,27 +81,27 @@ class Peel:
             if kind == "unit":
                 out.append(self._unit(int(found, 16)))
                 continue
-            out.append(self._lone())
+            out.append(self._flush_surrogate())
             out.append(_SHORT.get(found, found) if kind == "short" else found)
         return "".join(out)
 
     def _unit(self, unit: int) -> str:
-        """A UTF-16 unit; the first half of a pair waits for the second."""
+        """Decode a UTF-16 unit. A high surrogate waits for the low one."""
         if 0xDC00 <= unit < 0xE000:
-            high, self._high = self._high, None
-            return _LOST if high is None else chr(0x10000 + ((high - 0xD800) << 10) + unit - 0xDC00)
-        lost = self._lone()
+            high, self._high_surrogate = self._high_surrogate, None
+            return _REPLACEMENT if high is None else chr(0x10000 + ((high - 0xD800) << 10) + unit - 0xDC00)
+        replaced = self._flush_surrogate()
         if 0xD800 <= unit < 0xDC00:
-            self._high = unit
-            return lost
-        return lost + chr(unit)
+            self._high_surrogate = unit
+            return replaced
+        return replaced + chr(unit)
 
-    def _lone(self) -> str:
-        high, self._high = self._high, None
-        return "" if high is None else _LOST
+    def _flush_surrogate(self) -> str:
+        high, self._high_surrogate = self._high_surrogate, None
+        return "" if high is None else _REPLACEMENT
 
 
-def _whole(arguments: str) -> str:
+def _parse_complete(arguments: str) -> str:
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""A request for a response, from its body to values, in two steps: between them somebody looks up what was kept.
+"""Decodes requests in two steps. Between them the server looks up the stored items that the request refers to.
 
-body -> read -> Asking -> decode(what it refers to) -> Question
+body -> read -> Asking -> decode(stored items) -> Question
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,31 +23,29 @@ from dragoman.core.request import (
 )
 from dragoman.protocols import json_body, openai, thinking
 from dragoman.protocols.responses import items, tools
-from dragoman.protocols.responses.calls import Called
-from dragoman.protocols.responses.fields import FormatField, ReasoningField, ResponseFields, TextField
+from dragoman.protocols.responses.calls import ClientTool
+from dragoman.protocols.responses.fields import ReasoningSettings, ResponseFields, TextField, TextFormatField
 
 LOGPROBS = "message.output_text.logprobs"
-SEALED = "reasoning.encrypted_content"
+ENCRYPTED = "reasoning.encrypted_content"
 INCLUDED = frozenset(
     {
-        *(LOGPROBS, SEALED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *(LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
         *("computer_call_output.output.image_url", "code_interpreter_call.outputs", "message.input_image.image_url"),
     }
 )
-"""Those that are about tools ask for nothing: a server would have to run these."""
-THOUGHT = "rs_"
+"""Accepted values of `include`. Those about tools have no effect, because this server runs no tools."""
+REASONING_PREFIX = "rs_"
 ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
     *("safety_identifier", "temperature", "top_p", "user"),
 )
-"""Fields that the response repeats as they were sent, null where they were not."""
-
-USUAL = {"context": "auto", "mode": "standard"}
-"""Of `reasoning`, values that ask for nothing."""
+"""Fields that the response repeats, null if they were not sent."""
+REASONING_DEFAULTS = {"context": "auto", "mode": "standard"}
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """A request as it was sent, and what of it refers to items that were kept."""
+    """A parsed request and the ids of the stored items that it refers to."""
 
     parsed: dict[str, Any]
     fields: ResponseFields
@@ -55,14 +53,15 @@ class Asking(msgspec.Struct, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """What the response tells of its request, which the values do not say."""
+    """What the response needs to know about its request beyond the `GenerationRequest`."""
 
     echoed: Mapping[str, Any] = {}
-    called: Mapping[str, Called] = {}
-    sealed: bool = False
+    client_tools: Mapping[str, ClientTool] = {}
+    """By the name that the model uses."""
+    encrypts_reasoning: bool = False
     keep: bool = True
     items: tuple[Mapping[str, Any], ...] = ()
-    """The whole conversation before the response, as it is kept with it."""
+    """The whole conversation before the response, as it is stored."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -73,46 +72,46 @@ class Question(msgspec.Struct, frozen=True):
 def read(body: bytes) -> Asking:
     parsed = json_body.parse(body)
     fields = json_body.convert(parsed, ResponseFields)
-    _refuse(fields)
-    given = fields.input if isinstance(fields.input, list) else []
-    items.check(given)
-    kinds = [items.kind_of(item, f"input[{at}]") for at, item in enumerate(given)]
-    references = (item.get("id") for item, kind in zip(given, kinds, strict=True) if kind == "item_reference")
-    return Asking(parsed, fields, tuple(found for found in references if isinstance(found, str)))
+    _check_supported(fields)
+    sent = fields.input if isinstance(fields.input, list) else []
+    items.check(sent)
+    kinds = [items.kind_of(item, f"input[{at}]") for at, item in enumerate(sent)]
+    references = (item.get("id") for item, kind in zip(sent, kinds, strict=True) if kind == "item_reference")
+    return Asking(parsed, fields, tuple(item_id for item_id in references if isinstance(item_id, str)))
 
 
-def _refuse(fields: ResponseFields) -> None:
-    """What cannot be answered at all, by any model."""
+def _check_supported(fields: ResponseFields) -> None:
+    """Reject what no model can answer."""
     if fields.background:
-        raise NotSupported("background: responses are answered while you wait, not later", param="background")
+        raise NotSupported("background: not supported; send the request without it", param="background")
     if fields.conversation is not None:
-        words = "conversation: none are kept here; send the items, or previous_response_id"
-        raise NotSupported(words, param="conversation")
+        message = "conversation: not supported; send the items or previous_response_id"
+        raise NotSupported(message, param="conversation")
     if fields.prompt is not None:
-        raise NotSupported("prompt: none are kept here; send its text as instructions", param="prompt")
+        raise NotSupported("prompt: stored prompts are not supported; send the text as instructions", param="prompt")
     if fields.n is not None and fields.n > 1:
-        raise BadRequest("n: a response has one answer", param="n")
+        raise BadRequest("n: must be 1", param="n")
     for name, value in (fields.metadata or {}).items():
         if not isinstance(value, str):
             path = f"metadata.{name:.64}"
-            raise BadRequest(f"{path}: metadata is text only", param=path)
+            raise BadRequest(f"{path}: expected a string", param=path)
 
 
 def decode(
     asking: Asking, earlier: Sequence[dict[str, Any]] = (), referenced: Mapping[str, dict[str, Any]] | None = None
 ) -> Question:
-    """`earlier` are the items of the previous response, its own among them; `referenced` those that were found."""
+    """`earlier` are the input and output items of the previous response; `referenced` the stored items by id."""
     asked = [Asked("chat", "input"), *openai.asked_fields(asking.fields, asking.parsed)]
-    given = _given(asking.fields, referenced or {}, asked)
-    placed = [("previous_response_id", item) for item in earlier] + given
-    items.check_count(len(placed))
-    fields = _updated(asking.fields, given)
-    offered = tools.decode(fields.tools or (), items.tools_of(placed), asked)
-    choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, offered, asked)
+    sent = _input_items(asking.fields, referenced or {}, asked)
+    located = [("previous_response_id", item) for item in earlier] + sent
+    items.check_count(len(located))
+    fields = _apply_updates(asking.fields, sent)
+    toolset = tools.decode(fields.tools or (), items.tools_of(located), asked)
+    choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
-    messages = (*system, *items.decode(placed, offered, asked))
+    messages = (*system, *items.decode(located, toolset, asked))
     if not messages:
-        raise _nothing_said(asked)
+        raise _empty_input(asked)
     _note_options(fields, asking.parsed, asked)
     request = GenerationRequest(
         model=fields.model or "",
@@ -132,51 +131,54 @@ def decode(
         delivery=Delivery(stream=bool(fields.stream), usage=True),
         asked=tuple(asked),
     )
-    return Question(request, _shown(asking, offered, [item for _, item in placed]))
+    return Question(request, _response_context(asking, toolset, [item for _, item in located]))
 
 
-def _nothing_said(asked: Sequence[Asked]) -> BadRequest:
-    """What was left out with a mere note is now all that there was."""
-    left_out = next((entry.param for entry in asked if entry.feature == "items"), None)
-    if left_out is None:
-        return BadRequest("input: at least one item is needed", param="input")
-    path = f"{left_out}.type" if left_out.endswith("]") else left_out
-    return BadRequest(f"{path}: this says nothing to a model, and no other item does", param=path)
+def _empty_input(asked: Sequence[Asked]) -> BadRequest:
+    """Name the item that was skipped, if any, because no other item has content."""
+    skipped = next((entry.param for entry in asked if entry.feature == "items"), None)
+    if skipped is None:
+        return BadRequest("input: at least one item is required", param="input")
+    path = f"{skipped}.type" if skipped.endswith("]") else skipped
+    return BadRequest(f"{path}: the input has no item with content for the model", param=path)
 
 
-def _given(fields: ResponseFields, referenced: Mapping[str, dict[str, Any]], asked: list[Asked]) -> list[items.Placed]:
-    """The items of the input, each where the request has it, with those it only refers to."""
+def _input_items(
+    fields: ResponseFields, referenced: Mapping[str, dict[str, Any]], asked: list[Asked]
+) -> list[items.LocatedItem]:
+    """Return the items of the input with their paths, and stored items in place of references."""
     if isinstance(fields.input, str):
         return [("input", {"type": "message", "role": "user", "content": fields.input})]
-    placed: list[items.Placed] = []
+    located: list[items.LocatedItem] = []
     for at, item in enumerate(fields.input or ()):
         path = f"input[{at}]"
         if items.kind_of(item, path) != "item_reference":
-            placed.append((path, item))
+            located.append((path, item))
             continue
-        wanted = item.get("id")
-        if isinstance(wanted, str) and wanted in referenced:
-            placed.append((path, referenced[wanted]))
-        elif isinstance(wanted, str) and wanted.startswith(THOUGHT):
-            # A conversation can go on without an old thought; without what was said it cannot.
+        item_id = item.get("id")
+        if isinstance(item_id, str) and item_id in referenced:
+            located.append((path, referenced[item_id]))
+        elif isinstance(item_id, str) and item_id.startswith(REASONING_PREFIX):
+            # A conversation can continue without old reasoning, but not without its messages.
             asked.append(Asked("items", path))
         else:
-            raise NotFound(f"{path}.id: no item {quote(wanted)} is kept here; send the item itself", param=f"{path}.id")
-    return placed
+            message = f"{path}.id: item {quote(item_id)} is not stored; send the item itself"
+            raise NotFound(message, param=f"{path}.id")
+    return located
 
 
-class Update(msgspec.Struct, frozen=True):
-    """What an item may change of the settings with which the request came."""
+class ConfigurationUpdate(msgspec.Struct, frozen=True):
+    """An item that changes settings of the request."""
 
-    reasoning: ReasoningField | None = None
+    reasoning: ReasoningSettings | None = None
     text: TextField | None = None
 
 
-def _updated(fields: ResponseFields, given: Sequence[items.Placed]) -> ResponseFields:
-    for path, item in given:
+def _apply_updates(fields: ResponseFields, sent: Sequence[items.LocatedItem]) -> ResponseFields:
+    for path, item in sent:
         if items.kind_of(item, path) != items.UPDATE:
             continue
-        update = json_body.convert(item, Update, path)
+        update = json_body.convert(item, ConfigurationUpdate, path)
         if update.reasoning is not None and update.reasoning.effort is not None:
             fields = msgspec.structs.replace(fields, reasoning=update.reasoning)
         if update.text is not None and update.text.format is not None:
@@ -185,10 +187,12 @@ def _updated(fields: ResponseFields, given: Sequence[items.Placed]) -> ResponseF
 
 
 def _note_options(fields: ResponseFields, parsed: dict[str, Any], asked: list[Asked]) -> None:
-    # A thought is told as it is: nobody is here who could sum it up.
-    others = {name: value for name, value in (parsed.get("reasoning") or {}).items() if name != "effort"}
-    odd = [name for name, value in others.items() if value is not None and value != USUAL.get(name)]
-    asked += [Asked("unknown", f"reasoning.{name}") for name in odd]
+    # `reasoning.summary` is ignored too: the reasoning is returned in full.
+    asked += [
+        Asked("unknown", f"reasoning.{name}")
+        for name, value in (parsed.get("reasoning") or {}).items()
+        if name != "effort" and value is not None and value != REASONING_DEFAULTS.get(name)
+    ]
     asked += [
         Asked("unknown", f"include[{at}]") for at, name in enumerate(fields.include or ()) if name not in INCLUDED
     ]
@@ -202,7 +206,7 @@ def _note_options(fields: ResponseFields, parsed: dict[str, Any], asked: list[As
         asked.append(Asked("unknown", "stream_options.include_obfuscation"))
 
 
-def _constraint(field: FormatField | None, asked: list[Asked]) -> Constraint | None:
+def _constraint(field: TextFormatField | None, asked: list[Asked]) -> Constraint | None:
     if field is None or field.type == "text":
         return None
     asked.append(Asked("constraint", "text.format"))
@@ -227,7 +231,7 @@ def _logprobs(fields: ResponseFields, asked: list[Asked]) -> Logprobs | None:
     return Logprobs(fields.top_logprobs or 0)
 
 
-def _shown(asking: Asking, offered: tools.Offered, conversation: Sequence[Mapping[str, Any]]) -> Shown:
+def _response_context(asking: Asking, toolset: tools.ToolSet, conversation: Sequence[Mapping[str, Any]]) -> Shown:
     fields, parsed = asking.fields, asking.parsed
     echoed = {
         **{name: parsed.get(name) for name in ECHOED},
@@ -243,17 +247,17 @@ def _shown(asking: Asking, offered: tools.Offered, conversation: Sequence[Mappin
         "top_logprobs": fields.top_logprobs or 0,
         "truncation": "disabled",
     }
-    sealed = SEALED in (fields.include or ())
-    return Shown(echoed, offered.called, sealed, fields.store is not False, tuple(conversation))
+    encrypts = ENCRYPTED in (fields.include or ())
+    return Shown(echoed, toolset.client_tools, encrypts, fields.store is not False, tuple(conversation))
 
 
 def _echoed_text(text: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in text.items() if value is not None}
-    return {"format": {"type": "text"}, "verbosity": "medium", **given}
+    sent = {name: value for name, value in text.items() if value is not None}
+    return {"format": {"type": "text"}, "verbosity": "medium", **sent}
 
 
 def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool as it was sent, with what its kind always has."""
+    """Return the tool as it was sent, with the fields that a tool of its type always has."""
     if tool.get("type") == "function":
         return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
     if tool.get("type") == "namespace":

@@ -1,6 +1,6 @@
-"""Responses on their way out: the object, its items, the whole reply.
+"""Encodes response objects and whole replies.
 
-output := (reasoning | message | call)*        in the order in which the model made them
+output := (reasoning | message | call)*        in the order of generation
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,28 +9,28 @@ from typing import Any, Literal
 from dragoman.core.events import FinishReason, TokenLogprob, Usage
 from dragoman.core.reply import Choice, Reply
 from dragoman.core.request import GenerationRequest, Part, Reasoning, Text, ToolCall
-from dragoman.protocols.responses.calls import Called
+from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.decode import Shown
-from dragoman.protocols.responses.item_drafts import Draft, MessageDraft, ThoughtDraft, call_draft
+from dragoman.protocols.responses.item_drafts import ItemDraft, MessageDraft, ReasoningDraft, call_draft
 
 PREFIX = "resp_"
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-REASONS: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Ways to end that leave a response incomplete."""
+INCOMPLETE_REASONS: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Finish reasons of an incomplete response."""
 
 
-class Drawing:
-    """What all that is told of one response has in common."""
+class ResponseBuilder:
+    """Builds the object of one response and drafts of its items."""
 
-    def __init__(self, shown: Shown, request: GenerationRequest, created: int) -> None:
-        self.shown = shown
-        self._end = request.id.removeprefix(PREFIX)
-        self._always: dict[str, Any] = {
+    def __init__(self, context: Shown, request: GenerationRequest, created: int) -> None:
+        self._context = context
+        self._id_suffix = request.id.removeprefix(PREFIX)
+        self._common: dict[str, Any] = {
             "id": request.id,
             "object": "response",
             "created_at": created,
             "model": request.model,
-            **shown.echoed,
+            **context.echoed,
         }
 
     def response(
@@ -44,7 +44,7 @@ class Drawing:
         error: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         return {
-            **self._always,
+            **self._common,
             "status": status,
             "completed_at": completed,
             "error": error,
@@ -56,22 +56,22 @@ class Drawing:
     def final(
         self, reason: FinishReason, output: Sequence[Mapping[str, Any]], usage: Usage, completed: int
     ) -> dict[str, Any]:
-        if reason in REASONS:
-            return self.response("incomplete", output, usage, reason=REASONS[reason])
+        if reason in INCOMPLETE_REASONS:
+            return self.response("incomplete", output, usage, reason=INCOMPLETE_REASONS[reason])
         return self.response("completed", output, usage, completed=completed)
 
     def message(self, index: int) -> MessageDraft:
-        return MessageDraft(self._item(index), index)
+        return MessageDraft(self._item_suffix(index), index)
 
-    def thought(self, index: int) -> ThoughtDraft:
-        return ThoughtDraft(self._item(index), index, self.shown.sealed)
+    def reasoning(self, index: int) -> ReasoningDraft:
+        return ReasoningDraft(self._item_suffix(index), index, self._context.encrypts_reasoning)
 
-    def call(self, index: int, call_id: str, name: str) -> Draft:
-        called = self.shown.called.get(name) or Called("function", name)
-        return call_draft(self._item(index), index, call_id, called)
+    def call(self, index: int, call_id: str, name: str) -> ItemDraft:
+        tool = self._context.client_tools.get(name) or ClientTool("function", name)
+        return call_draft(self._item_suffix(index), index, call_id, tool)
 
-    def _item(self, index: int) -> str:
-        return f"{self._end}_{index}"
+    def _item_suffix(self, index: int) -> str:
+        return f"{self._id_suffix}_{index}"
 
 
 def encode_usage(usage: Usage) -> dict[str, Any]:
@@ -84,52 +84,49 @@ def encode_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def needs_message(reason: FinishReason, drafts: Sequence[Draft]) -> bool:
-    """Whether the model ended without a word or a call: then its answer is the empty text."""
-    return reason not in REASONS and all(isinstance(draft, ThoughtDraft) for draft in drafts)
+def needs_message(reason: FinishReason, drafts: Sequence[ItemDraft]) -> bool:
+    """Whether the model generated neither text nor a call: the response then has an empty message."""
+    return reason not in INCOMPLETE_REASONS and all(isinstance(draft, ReasoningDraft) for draft in drafts)
 
 
-def encode_reply(drawing: Drawing, completed: int, reply: Reply) -> dict[str, Any]:
+def encode_reply(builder: ResponseBuilder, completed: int, reply: Reply) -> dict[str, Any]:
     choice = reply.choices[0]
-    drafts = list(_drafts(drawing, choice))
+    drafts = list(_drafts(builder, choice))
     statuses = ["completed"] * len(drafts)
-    if choice.reason in REASONS and drafts:
+    if choice.reason in INCOMPLETE_REASONS and drafts:
         statuses[-1] = "incomplete"
     output = [draft.item(status) for draft, status in zip(drafts, statuses, strict=True)]
-    return drawing.final(choice.reason, output, reply.usage, completed)
+    return builder.final(choice.reason, output, reply.usage, completed)
 
 
-def _drafts(drawing: Drawing, choice: Choice) -> Iterator[Draft]:
-    drafts: list[Draft] = []
-    logprobs = _shares(choice)
+def _drafts(builder: ResponseBuilder, choice: Choice) -> Iterator[ItemDraft]:
+    drafts: list[ItemDraft] = []
+    logprobs = _split_logprobs(choice)
     for index, part in enumerate(choice.parts):
-        draft = _drawn(drawing, index, part)
+        draft = _new_draft(builder, index, part)
         drafts.append(draft)
-        yield _filled(draft, part, next(logprobs) if isinstance(part, Text) else ())
+        yield _fill(draft, part, next(logprobs) if isinstance(part, Text) else ())
     if needs_message(choice.reason, drafts):
-        yield _filled(drawing.message(len(drafts)), Text(""), choice.logprobs)
+        yield _fill(builder.message(len(drafts)), Text(""), choice.logprobs)
 
 
-def _drawn(drawing: Drawing, index: int, part: Part) -> Draft:
+def _new_draft(builder: ResponseBuilder, index: int, part: Part) -> ItemDraft:
     if isinstance(part, ToolCall):
-        return drawing.call(index, part.id, part.name)
-    return drawing.thought(index) if isinstance(part, Reasoning) else drawing.message(index)
+        return builder.call(index, part.id, part.name)
+    return builder.reasoning(index) if isinstance(part, Reasoning) else builder.message(index)
 
 
-def _filled(draft: Draft, part: Part, logprobs: Sequence[TokenLogprob]) -> Draft:
-    """The draft after all its events, which nobody hears."""
+def _fill(draft: ItemDraft, part: Part, logprobs: Sequence[TokenLogprob]) -> ItemDraft:
+    """Run the draft through all its events and drop them."""
     text = part.arguments if isinstance(part, ToolCall) else part.text if isinstance(part, Text | Reasoning) else ""
-    for _ in draft.begin():
-        pass
-    for _ in draft.add(text, logprobs):
-        pass
-    for _ in draft.finish("completed"):
-        pass
+    for events in (draft.begin(), draft.add(text, logprobs), draft.finish("completed")):
+        for _ in events:
+            pass
     return draft
 
 
-def _shares(choice: Choice) -> Iterator[Sequence[TokenLogprob]]:
-    """The tokens of each text. The last has all that are left, whatever was cut from its end."""
+def _split_logprobs(choice: Choice) -> Iterator[Sequence[TokenLogprob]]:
+    """Yield the logprobs of each text. The last text gets the remaining tokens, even if its end was cut off."""
     texts = [part.text for part in choice.parts if isinstance(part, Text)]
     begin = 0
     for text in texts[:-1]:

@@ -1,4 +1,4 @@
-"""The fields of a request for a response."""
+"""The fields of a Responses request."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,18 +7,18 @@ import msgspec
 from dragoman.protocols import openai
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None
 
 
-class ReasoningField(msgspec.Struct, frozen=True):
+class ReasoningSettings(msgspec.Struct, frozen=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
     generate_summary: str | None = None
     context: str | None = None
 
 
-class FormatField(msgspec.Struct, frozen=True):
+class TextFormatField(msgspec.Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -26,11 +26,11 @@ class FormatField(msgspec.Struct, frozen=True):
 
 
 class TextField(msgspec.Struct, frozen=True):
-    format: FormatField | None = None
+    format: TextFormatField | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ChoiceField(msgspec.Struct, frozen=True):
+class ResponseToolChoice(msgspec.Struct, frozen=True):
     type: str
     name: str | None = None
     namespace: str | None = None
@@ -38,7 +38,7 @@ class ChoiceField(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
 
-ToolChoiceField = Literal["none", "auto", "required"] | ChoiceField | None
+ToolChoiceField = Literal["none", "auto", "required"] | ResponseToolChoice | None
 
 
 class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
@@ -56,11 +56,11 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     max_tool_calls: openai.Count | None = None
     max_output_tokens: openai.Count | None = None
     text: TextField | None = None
-    reasoning: ReasoningField | None = None
+    reasoning: ReasoningSettings | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
-    stream_options: StreamOptions | None = None  # type: ignore[assignment]
+    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
     metadata: Annotated[dict[str, Any], msgspec.Meta(max_length=16)] | None = None
     client_metadata: Any = None
     prompt_cache_key: str | None = None

@@ -1,10 +1,10 @@
-"""The items of a response while they are made: each knows its events and what it is in the end.
+"""Builds the items of a response and their events.
 
 message        added  content_part.added  output_text.delta*     output_text.done     content_part.done  done
 reasoning      added  content_part.added  reasoning_text.delta*  reasoning_text.done  content_part.done  done
 function       added  function_call_arguments.delta*   function_call_arguments.done   done
 custom         added  custom_tool_call_input.delta*    custom_tool_call_input.done    done
-another call   added  done
+other calls    added  done
 """
 
 from abc import ABC, abstractmethod
@@ -15,24 +15,22 @@ import msgspec
 
 from dragoman.core.events import TokenLogprob
 from dragoman.protocols import openai
-from dragoman.protocols.responses.calls import PREFIXES, Called, encode_call, encode_custom, encode_function
-from dragoman.protocols.responses.custom_tool_text import Peel
-from dragoman.protocols.responses.encrypted_reasoning import seal
+from dragoman.protocols.responses.calls import PREFIXES, ClientTool, encode_call, encode_custom, encode_function
+from dragoman.protocols.responses.custom_tool_text import TextExtractor
+from dragoman.protocols.responses.parts import seal
 
-Told = tuple[str, dict[str, Any]]
-"""The name of an event, and what it says beside that and its number."""
+ItemEvent = tuple[str, dict[str, Any]]
+"""The type of an event and its fields except the sequence number."""
 
 
-class Draft(ABC):
-    def __init__(self, end: str, index: int) -> None:
-        self._end = end
-        """The end of the item's id, which the response's other items do not have."""
+class ItemDraft(ABC):
+    """`id_suffix` is the part of the item's id that is unique within the response."""
+
+    def __init__(self, id_prefix: str, id_suffix: str, index: int) -> None:
+        self.id = id_prefix + id_suffix
+        self._id_suffix = id_suffix
         self._index = index
         self._pieces: list[str] = []
-
-    @property
-    @abstractmethod
-    def id(self) -> str: ...
 
     @property
     def text(self) -> str:
@@ -40,72 +38,74 @@ class Draft(ABC):
 
     @abstractmethod
     def item(self, status: str) -> dict[str, Any]:
-        """What it is now."""
+        """Return the item in its current state."""
 
     @abstractmethod
-    def begin(self) -> Iterator[Told]: ...
+    def begin(self) -> Iterator[ItemEvent]: ...
 
     @abstractmethod
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Told]: ...
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]: ...
 
-    def finish(self, status: str) -> Iterator[Told]:
+    def finish(self, status: str) -> Iterator[ItemEvent]:
         yield from self._close()
         yield "response.output_item.done", {"output_index": self._index, "item": self.item(status)}
 
-    def _close(self) -> Iterator[Told]:
-        """What is told of its content before the item is done."""
+    def _close(self) -> Iterator[ItemEvent]:
+        """Return the events that complete its content."""
         return iter(())
 
-    def _added(self) -> Told:
+    def _added_event(self) -> ItemEvent:
         return "response.output_item.added", {"output_index": self._index, "item": self.item("in_progress")}
 
-    def _of(self, **fields: Any) -> dict[str, Any]:
+    def _event_fields(self, **fields: Any) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": self._index, **fields}
 
 
-class _Content(Draft):
-    """An item whose content is one part of text."""
+class _ContentDraft(ItemDraft):
+    """An item whose content is one text part."""
 
     kind: str
 
     @abstractmethod
     def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]: ...
 
-    def __init__(self, end: str, index: int) -> None:
-        super().__init__(end, index)
+    id_prefix: str
+
+    def __init__(self, id_suffix: str, index: int) -> None:
+        super().__init__(self.id_prefix, id_suffix, index)
         self.logprobs: list[TokenLogprob] = []
-        self.begun = False
+        self.is_started = False
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        return [self._part(self.text, openai.encode_logprobs(self.logprobs))] if self.begun else []
+        return [self._part(self.text, openai.encode_logprobs(self.logprobs))] if self.is_started else []
 
-    def begin(self) -> Iterator[Told]:
-        yield self._added()
-        self.begun = True
-        yield "response.content_part.added", self._of(content_index=0, part=self._part("", []))
+    def begin(self) -> Iterator[ItemEvent]:
+        yield self._added_event()
+        self.is_started = True
+        yield "response.content_part.added", self._event_fields(content_index=0, part=self._part("", []))
 
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Told]:
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
         self._pieces.append(text)
         self.logprobs += logprobs
-        yield f"response.{self.kind}.delta", self._of(content_index=0, delta=text, **self._extra(logprobs))
+        yield (
+            f"response.{self.kind}.delta",
+            self._event_fields(content_index=0, delta=text, **self._logprob_fields(logprobs)),
+        )
 
-    def _close(self) -> Iterator[Told]:
+    def _close(self) -> Iterator[ItemEvent]:
         text = self.text
-        done = self._of(content_index=0, text=text, **self._extra(self.logprobs))
+        done = self._event_fields(content_index=0, text=text, **self._logprob_fields(self.logprobs))
         yield f"response.{self.kind}.done", done
-        yield "response.content_part.done", self._of(content_index=0, part=self.parts[0])
+        yield "response.content_part.done", self._event_fields(content_index=0, part=self.parts[0])
 
-    def _extra(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprob_fields(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {}
 
 
-class MessageDraft(_Content):
+class MessageDraft(_ContentDraft):
     kind = "output_text"
-
-    @property
-    def id(self) -> str:
-        return f"msg_{self._end}"
+    id_prefix = "msg_"
 
     def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -113,117 +113,110 @@ class MessageDraft(_Content):
     def item(self, status: str) -> dict[str, Any]:
         return {"type": "message", "id": self.id, "role": "assistant", "status": status, "content": self.parts}
 
-    def _extra(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprob_fields(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"logprobs": openai.encode_logprobs(logprobs)}
 
     @property
-    def head(self) -> bytes:
-        """The frame of a piece of its text, up to the text."""
+    def delta_prefix(self) -> bytes:
+        """The frame of a text delta up to the text."""
         name = f"response.{self.kind}.delta"
-        told = {"type": name, **self._of(content_index=0, logprobs=[])}
-        return b"event: %b\ndata: %b" % (name.encode(), msgspec.json.encode(told)[:-1] + b',"delta":')
+        fields = {"type": name, **self._event_fields(content_index=0, logprobs=[])}
+        return b"event: %b\ndata: %b" % (name.encode(), msgspec.json.encode(fields)[:-1] + b',"delta":')
 
     def push(self, text: str) -> None:
-        """A piece whose frame somebody else has made."""
+        """Add a text whose frame the caller builds."""
         self._pieces.append(text)
 
 
-class ThoughtDraft(_Content):
+class ReasoningDraft(_ContentDraft):
     kind = "reasoning_text"
+    id_prefix = "rs_"
 
-    def __init__(self, end: str, index: int, sealed: bool) -> None:
-        super().__init__(end, index)
-        self._sealed = sealed
-
-    @property
-    def id(self) -> str:
-        return f"rs_{self._end}"
+    def __init__(self, id_suffix: str, index: int, encrypts: bool) -> None:
+        super().__init__(id_suffix, index)
+        self._encrypts = encrypts
 
     def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": text}
 
     def item(self, status: str) -> dict[str, Any]:
-        thought = {"type": "reasoning", "id": self.id, "summary": [], "content": self.parts, "status": status}
-        sealed = seal(self.text) if self._sealed and status != "in_progress" else None
-        return {**thought, "encrypted_content": sealed}
+        item = {"type": "reasoning", "id": self.id, "summary": [], "content": self.parts, "status": status}
+        encrypted = seal(self.text) if self._encrypts and status != "in_progress" else None
+        return {**item, "encrypted_content": encrypted}
 
 
-class CallDraft(Draft):
-    """A call that is told when it is complete: only then it is known whether its arguments fit its item."""
+class CallDraft(ItemDraft):
+    """A call without deltas. Its item is sent when complete, because only then its type is known."""
 
-    def __init__(self, end: str, index: int, call_id: str, called: Called) -> None:
-        super().__init__(end, index)
+    def __init__(self, id_suffix: str, index: int, call_id: str, tool: ClientTool) -> None:
+        super().__init__(PREFIXES[tool.kind], id_suffix, index)
         self._call_id = call_id
-        self._called = called
-
-    @property
-    def id(self) -> str:
-        return PREFIXES[self._called.kind] + self._end
+        self._tool = tool
 
     def item(self, status: str) -> dict[str, Any]:
-        return encode_call(self._called, self._call_id, self.text, self._end, status)
+        return encode_call(self._tool, self._call_id, self.text, self._id_suffix, status)
 
-    def begin(self) -> Iterator[Told]:
+    def begin(self) -> Iterator[ItemEvent]:
         return iter(())
 
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Told]:
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
         self._pieces.append(text)
         return iter(())
 
-    def _close(self) -> Iterator[Told]:
+    def _close(self) -> Iterator[ItemEvent]:
         if self.item("in_progress")["type"] != "function_call":
-            yield self._added()
+            yield self._added_event()
             return
-        function = FunctionDraft(self._end, self._index, self._call_id, self._called)
+        function = FunctionDraft(self._id_suffix, self._index, self._call_id, self._tool)
         yield from function.begin()
         yield from function.add(self.text)
         yield from function._close()
 
 
 class FunctionDraft(CallDraft):
-    @property
-    def id(self) -> str:
-        return PREFIXES["function"] + self._end
+    def __init__(self, id_suffix: str, index: int, call_id: str, tool: ClientTool) -> None:
+        super().__init__(id_suffix, index, call_id, tool)
+        self.id = PREFIXES["function"] + id_suffix
 
     def item(self, status: str) -> dict[str, Any]:
-        return encode_function(self._called, self._call_id, self.text, self._end, status)
+        return encode_function(self._tool, self._call_id, self.text, self._id_suffix, status)
 
-    def begin(self) -> Iterator[Told]:
-        yield self._added()
+    def begin(self) -> Iterator[ItemEvent]:
+        yield self._added_event()
 
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Told]:
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
         if text:
             self._pieces.append(text)
-            yield "response.function_call_arguments.delta", self._of(delta=text)
+            yield "response.function_call_arguments.delta", self._event_fields(delta=text)
 
-    def _close(self) -> Iterator[Told]:
-        yield "response.function_call_arguments.done", self._of(name=self._called.name, arguments=self.text)
+    def _close(self) -> Iterator[ItemEvent]:
+        yield "response.function_call_arguments.done", self._event_fields(name=self._tool.name, arguments=self.text)
 
 
 class CustomDraft(CallDraft):
-    def __init__(self, end: str, index: int, call_id: str, called: Called) -> None:
-        super().__init__(end, index, call_id, called)
-        self._peel = Peel()
+    def __init__(self, id_suffix: str, index: int, call_id: str, tool: ClientTool) -> None:
+        super().__init__(id_suffix, index, call_id, tool)
+        self._extractor = TextExtractor()
 
     def item(self, status: str) -> dict[str, Any]:
-        return encode_custom(self._called, self._call_id, self.text, self._end, status)
+        return encode_custom(self._tool, self._call_id, self.text, self._id_suffix, status)
 
-    def begin(self) -> Iterator[Told]:
-        yield self._added()
+    def begin(self) -> Iterator[ItemEvent]:
+        yield self._added_event()
 
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Told]:
-        return self._told(self._peel.feed(text))
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
+        return self._input_delta(self._extractor.feed(text))
 
-    def _told(self, text: str) -> Iterator[Told]:
+    def _input_delta(self, text: str) -> Iterator[ItemEvent]:
         if text:
             self._pieces.append(text)
-            yield "response.custom_tool_call_input.delta", self._of(delta=text)
+            yield "response.custom_tool_call_input.delta", self._event_fields(delta=text)
 
-    def _close(self) -> Iterator[Told]:
-        yield from self._told(self._peel.end())
-        yield "response.custom_tool_call_input.done", self._of(input=self.text)
+    def _close(self) -> Iterator[ItemEvent]:
+        yield from self._input_delta(self._extractor.end())
+        yield "response.custom_tool_call_input.done", self._event_fields(input=self.text)
 
 
-def call_draft(end: str, index: int, call_id: str, called: Called) -> CallDraft:
+def call_draft(id_suffix: str, index: int, call_id: str, tool: ClientTool) -> CallDraft:
     kinds: dict[str, type[CallDraft]] = {"function": FunctionDraft, "custom": CustomDraft}
-    return kinds.get(called.kind, CallDraft)(end, index, call_id, called)
+    return kinds.get(tool.kind, CallDraft)(id_suffix, index, call_id, tool)

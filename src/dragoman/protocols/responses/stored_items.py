@@ -1,6 +1,6 @@
-"""Items as they are kept, and lists of them.
+"""Completes items for storage and encodes pages of stored items.
 
-kept := the item as it was sent, with a type, an id and a status, its content as parts
+stored := the item as it was sent, with a type, an id and a status, its content as parts
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ from dragoman.protocols.responses.calls import PREFIXES
 from dragoman.protocols.responses.encode import PREFIX
 from dragoman.protocols.responses.items import CALLS, kind_of
 
-MOST, USUAL = 100, 20
-IDS = {kind: PREFIXES[call] for kind, call in CALLS.items()} | {
+MAX_LIMIT, DEFAULT_LIMIT = 100, 20
+ID_PREFIXES = {kind: PREFIXES[call] for kind, call in CALLS.items()} | {
     "message": "msg_",
     "reasoning": "rs_",
     "function_call_output": "fco_",
@@ -25,20 +25,20 @@ WITHOUT_STATUS = ("reasoning", "additional_tools", "compaction")
 
 
 def kept_items(items: Iterable[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    end = response_id.removeprefix(PREFIX)
-    return [_kept(item, f"{end}_i{at}") for at, item in enumerate(items)]
+    suffix = response_id.removeprefix(PREFIX)
+    return [_stored_item(item, f"{suffix}_i{at}") for at, item in enumerate(items)]
 
 
-def _kept(item: Mapping[str, Any], end: str) -> dict[str, Any]:
+def _stored_item(item: Mapping[str, Any], suffix: str) -> dict[str, Any]:
     kind = kind_of(item, "input")
-    kept = {**item, "type": kind, "id": item.get("id") or IDS.get(kind, "item_") + end}
+    stored = {**item, "type": kind, "id": item.get("id") or ID_PREFIXES.get(kind, "item_") + suffix}
     if kind not in WITHOUT_STATUS:
-        kept["status"] = item.get("status") or "completed"
+        stored["status"] = item.get("status") or "completed"
     if kind == "reasoning":
-        kept["summary"] = item.get("summary") or []
+        stored["summary"] = item.get("summary") or []
     if kind == "message":
-        kept["content"] = _content(item)
-    return kept
+        stored["content"] = _content(item)
+    return stored
 
 
 def _content(message: Mapping[str, Any]) -> list[Any]:
@@ -51,31 +51,31 @@ def _content(message: Mapping[str, Any]) -> list[Any]:
 
 
 class PageFields(msgspec.Struct, frozen=True):
-    limit: int = USUAL
+    limit: int = DEFAULT_LIMIT
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
 
 
 def decode_page(query: Mapping[str, str]) -> PageFields:
-    limit, order = decode_limit(query, USUAL, MOST), query.get("order", "desc")
+    limit, order = decode_limit(query, DEFAULT_LIMIT, MAX_LIMIT), query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise BadRequest("order: asc or desc", param="order")
+        raise BadRequest("order: expected asc or desc", param="order")
     return PageFields(limit, "asc" if order == "asc" else "desc", query.get("after"))
 
 
 def encode_page(items: Sequence[tuple[str, bytes]], page: PageFields) -> dict[str, Any]:
-    """A page of items, each with its id."""
+    """Encode a page of items, given as pairs of id and JSON."""
     ordered = list(items if page.order == "asc" else reversed(items))
     if page.after is not None:
-        places = [at for at, (item, _) in enumerate(ordered) if item == page.after]
-        if not places:
+        start = next((at for at, (item, _) in enumerate(ordered, 1) if item == page.after), None)
+        if start is None:
             raise NotFound(f"after: the response has no item {quote(page.after)}", param="after")
-        ordered = ordered[places[0] + 1 :]
-    shown = ordered[: page.limit]
+        ordered = ordered[start:]
+    listed = ordered[: page.limit]
     return {
         "object": "list",
-        "data": [msgspec.Raw(body) for _, body in shown],
-        "first_id": shown[0][0] if shown else "",
-        "last_id": shown[-1][0] if shown else "",
-        "has_more": len(ordered) > len(shown),
+        "data": [msgspec.Raw(body) for _, body in listed],
+        "first_id": listed[0][0] if listed else "",
+        "last_id": listed[-1][0] if listed else "",
+        "has_more": len(ordered) > len(listed),
     }

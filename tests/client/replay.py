@@ -1,4 +1,4 @@
-"""Answers of servers, played to the core without a socket: whole, byte by byte, cut as one likes."""
+"""Feeds recorded server responses to the client without sockets: whole, byte by byte, split anywhere."""
 
 import itertools
 import json
@@ -15,12 +15,12 @@ from tests.support.cuttings import cut_bytes
 REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
 
 
-def numbered() -> Callable[[], str]:
+def sequential_ids() -> Callable[[], str]:
     numbers = itertools.count()
     return lambda: f"made_{next(numbers)}"
 
 
-def play(
+def replay(
     protocol: str,
     pieces: Sequence[bytes],
     *,
@@ -28,7 +28,7 @@ def play(
     headers: dict[str, str] | None = None,
     check_calls: bool = True,
 ) -> list[Event]:
-    exchange = Exchange(PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=numbered())
+    exchange = Exchange(PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids())
     exchange.head(status, headers or {})
     events = [event for piece in pieces for event in exchange.feed(piece)]
     for last in exchange.end():
@@ -37,22 +37,22 @@ def play(
 
 
 def outcome(protocol: str, pieces: Sequence[bytes]) -> object:
-    """The reply, or the error and its words."""
+    """Return the reply, or the class and message of the error."""
     try:
-        return collected(play(protocol, pieces))
+        return collect(replay(protocol, pieces))
     except DragomanError as error:
         return type(error), error.message
 
 
-def every_way(protocol: str, data: bytes) -> object:
-    """What an answer comes to; the same however it is cut."""
+def outcome_for_any_split(protocol: str, data: bytes) -> object:
+    """Check that the outcome does not depend on how the bytes are split, and return it."""
     whole = outcome(protocol, [data])
     assert outcome(protocol, [bytes([byte]) for byte in data]) == whole
     assert outcome(protocol, cut_bytes(data, [len(data) // 3, len(data) // 2])) == whole
     return whole
 
 
-def collected(events: Sequence[Event]) -> Choice:
+def collect(events: Sequence[Event]) -> Choice:
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Finished)
     assert sum(isinstance(event, Started | Finished) for event in events) == 2
@@ -63,7 +63,7 @@ def collected(events: Sequence[Event]) -> Choice:
 
 
 def parts(protocol: str, data: bytes) -> tuple[Part, ...]:
-    choice = every_way(protocol, data)
+    choice = outcome_for_any_split(protocol, data)
     assert isinstance(choice, Choice), choice
     return choice.parts
 
@@ -77,11 +77,11 @@ def delta(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields}]}
 
 
-def ending(reason: str = "stop", **fields: Any) -> dict[str, Any]:
+def end_chunk(reason: str = "stop", **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}], **fields}
 
 
-def calling(*pieces: dict[str, Any]) -> dict[str, Any]:
+def calls_delta(*pieces: dict[str, Any]) -> dict[str, Any]:
     return delta(tool_calls=list(pieces))
 
 
