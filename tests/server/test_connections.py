@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from dragoman.config.sections import Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.server.http.proxies import Proxies
+from dragoman.server.http.proxies import TrustedProxies
 from dragoman.server.http.server import SocketFile, unix_socket
 from dragoman.server.preflight_checks import check_place
 from tests.support.serving import Running, serving, serving_at
@@ -116,7 +116,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         with client.stream("POST", CHAT, json=STREAM) as stream:
             assert stream.read().endswith(b"data: [DONE]\n\n")
         refused(client.get("/health", headers={"host": "evil.example"}), 400)
-        with pytest.raises(ConfigError, match="another server listens there"):
+        with pytest.raises(ConfigError, match="another server uses it"):
             check_place(Settings(socket=str(path)))
         assert running.stop() == 0
     assert not path.exists()
@@ -172,7 +172,7 @@ def test_what_is_in_the_way_of_a_socket(tmp_path: Path) -> None:
     file.touch()
     check_place(Settings(socket=str(left)))
     assert not left.exists()
-    with pytest.raises(ConfigError, match="something else has this name"):
+    with pytest.raises(ConfigError, match="the path exists and is not a socket"):
         check_place(Settings(socket=str(file)))
     with pytest.raises(ConfigError, match="there is no folder"):
         check_place(Settings(socket=str(tmp_path / "none" / "x.sock")))
@@ -197,18 +197,18 @@ def test_what_is_in_the_way_of_a_socket(tmp_path: Path) -> None:
     ],
 )
 def test_forwarded_addresses(peer: str | None, forwarded: str, client: str | None) -> None:
-    proxies = Proxies(["127.0.0.1", "10.0.0.0/8"])
+    proxies = TrustedProxies(["127.0.0.1", "10.0.0.0/8"])
     assert proxies.client(peer, {b"x-forwarded-for": forwarded.encode()}) == client
 
 
 def test_forwarded_schemes_and_mistakes() -> None:
-    proxies = Proxies(["127.0.0.1"])
+    proxies = TrustedProxies(["127.0.0.1"])
     headers = {b"x-forwarded-proto": b"https"}
     assert proxies.scheme("127.0.0.1", headers) == "https"
     assert proxies.scheme("203.0.113.9", headers) is None
     assert proxies.scheme("127.0.0.1", {b"x-forwarded-proto": b"gopher"}) is None
     with pytest.raises(ConfigError, match="expected an address"):
-        Proxies(["proxy.example"])
+        TrustedProxies(["proxy.example"])
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from openai import OpenAI
 from dragoman import Engine, create_app
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.server.handlers.embeddings import PART_INPUTS, PART_SIZE, parts
+from dragoman.server.handlers.embeddings import BATCH_INPUTS, BATCH_SIZE, batches
 from tests.support.openai_sdk import sdk
 from tests.support.serving import Running
 from tests.support.talking import recorded, refused, talking
@@ -121,7 +121,7 @@ def test_empty_input(client: httpx.Client, given: object, param: str) -> None:
 
 def test_too_long(client: httpx.Client) -> None:
     assert ask(client, "x" * 80, model="short").status_code == 200
-    many = ["a"] * (PART_INPUTS + 5)
+    many = ["a"] * (BATCH_INPUTS + 5)
     for given, param in (
         ("x" * 81, "input"),
         (["x" * 81], "input[0]"),
@@ -212,9 +212,9 @@ def test_an_engine_that_only_writes() -> None:
 
 def test_an_engine_that_only_makes_vectors() -> None:
     engine = Measuring()
-    response = post(engine, EMBEDDINGS, {"input": ["ab"] * (PART_INPUTS + 1)})
-    assert vector(response, PART_INPUTS) == pytest.approx([2 / 5**0.5, 1 / 5**0.5])
-    assert engine.given == [PART_INPUTS, 1]
+    response = post(engine, EMBEDDINGS, {"input": ["ab"] * (BATCH_INPUTS + 1)})
+    assert vector(response, BATCH_INPUTS) == pytest.approx([2 / 5**0.5, 1 / 5**0.5])
+    assert engine.given == [BATCH_INPUTS, 1]
     refused(
         post(engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}), 501, param="messages"
     )
@@ -236,10 +236,10 @@ def test_a_silent_engine() -> None:
 
 
 def test_parts() -> None:
-    large, small = "x" * (PART_SIZE + 1), "y" * (PART_SIZE // 2)
-    inputs: list[Input] = ["a", large, "b", small, small, tuple(range(9)), *["c"] * (PART_INPUTS + 1)]
-    cut = list(parts(inputs))
+    large, small = "x" * (BATCH_SIZE + 1), "y" * (BATCH_SIZE // 2)
+    inputs: list[Input] = ["a", large, "b", small, small, tuple(range(9)), *["c"] * (BATCH_INPUTS + 1)]
+    cut = list(batches(inputs))
     assert [entry for part in cut for entry in part] == inputs
     assert all(part for part in cut)
-    assert all(len(part) <= PART_INPUTS for part in cut)
-    assert all(len(part) == 1 or sum(map(len, part)) <= PART_SIZE for part in cut)
+    assert all(len(part) <= BATCH_INPUTS for part in cut)
+    assert all(len(part) == 1 or sum(map(len, part)) <= BATCH_SIZE for part in cut)

@@ -160,16 +160,16 @@ def test_a_token_only_narrows(tmp_path: Path) -> None:
         (): (),
     }.items():
         caller = take(token(models=list(models)))
-        assert tuple(name for name in asked if caller.may_ask(name)) == may, models
+        assert tuple(name for name in asked if caller.may_use(name)) == may, models
 
 
 def test_an_empty_list_allows_nothing(tmp_path: Path) -> None:
     take = accessing(tmp_path, SECRET.encode())
-    assert not take(token(models=[])).may_ask("mine")
+    assert not take(token(models=[])).may_use("mine")
     assert take(token(routes=[])).routes == frozenset()
-    with pytest.raises(PermissionDenied, match="it is for: none"):
+    with pytest.raises(PermissionDenied, match="it allows: none"):
         take(token(routes=[])).check_route("chat")
-    with pytest.raises(PermissionDenied, match="it is for: none"):
+    with pytest.raises(PermissionDenied, match="it allows: none"):
         take(token(models=[])).check_model("mine")
 
 
@@ -177,7 +177,7 @@ def test_the_log_says_why_a_token_was_refused(take: Take, caplog: pytest.LogCapt
     caplog.set_level("INFO", "dragoman.auth")
     with pytest.raises(Unauthorized, match="not valid here"):
         take(token(aud="others"))
-    assert "a token was refused: Audience doesn't match" in caplog.text
+    assert "invalid token: Audience doesn't match" in caplog.text
     bad = token(secret="another secret that is as long as the one before")
     with pytest.raises(Unauthorized, match="not valid here"):
         take(bad)
@@ -194,7 +194,7 @@ def test_limits_are_those_of_the_subject(tmp_path: Path) -> None:
 def test_a_subject_has_one_limit_though_it_was_forgotten_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dragoman.server.auth.jwt.REMEMBERED", 3)
+    monkeypatch.setattr("dragoman.server.auth.jwt.CACHE_SIZE", 3)
     take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(requests_per_minute=5))
     anna = token()
     for name in ("berta", "carla"):

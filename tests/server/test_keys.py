@@ -140,7 +140,7 @@ def test_scopes_by_model(keyed: Running, make: Make) -> None:
             "type": "error",
             "error": {
                 "type": "permission_error",
-                "message": "model: this key is not for model 'other'; it is for: ech*",
+                "message": "model: this key may not use model 'other'; it allows: ech*",
             },
             "request_id": denied.value.request_id,
         }
@@ -332,7 +332,7 @@ def test_anonymous_callers(tmp_path: Path) -> None:
     assert anonymous.principal == "anonymous"
     assert anonymous.quota is not None
     assert not anonymous.routes & {"admin", "stats"}
-    with pytest.raises(PermissionDenied, match=r"^admin needs a key that is for it; without one there is: chat, "):
+    with pytest.raises(PermissionDenied, match=r"^admin routes need a key; without one this server allows: chat, "):
         anonymous.check_route("admin")
     assert access.caller(given("none")) is anonymous
     assert "admin" in access.caller(given(secret)).routes

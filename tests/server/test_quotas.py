@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import RateLimited, TokensLimited
-from dragoman.server.auth.quotas import MINUTE, Lease, Quota, Window
+from dragoman.server.auth.quotas import MINUTE, Lease, Quota, RateWindow
 
 
 class Clock:
@@ -46,7 +46,7 @@ def test_requests_of_a_minute() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.integers(1, 8)), max_size=60))
 def test_no_minute_has_more_than_the_limit(steps: list[tuple[float, int]]) -> None:
-    window, now = Window(10), 0.0
+    window, now = RateWindow(10), 0.0
     taken: list[tuple[float, int]] = []
     for pause, amount in steps:
         now += pause

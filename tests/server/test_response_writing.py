@@ -9,10 +9,10 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from dragoman.config.settings import Settings
-from dragoman.server.http.connection import guarded
-from dragoman.server.http.response import News
-from dragoman.server.http_exchange import Receive, Scope, Send
-from dragoman.server.telemetry import Telemetry
+from dragoman.server.asgi import Receive, Scope, Send
+from dragoman.server.http.connection import connection_class
+from dragoman.server.http.response import OneShotEvent
+from dragoman.server.telemetry import TelemetryRecorder
 
 ASKED = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
@@ -32,7 +32,7 @@ async def halfway(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _answer(app: object) -> tuple[bytes, ServerState]:
     settings, state = Settings(), ServerState()
-    connection = guarded(settings.limits, Telemetry(settings.telemetry, None))
+    connection = connection_class(settings.limits, TelemetryRecorder(settings.telemetry, None))
     config = uvicorn.Config(app, log_config=None, lifespan="off")  # type: ignore[arg-type]
     config.load()
     server = await asyncio.get_running_loop().create_server(lambda: connection(config, state, {}), "127.0.0.1", 0)
@@ -61,18 +61,18 @@ def test_a_response_that_breaks_off_does_not_look_complete() -> None:
     assert not state.tasks
 
 
-def test_news_wake_the_one_who_waits_and_keep_until_then() -> None:
+def test_event_wake_the_one_who_waits_and_keep_until_then() -> None:
     async def play() -> list[str]:
-        news, seen = News(), []
-        news.set()
-        await news.wait()
+        event, seen = OneShotEvent(), []
+        event.set()
+        await event.wait()
         seen.append("kept")
-        news.clear()
-        waiting = asyncio.create_task(news.wait())
+        event.clear()
+        waiting = asyncio.create_task(event.wait())
         await asyncio.sleep(0)
         seen.append("waits" if not waiting.done() else "does not wait")
-        news.set()
-        news.set()
+        event.set()
+        event.set()
         await waiting
         return seen
 
@@ -82,7 +82,7 @@ def test_news_wake_the_one_who_waits_and_keep_until_then() -> None:
 def test_a_copied_process_has_ids_of_its_own() -> None:
     program = (
         "import os\n"
-        "from dragoman.server.handlers.generation import new_id\n"
+        "from dragoman.core.ids import new_id\n"
         "new_id('')\n"
         "reads, writes = os.pipe()\n"
         "if not os.fork():\n"

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Jwt, Keys, Telemetry, Traces
 from dragoman.config.settings import Settings
-from dragoman.server.run_description import without_secrets
+from dragoman.server.telemetry.eventlog import without_secrets
 from tests.support.serving import Running, serving
 from tests.support.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
 

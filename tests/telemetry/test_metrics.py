@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dragoman.server.telemetry.exposition import Standing, exposition
-from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, Recent
+from dragoman.server.telemetry.exposition import ModelStatus, render_metrics
+from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, RecentRate
 from dragoman.server.telemetry.record import RequestRecord
 
 
@@ -43,7 +43,7 @@ def test_quantiles() -> None:
 def test_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    recent = Recent()
+    recent = RecentRate()
     recent.add(30)
     now[0] += 10
     recent.add(30)
@@ -61,7 +61,7 @@ def test_what_prometheus_reads() -> None:
     metrics.add(RequestRecord("b", "GET /nothing/at/all", status=404, error="not_found"))
     metrics.of('odd"name').gaps.add_shared(0.3, 3)
     metrics.limited["tokens"] += 1
-    page = exposition(metrics, {'odd"name': Standing("ready", running=1, slots=4, memory=5)}, 1000).decode()
+    page = render_metrics(metrics, {'odd"name': ModelStatus("ready", running=1, slots=4, memory=5)}, 1000).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     assert "/nothing" not in page
     requests = {
