@@ -1,4 +1,4 @@
-"""A connection that nobody uses is closed; one that is used stays, however long."""
+"""Idle connections are closed; active ones stay open."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Non
     assert await reader.readuntil(b"}") == b'{"status":"ok"}'
 
 
-def test_the_time_of_an_idle_connection_begins_anew_with_every_request() -> None:
+def test_every_request_restarts_the_idle_timer() -> None:
     async def scenario() -> None:
         app = create_app(ScriptedEngine())
         config = AppServer(app).config

@@ -1,4 +1,4 @@
-"""One request's hold on a model."""
+"""The lease of a model by one request."""
 
 import asyncio
 
@@ -12,12 +12,12 @@ WISH = Wish("m", (), None, strict=False)
 SETTINGS = Settings(models=(ModelSpec("m", "scripted", None, {"slots": 1}),), models_dir=())
 
 
-def test_who_waits_for_a_slot_does_not_hold_the_model() -> None:
+def test_waiting_for_a_slot_does_not_hold_the_model() -> None:
     async def scenario() -> None:
         catalog = Catalog(SETTINGS)
         seat = catalog.lifecycle.seat(catalog.resolve("m").host)
         first, second = (Engagement(catalog, UNRESTRICTED, None) for _ in range(2))
-        # Nobody knows yet what it supports: both wait for it to be loaded.
+        # The features are unknown before the first load, so both wait for it.
         await asyncio.gather(first.find(WISH), second.find(WISH))
         assert seat.running == 2
         engine = await first.start()

@@ -1,4 +1,4 @@
-"""The connection with an app that does not do what ours does, and what its parts promise."""
+"""The connection with misbehaving apps, and its parts."""
 
 import asyncio
 import subprocess
@@ -18,7 +18,7 @@ ASKED = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ValueError("nobody expects it")
+    raise ValueError("unexpected")
 
 
 async def silent(scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,21 +47,21 @@ async def _answer(app: object) -> tuple[bytes, ServerState]:
 
 
 @pytest.mark.parametrize("app", [broken, silent])
-def test_who_is_not_answered_hears_of_it(app: object) -> None:
+def test_unanswered_request_gets_500(app: object) -> None:
     answer, state = asyncio.run(_answer(app))
     assert answer.startswith(b"HTTP/1.1 500 ")
     assert answer.endswith(b"Internal Server Error")
     assert not state.tasks
 
 
-def test_a_response_that_breaks_off_does_not_look_complete() -> None:
+def test_cut_off_response_does_not_look_complete() -> None:
     answer, state = asyncio.run(_answer(halfway))
     assert b"beginning" in answer
     assert not answer.endswith(b"0\r\n\r\n")
     assert not state.tasks
 
 
-def test_event_wake_the_one_who_waits_and_keep_until_then() -> None:
+def test_one_shot_event() -> None:
     async def play() -> list[str]:
         event, seen = OneShotEvent(), []
         event.set()
@@ -79,7 +79,7 @@ def test_event_wake_the_one_who_waits_and_keep_until_then() -> None:
     assert asyncio.run(play()) == ["kept", "waits"]
 
 
-def test_a_copied_process_has_ids_of_its_own() -> None:
+def test_forked_process_has_its_own_ids() -> None:
     program = (
         "import os\n"
         "from dragoman.core.ids import new_id\n"
