@@ -98,7 +98,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError], str, str
         {"model": "hanging"},
         anthropic.GatewayTimeoutError,
         "timeout_error",
-        "silent",
+        "produced nothing",
     ),
 }
 

@@ -53,7 +53,7 @@ def test_prompt_is_cached_for_the_requested_time(narrow: Running) -> None:
     assert counts(again) == (2, 0, counts(first)[1] - 2)
 
 
-def test_openai_cache_key_and_eviction_of_the_oldest(narrow: Running) -> None:
+def test_openai_prompt_cache_retention_and_eviction(narrow: Running) -> None:
     body = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Please tell me how to mend a broken umbrella. " * 8}],

@@ -120,7 +120,7 @@ def started(folder: Path, *flags: str, before: Callable[[], None] | None = None)
 def fronts_of(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for task in tasks for child in task.read_text().split()]
-    return [child for child in children if b"fronts.main" in command_of(child)]
+    return [child for child in children if b"frontends.process" in command_of(child)]
 
 
 def test_a_signal_for_the_whole_group_while_they_start(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_failure_of_only_model_stops_server(tmp_path: Path, workers: str) -> Non
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=len)
-def test_failure_of_one_directory_model_does_not_stop_server(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_only_failure_of_only_directory_model_stops_server(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         (tmp_path / f"{name}.gguf").write_bytes(gguf(pair("general.architecture", 8, text("llama"))))
 
@@ -162,7 +162,7 @@ def test_download_does_not_block_shutdown(tmp_path: Path, monkeypatch: pytest.Mo
             assert running.stop() == 0
 
 
-def test_default_model_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_default_model_stops_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
     with (

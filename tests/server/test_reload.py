@@ -211,7 +211,7 @@ def test_reload_changes_keys(tmp_path: Path) -> None:
         refused(ask(client, CHAT), 401)
 
 
-def test_reload_resets_admin_changes(tmp_path: Path) -> None:
+def test_reload_applies_operational_settings(tmp_path: Path) -> None:
     keys = {"limits": {"requests_per_minute": 3}}
     config: dict[str, Any] = {"models": {"first": SCRIPTED}, "api_keys": ["a", "b"], "keys": keys}
     with serving(tmp_path, config) as running, talking(running, {"x-api-key": "a"}) as client:

@@ -98,7 +98,7 @@ def test_websocket_is_answered_426(running: Running, name: str) -> None:
     assert json.loads(answer.body)["error"]["code"] == "upgrade_required"
 
 
-def test_unknown_previous_response_is_not_found(client: httpx.Client) -> None:
+def test_unknown_response_is_not_found(client: httpx.Client) -> None:
     reply = replayed(client, RECORDINGS["py-openai__responses-retrieve"])
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
 

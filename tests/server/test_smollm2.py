@@ -83,7 +83,7 @@ def test_content_never_becomes_control_tokens(smol: Asking, role: str) -> None:
         assert not any(CONTROL.fullmatch(smol.detokenize([token])) for token in set(tokens))
 
 
-def test_control_tokens_of_the_template(smol: Asking) -> None:
+def test_control_tokens_in_raw_prompts(smol: Asking) -> None:
     assert smol.tokenize("<|im_start|>", special=True) == [1]
     assert smol.tokenize("<|im_end|>", special=True) == [2]
     raw = smol.complete("<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n", max_tokens=1)

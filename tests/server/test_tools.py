@@ -219,7 +219,7 @@ def test_tool_choice_none(agent: Asking) -> None:
     assert content(ask(agent, "twice", tools=openai.omit)) == PARIS
 
 
-def test_tool_choice_required(agent: Asking) -> None:
+def test_tool_choice_auto_required_and_named(agent: Asking) -> None:
     for choice in ("auto", "required", {"type": "function", "function": {"name": "GetWeather"}}):
         assert calls_of(ask(agent, "twice", tool_choice=choice)) == [IN_PARIS]
     with pytest.raises(openai.BadRequestError, match="no tool is called 'other'"):

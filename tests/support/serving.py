@@ -48,11 +48,11 @@ class Running:
 
     def fronts(self) -> list[int]:
         """The processes that accept connections."""
-        return sorted(pid for pid in self.children() if b"fronts.main" in command_of(pid))
+        return sorted(pid for pid in self.children() if b"frontends.process" in command_of(pid))
 
     def workers(self) -> list[int]:
         """The processes that run engines."""
-        return sorted(pid for pid in self.children() if b"worker.child" in command_of(pid))
+        return sorted(pid for pid in self.children() if b"ipc.worker_main" in command_of(pid))
 
     def stop(self, timeout: float = 100) -> int:
         self.process.send_signal(signal.SIGTERM)

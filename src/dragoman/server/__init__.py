@@ -6,7 +6,7 @@ serve             runs the app until a signal stops it
 routes            the route table; `routing` finds a route by path and method
 http_exchange     one request; `response_writer` writes its response, `deadlines` limits its time
 model_lease       a lease on a model: name, permission, quota, slot, engine
-preflight_checks  checks before the server starts; `file_checks` checks its files
+preflight_checks  checks before the server starts
 handlers          the handlers of the routes
 auth              keys, tokens, scopes and quotas
 http              sockets, connections and HTTP/1.1

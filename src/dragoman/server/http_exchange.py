@@ -40,16 +40,8 @@ T = TypeVar("T")
 log = logging.getLogger("dragoman.server")
 
 SERIALIZABLE = (
-    "type",
-    "http_version",
-    "scheme",
-    "method",
-    "path",
-    "raw_path",
-    "query_string",
-    "root_path",
-    "headers",
-    "client",
+    *("type", "http_version", "scheme", "method", "path", "raw_path"),
+    *("query_string", "root_path", "headers", "client"),
 )
 """Parts of an ASGI scope that can be sent to another process."""
 SINGLE_VALUED = frozenset(

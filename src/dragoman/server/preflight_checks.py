@@ -1,14 +1,19 @@
-"""Checks before the server starts: exposure without keys, the listen address, and unusual settings."""
+"""Checks before the server starts: exposure without keys, the listen address, files, and unusual settings."""
 
 import ipaddress
+import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from dragoman.config.locations import Mistake
+from dragoman.config.sections import Keys, Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines.llama.hardware import cpus
+from dragoman.server.auth.jwt import KEY_FILE, JwtVerifier
 from dragoman.server.http.server import bind_error, tls_context
 from dragoman.storage.keys import KeyStore, store_path
 
@@ -109,3 +114,53 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def unusable_files(settings: Settings) -> list[Mistake]:
+    """Problems with the files and directories that the server needs."""
+    problems = [*_check_keys(settings.keys)]
+    if settings.tls is not None:
+        problems += _check_tls(settings.tls)
+    if settings.event_log is not None:
+        problems += _check_event_log(Path(settings.event_log))
+    if settings.socket is not None and not Path(settings.socket).parent.is_dir():
+        problems.append(Mistake("socket", f"there is no folder {Path(settings.socket).parent}"))
+    return problems
+
+
+def _check_tls(tls: Tls) -> Iterator[Mistake]:
+    missing = [
+        (key, path) for key, path in (("certificate", tls.certificate), ("key", tls.key)) if not Path(path).is_file()
+    ]
+    for key, path in missing:
+        yield Mistake(f"tls.{key}", f"there is no file {path}")
+    if not missing:
+        try:
+            tls_context(tls)
+        except ConfigError as error:
+            yield Mistake("tls", str(error).removeprefix("tls: "))
+
+
+def _check_keys(keys: Keys) -> Iterator[Mistake]:
+    if keys.jwt is not None:
+        try:
+            JwtVerifier(keys.jwt, keys.limits)
+        except ConfigError as error:
+            yield Mistake(KEY_FILE, str(error).removeprefix(f"{KEY_FILE}: "))
+    path = store_path(keys)
+    if keys.store is not None and not path.parent.is_dir():
+        yield Mistake("keys.store", f"there is no folder {path.parent}; `dragoman keys create NAME` makes it")
+        return
+    try:
+        KeyStore(path).all()
+    except ConfigError as error:
+        yield Mistake("keys.store", str(error))
+
+
+def _check_event_log(path: Path) -> Iterator[Mistake]:
+    if path.is_dir():
+        yield Mistake("event_log", f"{path} is a folder; expected a file")
+    elif not path.parent.is_dir():
+        yield Mistake("event_log", f"there is no folder {path.parent}")
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        yield Mistake("event_log", f"{path} cannot be written: permission denied")

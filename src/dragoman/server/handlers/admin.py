@@ -31,10 +31,10 @@ UNLOAD_SECONDS = 5.0
 async def models(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     await app.catalog.look()
-    seen = [model for model in app.catalog.listed() if exchange.caller.may_use(model.name)]
-    served = [await _describe(app, model) for model in seen]
+    visible = [model for model in app.catalog.listed() if exchange.caller.may_use(model.name)]
+    served = [await _describe(app, model) for model in visible]
     # Models that share an engine share its memory.
-    used = {model.host.key: status.memory or 0 for model, status in zip(seen, served, strict=True)}
+    used = {model.host.key: status.memory or 0 for model, status in zip(visible, served, strict=True)}
     await exchange.response.send_json(wire.encode_fleet(served, sum(used.values()), app.catalog.lifecycle.budget))
 
 

@@ -33,8 +33,8 @@ async def ready(app: App, exchange: Exchange) -> None:
     host.load_again()
     # Load balancers need only the status. Callers with a key also see the models of that key.
     caller = app.valid_caller(exchange)
-    seen = () if caller is None else [model for model in app.catalog.models.values() if caller.may_use(model.name)]
-    states = {model.name: _state(model) for model in seen}
+    visible = () if caller is None else [model for model in app.catalog.models.values() if caller.may_use(model.name)]
+    states = {model.name: _state(model) for model in visible}
     status = {"status": "ready" if is_ready else "not ready", "models": states}
     await exchange.response.send_json(status, 200 if is_ready else 503)
 
@@ -69,10 +69,10 @@ async def _describe(app: App, model: Model) -> wire_models.ListedModel:
 
 async def models(app: App, exchange: Exchange) -> None:
     await app.catalog.look()
-    seen = [
+    visible = [
         model for entry in app.catalog.listed() for model in await entry.all() if exchange.caller.may_use(model.name)
     ]
-    listed = [await _describe(app, model) for model in seen]
+    listed = [await _describe(app, model) for model in visible]
     if exchange.response.family is ANTHROPIC:
         await exchange.response.send_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:

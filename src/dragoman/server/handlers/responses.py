@@ -86,7 +86,7 @@ async def _run_maybe_in_thread(exchange: Exchange, items: int, make: Callable[[]
 
 
 def _decode(body: responses.Asking, earlier: Sequence[KeptItem], stored: Mapping[str, bytes]) -> responses.Question:
-    referenced = {item: msgspec.json.decode(body) for item, body in stored.items()}
+    referenced = {item: msgspec.json.decode(encoded) for item, encoded in stored.items()}
     return responses.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced)
 
 
@@ -117,14 +117,14 @@ async def show(app: App, exchange: Exchange) -> None:
     response_id, below = _parse_path(exchange)
     if below not in ("", INPUT_ITEMS):
         raise not_found_error(exchange)
-    kept = await _find(app, exchange, response_id)
+    stored = await _find(app, exchange, response_id)
     if below == INPUT_ITEMS:
         page = responses.decode_page(exchange.query())
-        await exchange.response.send_json(responses.encode_page([(item.id, item.body) for item in kept.input], page))
+        await exchange.response.send_json(responses.encode_page([(item.id, item.body) for item in stored.input], page))
         return
     if exchange.query().get("stream") == "true":
         raise NotSupported("stream: a stored response cannot be streamed", param="stream")
-    await exchange.response.send_json(msgspec.Raw(kept.body))
+    await exchange.response.send_json(msgspec.Raw(stored.body))
 
 
 async def delete(app: App, exchange: Exchange) -> None:
@@ -151,10 +151,10 @@ def _parse_path(exchange: Exchange) -> tuple[str, str]:
 
 
 async def _find(app: App, exchange: Exchange, response_id: str) -> KeptResponse:
-    kept = await app.responses.find(exchange.record.principal, response_id)
-    if kept is None:
+    stored = await app.responses.find(exchange.record.principal, response_id)
+    if stored is None:
         raise NotFound(f"response {quote(response_id)} is not stored here")
-    return kept
+    return stored
 
 
 async def no_websocket(app: App, exchange: Exchange) -> None:

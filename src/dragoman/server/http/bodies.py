@@ -42,19 +42,19 @@ async def decode_body(body: bytes, limit: int, decode: Callable[[bytes], T]) -> 
 async def run_in_body_thread(make: Callable[[], T]) -> T:
     """Call `make` in the thread that decodes large bodies."""
     # The executor's future becomes part of a reference cycle, so it must not hold the result or the error.
-    made: list[T] = []
+    results: list[T] = []
     errors: list[Exception] = []
-    await asyncio.get_running_loop().run_in_executor(_thread, _run, make, made, errors)
+    await asyncio.get_running_loop().run_in_executor(_thread, _run, make, results, errors)
     if errors:
         raise errors.pop()
-    return made.pop()
+    return results.pop()
 
 
-def _run(make: Callable[[], T], made: list[T], errors: list[Exception]) -> None:
+def _run(make: Callable[[], T], results: list[T], errors: list[Exception]) -> None:
     is_enabled = gc.isenabled()
     gc.disable()
     try:
-        made.append(make())
+        results.append(make())
     except Exception as error:  # noqa: BLE001 (raised again by the caller)
         errors.append(error)
     finally:

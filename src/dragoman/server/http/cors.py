@@ -17,11 +17,11 @@ EXPOSED = ", ".join(
     [
         *("x-request-id", "request-id", "x-dragoman-request-id", "x-dragoman-ignored", "x-dragoman-warning"),
         *("retry-after", "x-should-retry"),
-        *(f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in ("limit", "remaining", "reset")),
         *(
-            f"anthropic-ratelimit-{what}-{name}"
-            for what in ("requests", "tokens")
-            for name in ("limit", "remaining", "reset")
+            header
+            for unit in ("requests", "tokens")
+            for field in ("limit", "remaining", "reset")
+            for header in (f"x-ratelimit-{field}-{unit}", f"anthropic-ratelimit-{unit}-{field}")
         ),
     ]
 ).encode()

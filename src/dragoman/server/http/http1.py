@@ -40,19 +40,8 @@ class RequestHead:
     """One request head as it arrives."""
 
     __slots__ = (
-        "_codings",
-        "_expect",
-        "_limit",
-        "_parser",
-        "_size",
-        "_tail",
-        "content_length",
-        "headers",
-        "is_complete",
-        "keep_alive",
-        "method",
-        "url",
-        "version",
+        *("_codings", "_expect", "_limit", "_parser", "_size", "_tail"),
+        *("content_length", "headers", "is_complete", "keep_alive", "method", "url", "version"),
     )
 
     def __init__(self, limit: int) -> None:
