@@ -86,7 +86,7 @@ class App(Door):
         self.admin_token = new_token()
         """If no keys are configured, `/admin` requires it in the header X-Dragoman-Admin-Token."""
         self._is_stopped = False
-        self._reread = reread
+        self._settings_loader = reread
         self._reloading = asyncio.Lock()
         self._initial_settings = settings
         self.followers: list[Callable[[Settings], Awaitable[None]]] = []
@@ -94,16 +94,16 @@ class App(Door):
 
     @property
     def can_reload(self) -> bool:
-        return self._reread is not None
+        return self._settings_loader is not None
 
     async def reload(self) -> Reloaded:
         """Load and apply the configuration again. A ConfigError leaves everything as it was."""
-        if self._reread is None:
+        if self._settings_loader is None:
             raise NotSupported("this server was started without a configuration file, so it cannot reload one")
         async with self._reloading:
             # Log rotation sends the same signal, so this happens even if the configuration is invalid.
             self.telemetry.events.reopen()
-            loaded = await asyncio.to_thread(self._reread)
+            loaded = await asyncio.to_thread(self._settings_loader)
             settings = _keep_fixed_settings(loaded, self._initial_settings)
             before = {name: spec for spec in self.settings.models for name in spec.names}
             after = {name: spec for spec in settings.models for name in spec.names}

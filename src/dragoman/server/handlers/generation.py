@@ -146,11 +146,11 @@ async def _prepare_request(
 
 
 def _collecting_sink(app: Door, exchange: Exchange, collection: Collection) -> Take:
-    def take(choice: int, events: Sequence[Event]) -> None:
-        _note(app, exchange, choice, events)
+    def collect(choice: int, events: Sequence[Event]) -> None:
+        _record_events(app, exchange, choice, events)
         collection.add(choice, events)
 
-    return take
+    return collect
 
 
 async def _stream(
@@ -189,21 +189,21 @@ class _FrameSink:
         self._exchange = exchange
         self._response = exchange.response
         self._format = reply_format
-        self._held = b""
+        self._pending = b""
 
     def start(self, request: GenerationRequest) -> Take:
         self.encoder = self._format.encoder(request, int(time.time()))
-        return self._take
+        return self._write_events
 
-    def _take(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+    def _write_events(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
         response = self._response
-        _note(self._app, self._exchange, choice, events)
+        _record_events(self._app, self._exchange, choice, events)
         frames = self.encoder.feed(choice, events)
         if not response.is_started and all(type(event) is Started for event in events):
-            self._held += frames
+            self._pending += frames
             return None
-        if self._held:
-            frames, self._held = self._held + frames, b""
+        if self._pending:
+            frames, self._pending = self._pending + frames, b""
         return None if not frames or response.write_now(frames) else response.write(frames)
 
 
@@ -211,7 +211,7 @@ def stall_error(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine produced nothing for {seconds:g} s")
 
 
-def _note(app: Door, exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
+def _record_events(app: Door, exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
     timer = exchange.timer
     timer.note_progress()
     assert exchange.meter is not None
