@@ -166,9 +166,7 @@ def test_what_does_nothing_is_noted(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {smollm2: {isolate: true}}\nkeys: {store: keys.db}\n")
     done = run(tmp_path, "check")
     assert (done.returncode, done.stdout) == (0, "the configuration is sound; models: smollm2\n")
-    words = (
-        "dragoman: warning: model smollm2: isolate does nothing where no API key is asked for: all callers are one\n"
-    )
+    words = "dragoman: warning: model smollm2: isolate has no effect without API keys: all callers share one identity\n"
     assert done.stderr == words
     with (tmp_path / "dragoman.yaml").open("a") as file:
         file.write("api_keys: [secret]\n")

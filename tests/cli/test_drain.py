@@ -57,7 +57,7 @@ def test_a_server_is_drained_and_comes_back(house: House, tmp_path: Path) -> Non
 def test_mistakes_are_one_line(house: House, tmp_path: Path) -> None:
     at = ("--url", house.front.url, "--api-key", "k")
     assert "has no server" in refused(run(tmp_path, "drain", "m", "http://nobody", *at))
-    assert "runs here" in refused(run(tmp_path, "drain", "here", house.behind[0], *at))
+    assert "has no upstream servers" in refused(run(tmp_path, "drain", "here", house.behind[0], *at))
     assert "not served here" in refused(run(tmp_path, "drain", "nothing", house.behind[0], *at))
     assert "no servers are known" in refused(run(tmp_path, "drain", "here", *at))
     assert "--undo where?" in refused(run(tmp_path, "drain", "m", "--undo", *at))

@@ -179,7 +179,7 @@ def test_a_key_that_is_not_the_operator_s_lists_and_no_more(tmp_path: Path) -> N
         assert listed(tmp_path, "--api-key", plain)["one"]["slots"] is None
         assert listed(tmp_path, "--api-key", operator)["one"]["slots"] == 3
         words = refused(run(tmp_path, "models", "unload", "one", "--api-key", plain))
-        assert "403 Forbidden: this key is not for admin; it is for: chat" in words
+        assert "403 Forbidden: this key may not use admin routes; it allows: chat" in words
         assert run(tmp_path, "models", "unload", "one", "--api-key", operator).stdout == "one: cold\n"
 
 

@@ -20,7 +20,7 @@ from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.pipeline.event_stream import run
 from dragoman.server.auth.admin_token import HEADER
 from dragoman.server.factory import create_app
-from dragoman.server.run_description import describe_run
+from dragoman.server.telemetry.eventlog import describe_run
 from tests.engines.upstream_app import ask, ask_all, sent, upstream_app
 from tests.support.bad_server import (
     CHAT,

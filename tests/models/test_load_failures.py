@@ -100,11 +100,11 @@ def test_a_model_that_cannot_be_weighed_has_failed(
         for _ in range(2):
             with pytest.raises(ModelFailed):
                 await host.enter()
-            assert (host.state, host.failure) == ("failed", "nobody has weighed it")
+            assert (host.state, host.failure) == ("failed", "its memory was not estimated")
         await catalog.stop()
 
     asyncio.run(scenario())
-    assert caplog.text.count("model m: not loaded: nobody has weighed it") == 2
+    assert caplog.text.count("model m: not loaded: its memory was not estimated") == 2
     assert "RuntimeError" in caplog.text
 
 

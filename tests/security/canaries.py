@@ -1,4 +1,4 @@
-"""A socket that counts connections and a folder that reports opened files, for tests where neither may happen."""
+"""A socket that counts connections and a directory that reports opened files, for tests that expect neither."""
 
 import ctypes
 import os

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PIPELINED = 8
-"""Requests that are on their way at the same time. They are small enough for the buffers of a socket."""
+"""Requests in flight at the same time. They fit into the socket buffers."""
 TIMEOUT_SECONDS = 60
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
@@ -70,7 +70,7 @@ class PipelinedClient:
         return answers
 
     def _send_some(self, requests: Sequence[Request]) -> list[Answer]:
-        """At least one answer; fewer than requests where the server closed the connection."""
+        """At least one answer; fewer than requests if the server closed the connection."""
         if self._socket is None:
             self._socket = socket.create_connection(("127.0.0.1", self._port), timeout=TIMEOUT_SECONDS)
         answers: list[Answer] = []

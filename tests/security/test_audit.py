@@ -29,6 +29,6 @@ def test_only_a_full_lookup_without_findings_passes(dependencies: list[Any], cod
     assert (verdict.code, verdict.lines[0]) == (code, first)
 
 
-def test_a_long_list_of_skipped_dependencies_is_cut() -> None:
+def test_long_list_of_skipped_dependencies_is_cut() -> None:
     skipped = [SKIPPED | {"name": f"package-{number}"} for number in range(20)]
     assert judge({"dependencies": skipped}).lines[-1] == "... and 15 more"

@@ -23,10 +23,10 @@ from tests.support.serving import Running, serving
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND")
 OWN_METHODS = ("GET", "POST", "DELETE")
-"""Methods that some route takes."""
+"""Methods of at least one route."""
 CONNECTIONS = 4
 SHOWN = 20
-"""Mistakes that a failing test prints."""
+"""Number of mistakes that a failing test prints."""
 OPENAI_ERROR = {"message", "type", "param", "code"}
 
 
@@ -158,7 +158,7 @@ def test_every_route_method_and_credential(guarded: Guarded) -> None:
     assert not mistakes(guarded.running, cases)[:SHOWN]
 
 
-def test_odd_spellings_of_a_path_open_nothing(guarded: Guarded) -> None:
+def test_unusual_path_spellings_grant_no_access(guarded: Guarded) -> None:
     credentials = [
         Credential("none"),
         bearer("wrong", "sk-wrong"),

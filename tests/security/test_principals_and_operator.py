@@ -43,7 +43,7 @@ def test_static_keys_keep_their_responses_when_other_keys_come_and_go(tmp_path: 
                 assert status == (401 if key not in keys else 200 if is_owner else 404), (keys, key)
 
 
-def test_a_signed_token_is_not_the_principal_of_a_stored_key(guarded: Guarded) -> None:
+def test_signed_token_is_not_the_principal_of_a_stored_key(guarded: Guarded) -> None:
     stored, token = guarded.authority.stored("user:dora"), guarded.authority.token(sub="user:dora")
     for owner, other in ((stored, token), (token, stored)):
         made = store(guarded.running, owner)

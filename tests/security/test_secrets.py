@@ -57,7 +57,7 @@ class Watched:
         return answer
 
     def outputs(self) -> dict[str, bytes]:
-        """All output so far, by its place."""
+        """All output so far, by source."""
         files = {str(file): file.read_bytes() for file in (self.folder / "home").rglob("*") if file.is_file()}
         found = {
             "log": self.running.log.read_bytes(),
@@ -93,7 +93,7 @@ def model_for(said: str) -> str:
 
 
 def upstreams(port: int) -> dict[str, dict[str, Any]]:
-    """Upstream models by name. Each fails in one way only: after a failure a server is not asked again at once."""
+    """Upstream models by name. Each fails in one way only, because a failed upstream server is not used for a while."""
     at = f"127.0.0.1:{port}"
     usual = {"engine": "upstream", "protocol": "chat", "health_seconds": 0}
     keyed = usual | {"url": f"http://{at}", "key_env": "UPSTREAM_KEY"}
@@ -228,7 +228,7 @@ def test_crashed_worker_reveals_no_secret(watched: Watched) -> None:
     assert_nowhere(watched.secrets | {PROMPT}, watched.outputs())
 
 
-def test_the_key_store_is_for_its_owner_only(watched: Watched) -> None:
+def test_key_store_is_readable_by_its_owner_only(watched: Watched) -> None:
     home = watched.folder / "home"
     for place in (home, *home.glob("keys.db*")):
         assert not stat.S_IMODE(place.stat().st_mode) & 0o077, place

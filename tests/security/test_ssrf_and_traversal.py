@@ -189,7 +189,7 @@ def names(port: int, outside: Path) -> list[str]:
     ]
 
 
-def test_names_of_models_open_nothing(trapped: Trapped) -> None:
+def test_model_names_open_no_files(trapped: Trapped) -> None:
     said = [{"role": "user", "content": "hello"}]
     for name in names(trapped.sock.port, trapped.outside):
         if name == "gpt-":
@@ -208,7 +208,7 @@ def test_names_of_models_open_nothing(trapped: Trapped) -> None:
         trapped.assert_untouched()
 
 
-def test_names_in_paths_open_nothing(trapped: Trapped) -> None:
+def test_names_in_paths_open_no_files(trapped: Trapped) -> None:
     with PipelinedClient(trapped.running.port) as client:
         for name in names(trapped.sock.port, trapped.outside):
             if len(name) > 1000 or name == "gpt-":
@@ -228,7 +228,7 @@ def test_names_in_paths_open_nothing(trapped: Trapped) -> None:
             trapped.assert_untouched()
 
 
-def test_names_of_responses_items_and_templates_open_nothing(trapped: Trapped) -> None:
+def test_response_item_and_template_names_open_no_files(trapped: Trapped) -> None:
     said = [{"role": "user", "content": "hello"}]
     for name in names(trapped.sock.port, trapped.outside):
         reference = {"type": "item_reference", "id": name}

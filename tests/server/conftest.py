@@ -48,7 +48,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The same server where a client has one second to send a request and one to read more of the response."""
+    """The same server with one second to send a request and one second to read more of the response."""
     limits = TIGHT_LIMITS | {"body_seconds": BODY_SECONDS, "write_seconds": 1}
     with serving(tmp_path_factory.mktemp("impatient"), {"models": TIGHT, "limits": limits}) as running:
         yield running

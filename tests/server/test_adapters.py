@@ -49,13 +49,13 @@ def said(reply: dict[str, Any]) -> str:
     return content
 
 
-def test_all_are_listed(served: Running) -> None:
+def test_model_and_adapters_are_listed(served: Running) -> None:
     listed = httpx.get(f"{served.url}/v1/models", trust_env=False, timeout=60).json()["data"]
     assert [model["id"] for model in listed] == ["smollm2", "smollm2-chance", "smollm2-mute"]
     assert len({(model["state"], model["max_model_len"], model["format"]) for model in listed}) == 1
 
 
-def test_each_answers_in_its_own_way_at_the_same_time(served: Running) -> None:
+def test_adapters_answer_differently_at_the_same_time(served: Running) -> None:
     names = ["smollm2", "smollm2-chance", "smollm2-mute", "tuned", "SMOLLM2-chance", "smollm2"]
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
         replies = list(pool.map(lambda name: answer(served, name), names))
@@ -66,7 +66,7 @@ def test_each_answers_in_its_own_way_at_the_same_time(served: Running) -> None:
     assert [reply["model"] for reply in replies] == ["smollm2", tuned, "smollm2-mute", tuned, tuned, "smollm2"]
 
 
-def test_a_beginning_is_not_shared_between_them(served: Running) -> None:
+def test_prefix_cache_is_not_shared_between_adapters(served: Running) -> None:
     text = "Write a long poem about the sea, the wind, and a lighthouse keeper. " * 4
     cached = [
         answer(served, name, text)["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -76,7 +76,7 @@ def test_a_beginning_is_not_shared_between_them(served: Running) -> None:
     assert min(cached[2:]) >= 32
 
 
-def test_the_weights_are_there_once(served: Running, smollm2_path: Path) -> None:
+def test_weights_are_loaded_once(served: Running, smollm2_path: Path) -> None:
     (child,) = served.children()
     smaps = Path(f"/proc/{child}/smaps").read_text()
     maps = re.findall(r"^[0-9a-f]+-[0-9a-f]+ .*\.gguf$((?:\n(?![0-9a-f]+-).*)*)", smaps, re.MULTILINE)
@@ -85,14 +85,14 @@ def test_the_weights_are_there_once(served: Running, smollm2_path: Path) -> None
     assert 0.5 * size < sum(resident) < 1.1 * size
 
 
-def test_their_memory_counts_once(served: Running) -> None:
+def test_memory_is_counted_once(served: Running) -> None:
     told = httpx.get(f"{served.url}/admin/models", headers=served.operator, trust_env=False, timeout=60).json()
     memory = [model["memory"] for model in told["data"]]
     assert len(memory) == 3
     assert told["used"] == pytest.approx(memory[0], rel=0.05)
 
 
-def test_vectors_are_those_of_the_model(served: Running) -> None:
+def test_embeddings_ignore_adapters(served: Running) -> None:
     def vector(name: str) -> list[float]:
         body = {"model": name, "input": "The sea."}
         reply = httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=60, trust_env=False).json()

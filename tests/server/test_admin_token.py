@@ -1,4 +1,4 @@
-"""The operator's routes where no keys are configured: the admin token, and the file that has it."""
+"""The admin token and its file: admin routes of a server without keys."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def proxy_client(running: Running) -> httpx.Client:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_connection_from_this_machine_is_not_enough(tmp_path: Path, home: Path, workers: str) -> None:
+def test_local_connection_is_not_enough(tmp_path: Path, home: Path, workers: str) -> None:
     config = {"models": {"one": {"engine": "scripted"}}}
     with serving(tmp_path, config, "--workers", workers) as running, proxy_client(running) as client:
         for method, path in ROUTES:
@@ -84,7 +84,7 @@ def test_only_the_token_opens_operator_routes_whatever_the_address(
     assert asyncio.run(scenario()) == (401, 200)
 
 
-def test_token_is_refused_where_keys_are_configured(tmp_path: Path) -> None:
+def test_token_is_refused_if_keys_are_configured(tmp_path: Path) -> None:
     settings = Settings(models_dir=(), api_keys=("sk-0123456789",))
 
     async def scenario() -> list[int]:
@@ -121,7 +121,7 @@ def test_commands_of_the_same_user_find_the_token(tmp_path: Path, home: Path) ->
         assert "run this as the user who runs the server" in denied.stderr
 
 
-def test_commands_reach_a_server_at_a_socket(tmp_path: Path, home: Path) -> None:
+def test_commands_reach_server_at_unix_socket(tmp_path: Path, home: Path) -> None:
     path = tmp_path / "s"
     (tmp_path / "c.json").write_text(json.dumps({"models_dir": [], "models": {"one": {"engine": "scripted"}}}))
     with (tmp_path / "log").open("wb") as output:
@@ -150,7 +150,7 @@ def file(home: Path) -> Iterator[TokenFile]:
     made.remove()
 
 
-def test_several_servers_have_files_of_their_own(file: TokenFile, home: Path) -> None:
+def test_each_server_has_its_own_file(file: TokenFile, home: Path) -> None:
     others = [TokenFile("other", "127.0.0.1", 8001, None), TokenFile("third", "::", 8002, None)]
     by_socket = TokenFile("fourth", "127.0.0.1", 0, "some.sock")
     assert find_token("localhost", 8000) == "secret"
@@ -184,7 +184,7 @@ def test_links_are_not_followed(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
-def test_a_folder_that_others_may_enter_is_not_used(home: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_open_to_others_is_not_used(home: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
     (home / "run").mkdir(parents=True)
     (home / "run").chmod(mode)
     TokenFile("secret", "127.0.0.1", 8000, None)
@@ -192,7 +192,7 @@ def test_a_folder_that_others_may_enter_is_not_used(home: Path, mode: int, caplo
     assert "/admin needs a key" in caplog.text
 
 
-def test_a_folder_that_is_a_link_is_not_used(home: Path, tmp_path: Path) -> None:
+def test_symlinked_directory_is_not_used(home: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     home.mkdir()
     (home / "run").symlink_to(tmp_path / "elsewhere")
@@ -200,12 +200,12 @@ def test_a_folder_that_is_a_link_is_not_used(home: Path, tmp_path: Path) -> None
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_file_that_others_may_read_is_not_sent(file: TokenFile, home: Path) -> None:
+def test_token_file_readable_by_others_is_not_sent(file: TokenFile, home: Path) -> None:
     (home / "run/127.0.0.1_8000.token").chmod(0o644)
     assert find_token("127.0.0.1", 8000) is None
 
 
-def test_a_command_follows_no_redirect_with_its_credentials(tmp_path: Path, home: Path) -> None:
+def test_command_does_not_follow_redirects(tmp_path: Path, home: Path) -> None:
     with BadServer() as server, BadServer() as other:
         server.play([whole(b"", "302 Found", location=f"{other.url}/v1/models")], path="/v1/models")
         done = command(home, tmp_path, "models", "--url", server.url, "--api-key", "sk-secret")

@@ -1,4 +1,4 @@
-"""What goes wrong, in Anthropic's words: as its SDK hears of it, and on the wire."""
+"""Errors in Anthropic's format: through its SDK, and on the wire."""
 
 import re
 from collections.abc import Iterator
@@ -98,13 +98,13 @@ ERRORS: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError], str, str
         {"model": "hanging"},
         anthropic.GatewayTimeoutError,
         "timeout_error",
-        "silent",
+        "produced nothing",
     ),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(sdk: anthropic.Anthropic, name: str) -> None:
+def test_error_types_and_statuses(sdk: anthropic.Anthropic, name: str) -> None:
     fields, kind, told, words = ERRORS[name]
     with pytest.raises(kind) as raised:
         sdk.messages.create(**HELLO | fields)
@@ -121,7 +121,7 @@ def test_errors(sdk: anthropic.Anthropic, name: str) -> None:
     }
 
 
-def test_a_full_house_is_529_with_a_time_to_try_again(sdk: anthropic.Anthropic) -> None:
+def test_full_queue_is_529_with_retry_after(sdk: anthropic.Anthropic) -> None:
     busy = HELLO | {"model": "busy"}
     with sdk.messages.create(**busy, stream=True) as stream:
         next(stream)
@@ -133,7 +133,7 @@ def test_a_full_house_is_529_with_a_time_to_try_again(sdk: anthropic.Anthropic) 
     assert patient.messages.create(**busy | {"max_tokens": 1}).content[0].type == "text"
 
 
-def test_keys(strained: Running) -> None:
+def test_missing_and_wrong_keys(strained: Running) -> None:
     for given in (
         {"x-api-key": "open"},
         {"authorization": "Bearer open"},
@@ -162,7 +162,7 @@ def refused(response: httpx.Response, status: int, kind: str) -> str:
     return message
 
 
-def test_errors_before_there_is_a_route(http: httpx.Client) -> None:
+def test_errors_before_routing(http: httpx.Client) -> None:
     refused(http.post("/v1/messages/batches", json={}), 404, "not_found_error")
     refused(http.get("/v1/files", headers=VERSION), 404, "not_found_error")
     refused(http.get("/v1/messages"), 405, "invalid_request_error")
@@ -176,13 +176,13 @@ def test_errors_before_there_is_a_route(http: httpx.Client) -> None:
     assert list(http.post("/v1/chat/completions", json={}, headers=VERSION).json()) == ["error"]
 
 
-def test_headers_that_are_too_large(strained: Running) -> None:
+def test_headers_too_large(strained: Running) -> None:
     lines = b"Host: localhost\r\nanthropic-version: 2023-06-01\r\n"
     answer = raw(strained, b"POST /v1/messages HTTP/1.1\r\n" + lines + b"x: " + b"y" * 5000 + b"\r\n\r\n")
     refused(answer.response, 431, "invalid_request_error")
 
 
-def test_what_cannot_be_done_is_not_tried_again(http: httpx.Client) -> None:
+def test_501_is_not_retried(http: httpx.Client) -> None:
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         response = http.post(path, json=HELLO | SEEING | {"model": "blind"})
         assert "messages[0].content[0]" in refused(response, 501, "invalid_request_error")
@@ -190,7 +190,7 @@ def test_what_cannot_be_done_is_not_tried_again(http: httpx.Client) -> None:
     refused(http.post("/v1/messages/count_tokens", json=HELLO | {"model": "blind"}), 501, "invalid_request_error")
 
 
-def test_pages_of_models(http: httpx.Client) -> None:
+def test_model_list_pagination(http: httpx.Client) -> None:
     def page(query: str) -> httpx.Response:
         return http.get(f"/v1/models?{query}", headers=VERSION)
 
@@ -209,7 +209,7 @@ def test_pages_of_models(http: httpx.Client) -> None:
         assert refused(page(query), 400, "invalid_request_error").startswith(f"{param}: ")
 
 
-def test_an_error_after_the_first_byte(http: httpx.Client, sdk: anthropic.Anthropic) -> None:
+def test_error_after_first_byte(http: httpx.Client, sdk: anthropic.Anthropic) -> None:
     response = http.post("/v1/messages", json=HELLO | {"model": "failing-late", "stream": True})
     assert response.status_code == 200
     payloads = read(response.content)
@@ -223,13 +223,13 @@ def test_an_error_after_the_first_byte(http: httpx.Client, sdk: anthropic.Anthro
         list(stream)
 
 
-def test_a_long_prefill_begins_with_comments(http: httpx.Client) -> None:
+def test_long_prefill_sends_comments(http: httpx.Client) -> None:
     response = http.post("/v1/messages", json=HELLO | {"model": "slow-to-start", "stream": True})
     assert response.text.startswith(": keep-alive\n\n")
     assert read(response.content)[-1] == {"type": "message_stop"}
 
 
-def test_what_is_ignored_is_reported(http: httpx.Client) -> None:
+def test_ignored_parameters_are_reported(http: httpx.Client) -> None:
     fields = {"temperature": 0.5, "top_k": 3, "speed": "fast", "metadata": {"user_id": "u"}}
     response = http.post("/v1/messages", json=HELLO | fields)
     assert response.headers["x-dragoman-ignored"] == "temperature, top_k, speed"
@@ -240,13 +240,13 @@ def test_what_is_ignored_is_reported(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("version", ["2023-01-01", "2023-06-01", "2026-10-21"])
-def test_versions_and_betas(http: httpx.Client, version: str) -> None:
+def test_version_and_beta_headers(http: httpx.Client, version: str) -> None:
     headers = {"anthropic-version": version, "anthropic-beta": "unheard-of-2030-01-01,other"}
     response = http.post("/v1/messages?beta=true", json=HELLO, headers=headers)
     assert response.json()["content"] == [{"type": "text", "text": "hello"}]
     assert response.headers["request-id"] == response.json()["id"]
 
 
-def test_head_of_the_root(strained: Running) -> None:
+def test_head_request_to_root(strained: Running) -> None:
     with talking(strained) as client:
         assert client.head("/").status_code == 200

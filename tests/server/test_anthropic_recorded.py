@@ -1,4 +1,4 @@
-"""Requests that real clients sent to Anthropic's routes: each is accepted, and each stream is well-formed."""
+"""Recorded requests of real clients to Anthropic's routes: each is accepted, each stream is well-formed."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SCRIPT = f"<think>Better look.</think>Let me see.\n{CALL}"
 
 
 def _is_ours(request: dict[str, Any]) -> bool:
-    """Not all that was recorded is a request with a head: some are what followed it on a WebSocket."""
+    """Some recordings are WebSocket messages without a head; they are skipped."""
     headers = {name.lower() for name in request.get("headers", ())}
     is_messages = request.get("path", "").startswith("/v1/messages")
     return is_messages or "anthropic-version" in headers or request.get("method") == "HEAD"
@@ -57,7 +57,7 @@ def test_there_are_recordings() -> None:
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
-def test_it_is_accepted(client: httpx.Client, name: str) -> None:
+def test_recorded_request_is_accepted(client: httpx.Client, name: str) -> None:
     request = RECORDINGS[name]
     response = replayed(client, request)
     body = request["body"] or {}
@@ -84,13 +84,13 @@ def _check(message: dict[str, Any], body: dict[str, Any]) -> None:
     names = {tool["name"] for tool in body.get("tools", ()) if "input_schema" in tool}
     if message["stop_reason"] == "max_tokens":
         return
-    # What looks like a call of a tool that was not offered is text.
+    # A call of a tool that was not offered is text.
     assert kinds == (["thinking", "text", "tool_use"] if names else ["thinking", "text"]), message
     assert message["stop_reason"] == ("tool_use" if names else "end_turn")
     assert message["usage"]["output_tokens"] > 0
 
 
-def test_what_claude_code_sends_is_all_honoured_or_reported(client: httpx.Client) -> None:
+def test_claude_code_parameters_are_honoured_or_reported(client: httpx.Client) -> None:
     ignored = replayed(client, RECORDINGS["claude__tool__3"]).headers.get("x-dragoman-ignored")
     assert ignored is None
     search = replayed(client, RECORDINGS["claude__webfetch__3"]).headers["x-dragoman-ignored"]

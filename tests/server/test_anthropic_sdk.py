@@ -1,4 +1,4 @@
-"""What Anthropic's official SDK makes of the replies: whole, streamed, with tools, thoughts and schemas."""
+"""Anthropic's official SDK: whole replies, streams, tools, thinking and schemas."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -91,7 +91,7 @@ def test_stops_and_limits(client: Anthropic) -> None:
     assert (nothing.stop_reason, nothing.content) == ("max_tokens", [])
 
 
-def test_a_stream_of_text(client: Anthropic) -> None:
+def test_text_stream(client: Anthropic) -> None:
     with client.messages.stream(**poem()) as stream:
         assert "".join(stream.text_stream) == "Roses are red, violets are blue."
         final = stream.get_final_message()
@@ -99,7 +99,7 @@ def test_a_stream_of_text(client: Anthropic) -> None:
     assert final.model_dump(exclude={"id"}) == whole.model_dump(exclude={"id"})
 
 
-def test_thoughts_text_and_calls(client: Anthropic) -> None:
+def test_thinking_text_and_tool_calls(client: Anthropic) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     message = client.messages.create(**ASKING, tools=TOOLS, thinking=thinking)
     thought, text, call = message.content
@@ -112,7 +112,7 @@ def test_thoughts_text_and_calls(client: Anthropic) -> None:
     assert message.usage.output_tokens_details.thinking_tokens > 0
 
 
-def test_the_stream_helper_ends_with_the_same_message(client: Anthropic) -> None:
+def test_stream_helper_returns_same_message(client: Anthropic) -> None:
     whole = client.messages.create(**ASKING, tools=TOOLS)
     with client.messages.stream(**ASKING, tools=TOOLS) as stream:
         events = list(stream)
@@ -127,7 +127,7 @@ def test_the_stream_helper_ends_with_the_same_message(client: Anthropic) -> None
     assert final.model_dump(exclude=ids) == whole.model_dump(exclude=ids)
 
 
-def test_thoughts_can_be_switched_off_and_replayed(client: Anthropic) -> None:
+def test_thinking_can_be_disabled_and_replayed(client: Anthropic) -> None:
     disabled = client.messages.create(**ASKING, thinking={"type": "disabled"})
     assert disabled.content[0].type == "text"
     first = client.messages.create(**ASKING, tools=TOOLS)
@@ -157,8 +157,8 @@ def test_parsed_output(client: Anthropic) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_tool_runner_runs_tools(client: Anthropic, running: Running, stream: bool) -> None:
-    """It begins a thread, hears that there are none, and sends the whole conversation from then on."""
+def test_tool_runner_runs_tools(client: Anthropic, running: Running, stream: bool) -> None:
+    """The SDK tries a thread, gets an error, and sends the whole conversation from then on."""
     asked: list[str] = []
 
     @beta_tool
@@ -204,7 +204,7 @@ def test_models(client: Anthropic) -> None:
     assert client.models.retrieve("claude-opus").id == "hermes"
 
 
-def test_bodies_are_of_the_types_of_the_sdk(running: Running) -> None:
+def test_bodies_match_sdk_types(running: Running) -> None:
     with httpx.Client(
         base_url=running.url, trust_env=False, timeout=60, headers={"anthropic-version": "2026-10-21"}
     ) as http:

@@ -1,4 +1,4 @@
-"""Under any ASGI server: a response begins before it goes on, and ends once, whoever writes it."""
+"""The order of ASGI messages: a response starts once, continues and ends once."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ class Quick(Engine):
 
 
 class Failing(Engine):
-    """Fails after a silence in which a stream may have begun."""
+    """Fails after a silence, when the stream may have started."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         await asyncio.sleep(0.5)
@@ -36,7 +36,7 @@ class Failing(Engine):
 
 
 class Narrow(Engine):
-    """Takes one at a time, and a while for each that asks for it."""
+    """Serves one request at a time, slowly if the request asks for it."""
 
     slots = 1
 
@@ -53,7 +53,7 @@ def ours(engine: Engine, **limits: Any) -> App:
 
 
 async def told(app: App, slow: Callable[[Any], float], **fields: Any) -> list[dict[str, Any]]:
-    """The messages in the order in which a server is done with them; each keeps it for so many seconds."""
+    """The messages in the order in which the server finishes them; each takes this many seconds."""
     sent: list[dict[str, Any]] = []
     body = json.dumps(SMALLEST[CHAT] | fields).encode()
     arriving = [{"type": "http.request", "body": body, "more_body": False}]
@@ -81,7 +81,7 @@ def slow_to_start(message: Any) -> float:
 
 @pytest.mark.parametrize("keepalive", [0.01, 10])
 @pytest.mark.parametrize("choices", [1, 3])
-def test_the_head_comes_first(keepalive: float, choices: int) -> None:
+def test_head_is_sent_first(keepalive: float, choices: int) -> None:
     app = ours(Quick(), keepalive_seconds=keepalive)
     start, *pieces = asyncio.run(told(app, slow_to_start, stream=True, n=choices))
     assert start["type"] == START
@@ -90,7 +90,7 @@ def test_the_head_comes_first(keepalive: float, choices: int) -> None:
     assert frames(b"".join(piece["body"] for piece in pieces).decode())[-1] == "[DONE]"
 
 
-def test_a_failure_while_the_head_is_on_its_way() -> None:
+def test_failure_while_head_is_being_sent() -> None:
     app = ours(Failing(), keepalive_seconds=0.2)
     start, *pieces = asyncio.run(told(app, lambda message: 0.8 if message["type"] == START else 0, stream=True))
     assert (start["type"], start["status"]) == (START, 200)
@@ -99,7 +99,7 @@ def test_a_failure_while_the_head_is_on_its_way() -> None:
     assert failure["error"]["code"] == "inference_error"
 
 
-def test_no_comment_inside_of_an_error() -> None:
+def test_no_comment_inside_an_error() -> None:
     app = ours(Failing(), keepalive_seconds=0.8)
     start, *pieces = asyncio.run(told(app, lambda message: 0.5, stream=True))
     assert (start["type"], start["status"]) == (START, 500)
@@ -107,7 +107,7 @@ def test_no_comment_inside_of_an_error() -> None:
     assert json.loads(body["body"])["error"]["code"] == "inference_error"
 
 
-def test_who_waits_for_a_slot_is_not_silent() -> None:
+def test_waiting_for_a_slot_is_not_a_stall() -> None:
     async def scenario() -> list[list[dict[str, Any]]]:
         app = ours(Narrow(), stall_seconds=1)
 
@@ -124,7 +124,7 @@ def test_who_waits_for_a_slot_is_not_silent() -> None:
     assert [choice["message"]["content"] for choice in choices] == ["x", "x"]
 
 
-def test_a_choice_with_a_slot_has_its_time() -> None:
+def test_choice_with_a_slot_can_stall() -> None:
     class Stalling(Engine):
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
             yield "x"

@@ -1,4 +1,4 @@
-"""Prompts that a request asks to keep, with the real model and little room."""
+"""Prompt caching on request, with a real model and little cache memory."""
 
 import json
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def crowd(running: Running) -> None:
         post(running, "/v1/messages", message(f"Write about {topic}, slowly and with great care. " * 6, None))
 
 
-def test_a_prompt_is_kept_as_long_as_it_was_asked_for(narrow: Running) -> None:
+def test_prompt_is_cached_for_the_requested_time(narrow: Running) -> None:
     first = post(narrow, "/v1/messages", message(RULES, {"type": "ephemeral"})).json()["usage"]
     assert counts(first)[0] == counts(first)[2] == 0
     assert counts(first)[1] > 80
@@ -53,7 +53,7 @@ def test_a_prompt_is_kept_as_long_as_it_was_asked_for(narrow: Running) -> None:
     assert counts(again) == (2, 0, counts(first)[1] - 2)
 
 
-def test_an_openai_client_keeps_one_too_and_the_oldest_gives_way(narrow: Running) -> None:
+def test_openai_prompt_cache_retention_and_eviction(narrow: Running) -> None:
     body = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Please tell me how to mend a broken umbrella. " * 8}],
@@ -68,7 +68,7 @@ def test_an_openai_client_keeps_one_too_and_the_oldest_gives_way(narrow: Running
     assert counts(unpinned)[2] < 32
 
 
-def test_a_stream_tells_it_from_the_beginning(narrow: Running) -> None:
+def test_stream_reports_cache_usage_at_start(narrow: Running) -> None:
     control = {"type": "ephemeral", "ttl": "1h"}
     text = post(narrow, "/v1/messages", message("Be kind to cats. " * 20, control, stream=True)).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]

@@ -1,4 +1,4 @@
-"""Requests that real clients sent to OpenAI's older routes: each is accepted, and each stream is well-formed."""
+"""Recorded requests of real clients to the chat and completions routes: each is accepted, with well-formed streams."""
 
 import json
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def test_there_are_recordings() -> None:
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
-def test_it_is_accepted(client: httpx.Client, name: str) -> None:
+def test_recorded_request_is_accepted(client: httpx.Client, name: str) -> None:
     request = RECORDINGS[name]
     headers = {key: value for key, value in request.get("headers", {}).items() if key.lower() not in SECRET}
     headers.setdefault("content-type", "application/json")
@@ -57,7 +57,7 @@ def test_it_is_accepted(client: httpx.Client, name: str) -> None:
         assert [reason for reason in reasons if reason] == ["stop"] * body.get("n", 1)
     else:
         told = reply.json()
-        # To a client that speaks Anthropic's words the list of models is told in them.
+        # Anthropic clients get the list of models in Anthropic's format.
         assert "anthropic-version" in headers or told["object"] in (
             "chat.completion",
             "text_completion",

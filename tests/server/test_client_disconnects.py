@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that do not read."""
+"""Clients that disconnect, and clients that do not read."""
 
 import socket
 import time
@@ -32,7 +32,7 @@ HOST = b"Host: localhost\r\n"
 
 
 class TestLeaving:
-    """A client that leaves stops the work done for it within a second, and the event log says that it left."""
+    """A disconnect stops the work within a second, and is recorded in the event log."""
 
     @pytest.mark.parametrize("model", ["slow", "in-worker"])
     @pytest.mark.parametrize("stream", [True, False])
@@ -93,11 +93,11 @@ class TestLeaving:
 
 
 LARGE = {"prompt": "x" * 1_000_000, "n": 16}
-"""Asks for far more than the buffers of two sockets hold."""
+"""Requests far more than two socket buffers hold."""
 
 
 class TestNotReading:
-    """What is sent to a client that does not read is bounded, and so is the time it is waited for."""
+    """Output for a client that does not read is bounded in size and time."""
 
     def connection(self, running: Running) -> socket.socket:
         sock = socket.socket()
@@ -132,7 +132,7 @@ class TestNotReading:
 
     @pytest.mark.parametrize("stream", [True, False])
     def test_slow_reader_is_not_cut_off(self, impatient: Running, stream: bool) -> None:
-        """One that reads all the time, and for several times what one may take that does not read."""
+        """The client reads continuously, for several times the write timeout."""
         with connect(impatient) as sock:
             begun = time.monotonic()
             sock.sendall(request_bytes(COMPLETIONS, LARGE | {"stream": stream}, "Connection: close"))

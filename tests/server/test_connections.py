@@ -1,4 +1,4 @@
-"""How clients connect: TLS, a Unix socket, proxies in between, and web pages of other origins."""
+"""TLS, Unix sockets, proxies and CORS."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from dragoman.config.sections import Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.server.http.proxies import Proxies
+from dragoman.server.http.proxies import TrustedProxies
 from dragoman.server.http.server import SocketFile, unix_socket
 from dragoman.server.preflight_checks import check_place
 from tests.support.serving import Running, serving, serving_at
@@ -80,7 +80,7 @@ def test_tls(tmp_path: Path) -> None:
         assert f"https://127.0.0.1:{running.port}" in running.log.read_text()
 
 
-def test_tls_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_invalid_tls_files(tmp_path: Path) -> None:
     good, other = certified(tmp_path), tmp_path / "other"
     other.mkdir()
     for tls in (Tls("missing.pem", good.key), Tls(good.key, good.key), Tls(good.certificate, certified(other).key)):
@@ -89,7 +89,6 @@ def test_tls_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def listened_on(path: Path) -> bool:
-    """Soon, at least."""
 
     def listens() -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -98,7 +97,7 @@ def listened_on(path: Path) -> bool:
     return eventually(listens)
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
+def test_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "dragoman.sock"
     config = {"models": MODELS, "socket": "dragoman.sock", "proxies": ["unix"]}
 
@@ -116,14 +115,14 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         with client.stream("POST", CHAT, json=STREAM) as stream:
             assert stream.read().endswith(b"data: [DONE]\n\n")
         refused(client.get("/health", headers={"host": "evil.example"}), 400)
-        with pytest.raises(ConfigError, match="another server listens there"):
+        with pytest.raises(ConfigError, match="another server uses it"):
             check_place(Settings(socket=str(path)))
         assert running.stop() == 0
     assert not path.exists()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_socket_of_whoever_comes_next_is_left_alone(tmp_path: Path, workers: str) -> None:
+def test_socket_of_the_next_server_is_not_removed(tmp_path: Path, workers: str) -> None:
     path = tmp_path / "dragoman.sock"
     endless = {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 4000}]}
     config = {"models": {"slow": endless}, "socket": str(path)}
@@ -139,7 +138,7 @@ def test_the_socket_of_whoever_comes_next_is_left_alone(tmp_path: Path, workers:
     with ExitStack() as stack:
         old, client = stack.enter_context(serving_at(tmp_path, config, connect, "--workers", workers))
         with client.stream("POST", CHAT, json=STREAM) as stream:
-            # A reader that is let go of closes its connection.
+            # A reader that is garbage-collected closes its connection.
             reader = stream.iter_raw()
             assert next(reader)
             old.process.terminate()
@@ -154,7 +153,7 @@ def test_the_socket_of_whoever_comes_next_is_left_alone(tmp_path: Path, workers:
     assert not path.exists()
 
 
-def test_a_socket_that_somebody_else_has_bound_meanwhile_is_left_alone(tmp_path: Path) -> None:
+def test_socket_rebound_by_another_server_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "dragoman.sock"
     with unix_socket(path):
         ours = SocketFile(str(path))
@@ -166,13 +165,13 @@ def test_a_socket_that_somebody_else_has_bound_meanwhile_is_left_alone(tmp_path:
             assert not path.exists()
 
 
-def test_what_is_in_the_way_of_a_socket(tmp_path: Path) -> None:
+def test_obstacles_to_a_socket(tmp_path: Path) -> None:
     left, file = tmp_path / "left.sock", tmp_path / "file"
     unix_socket(left).close()
     file.touch()
     check_place(Settings(socket=str(left)))
     assert not left.exists()
-    with pytest.raises(ConfigError, match="something else has this name"):
+    with pytest.raises(ConfigError, match="the path exists and is not a socket"):
         check_place(Settings(socket=str(file)))
     with pytest.raises(ConfigError, match="there is no folder"):
         check_place(Settings(socket=str(tmp_path / "none" / "x.sock")))
@@ -197,18 +196,18 @@ def test_what_is_in_the_way_of_a_socket(tmp_path: Path) -> None:
     ],
 )
 def test_forwarded_addresses(peer: str | None, forwarded: str, client: str | None) -> None:
-    proxies = Proxies(["127.0.0.1", "10.0.0.0/8"])
+    proxies = TrustedProxies(["127.0.0.1", "10.0.0.0/8"])
     assert proxies.client(peer, {b"x-forwarded-for": forwarded.encode()}) == client
 
 
 def test_forwarded_schemes_and_mistakes() -> None:
-    proxies = Proxies(["127.0.0.1"])
+    proxies = TrustedProxies(["127.0.0.1"])
     headers = {b"x-forwarded-proto": b"https"}
     assert proxies.scheme("127.0.0.1", headers) == "https"
     assert proxies.scheme("203.0.113.9", headers) is None
     assert proxies.scheme("127.0.0.1", {b"x-forwarded-proto": b"gopher"}) is None
     with pytest.raises(ConfigError, match="expected an address"):
-        Proxies(["proxy.example"])
+        TrustedProxies(["proxy.example"])
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +264,7 @@ def test_replies_to_a_page(paged: Running) -> None:
         assert "access-control-allow-origin" not in ask(client, CHAT).headers
 
 
-def test_no_cors_unless_it_is_asked_for(scripted: Running) -> None:
+def test_no_cors_by_default(scripted: Running) -> None:
     with talking(scripted) as client:
         refused(preflight(client, CHAT, PAGE), 405)
         assert "access-control-allow-origin" not in client.get("/v1/models", headers={"origin": PAGE}).headers

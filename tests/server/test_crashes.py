@@ -1,4 +1,4 @@
-"""Workers that die, once and again and again."""
+"""Workers that crash, once and repeatedly."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ KILLS = 8
 
 
 def outcome(client: httpx.Client, name: str, stream: bool) -> str:
-    """What became of a request: an answer, or words about why there is none."""
+    """The outcome of a request: an answer or an error message."""
     if not stream:
         response = ask(client, CHAT, model=name)
         if response.status_code == 200:
@@ -75,7 +75,7 @@ def test_each_request_gets_an_answer_or_an_error_while_a_worker_is_killed_repeat
     assert outcomes["victim"]["answered"] > 0
 
 
-def test_one_that_keeps_dying_is_marked_with_the_reason_and_comes_back_on_demand(tmp_path: Path) -> None:
+def test_repeatedly_crashing_model_reports_reason_and_recovers_on_demand(tmp_path: Path) -> None:
     config = {"models": {"first": {"engine": "scripted"}, "a": WORKER}}
     with serving(tmp_path, config) as running, talking(running) as client:
         for _ in range(3):
@@ -95,7 +95,7 @@ def kill(running: Running) -> None:
 
 
 def seen(client: httpx.Client, name: str) -> set[str]:
-    """The states that the server tells of a model, wherever it does."""
+    """The states of a model in all routes that report one."""
     listed = {entry["id"]: entry for entry in client.get("/admin/models").json()["data"]}[name]
     model = client.get(f"/v1/models/{name}").json()
     if listed["state"] == "loading":
@@ -107,7 +107,7 @@ def seen(client: httpx.Client, name: str) -> set[str]:
     return {listed["state"], model["state"], client.get("/ready").json()["models"][name], told}
 
 
-def test_one_that_is_started_again_is_loading_and_then_answers(tmp_path: Path) -> None:
+def test_restarting_model_is_loading_and_then_answers(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     config = {"models": {"a": {**WORKER, "hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client:
@@ -125,9 +125,7 @@ def test_one_that_is_started_again_is_loading_and_then_answers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("workers", "patience"), [(1, 0.5), (2, 0)])
-def test_one_that_is_started_again_is_waited_for_no_longer_than_at_first(
-    tmp_path: Path, workers: int, patience: float
-) -> None:
+def test_restart_wait_is_limited_like_first_load(tmp_path: Path, workers: int, patience: float) -> None:
     hold = tmp_path / "hold"
     models = {
         "a": {**WORKER, "hold": str(hold), "slots": 1},
@@ -152,7 +150,7 @@ def test_one_that_is_started_again_is_waited_for_no_longer_than_at_first(
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
 
 
-def test_one_that_is_started_again_can_be_unloaded(tmp_path: Path) -> None:
+def test_restarting_model_can_be_unloaded(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     config = {"models": {"first": {"engine": "scripted"}, "a": {**WORKER, "hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client:

@@ -1,4 +1,4 @@
-"""Embeddings and rerank over a socket: a scripted model, whose vectors are hashes, and engines of somebody's own."""
+"""Embeddings and rerank over HTTP, with the scripted engine and custom engines."""
 
 import asyncio
 import base64
@@ -16,7 +16,7 @@ from openai import OpenAI
 from dragoman import Engine, create_app
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.server.handlers.embeddings import PART_INPUTS, PART_SIZE, parts
+from dragoman.server.handlers.embeddings import BATCH_INPUTS, BATCH_SIZE, batches
 from tests.support.openai_sdk import sdk
 from tests.support.serving import Running
 from tests.support.talking import recorded, refused, talking
@@ -47,8 +47,8 @@ def vector(response: httpx.Response, index: int = 0) -> list[float]:
     return found
 
 
-def test_the_sdk_gets_the_same_numbers_by_both_ways(openai: OpenAI) -> None:
-    # Without a word about it the SDK asks for base64, and unpacks it.
+def test_float_and_base64_are_equal(openai: OpenAI) -> None:
+    # By default the SDK requests base64 and decodes it.
     packed = openai.embeddings.create(model="echo", input=["hello world", "good bye"])
     plain = openai.embeddings.create(model="echo", input=["hello world", "good bye"], encoding_format="float")
     assert [entry.index for entry in packed.data] == [0, 1]
@@ -68,7 +68,7 @@ def test_dimensions(openai: OpenAI) -> None:
     assert openai.embeddings.create(model="echo", input="hello", dimensions=384).data[0].embedding == whole
 
 
-def test_more_dimensions_than_there_are(client: httpx.Client) -> None:
+def test_too_many_dimensions(client: httpx.Client) -> None:
     words = refused(ask(client, dimensions=385), 400, param="dimensions", code="invalid_value")
     assert "have 384, not 385" in words
 
@@ -81,7 +81,7 @@ def test_base64_exactly_as_asked(client: httpx.Client) -> None:
         assert list(struct.unpack("<384f", base64.b64decode(encoded, validate=True))) == vector(plain, index)
 
 
-def test_the_same_text_has_the_same_vector_and_shared_words_are_alike(client: httpx.Client) -> None:
+def test_same_text_same_vector_and_shared_words_are_similar(client: httpx.Client) -> None:
     reply = ask(client, ["the blue house", "The  blue house!", "a blue house", "nothing like it", [7, 8], [7, 8]])
     texts = [Embedding.of(vector(reply, index)) for index in range(6)]
     assert texts[0] == texts[1]
@@ -91,7 +91,7 @@ def test_the_same_text_has_the_same_vector_and_shared_words_are_alike(client: ht
 
 
 @pytest.mark.parametrize("file", sorted(RECORDED.glob("*embed*.json")), ids=lambda file: file.stem)
-def test_what_real_clients_send(client: httpx.Client, file: Path) -> None:
+def test_requests_of_real_clients(client: httpx.Client, file: Path) -> None:
     told = json.loads(file.read_text())
     headers = {name: value for name, value in told["headers"].items() if name != "authorization"}
     response = client.request(told["method"], told["path"], headers=headers, json={**told["body"], "model": "echo"})
@@ -101,7 +101,7 @@ def test_what_real_clients_send(client: httpx.Client, file: Path) -> None:
     assert "x-dragoman-ignored" not in response.headers
 
 
-def test_as_many_as_there_may_be(client: httpx.Client) -> None:
+def test_largest_number_of_inputs(client: httpx.Client) -> None:
     texts = [f"text number {index}" for index in range(2048)]
     reply = ask(client, texts, encoding_format="base64")
     assert [entry["index"] for entry in reply.json()["data"]] == list(range(2048))
@@ -121,7 +121,7 @@ def test_empty_input(client: httpx.Client, given: object, param: str) -> None:
 
 def test_too_long(client: httpx.Client) -> None:
     assert ask(client, "x" * 80, model="short").status_code == 200
-    many = ["a"] * (PART_INPUTS + 5)
+    many = ["a"] * (BATCH_INPUTS + 5)
     for given, param in (
         ("x" * 81, "input"),
         (["x" * 81], "input[0]"),
@@ -144,7 +144,7 @@ def test_unknown_model(client: httpx.Client) -> None:
     refused(ask(client, model="nothing"), 404, param="model", code="model_not_found")
 
 
-def test_the_event_log(client: httpx.Client, scripted: Running) -> None:
+def test_usage_in_event_log(client: httpx.Client, scripted: Running) -> None:
     reply = ask(client, "x" * 40)
     (record,) = recorded(scripted, id=reply.headers["x-request-id"])
     assert (record["model"], record["status"], record["prompt_tokens"]) == ("echo", 200, 10)
@@ -177,7 +177,7 @@ class Writing(Engine):
 
 
 class Measuring(Engine):
-    """Makes vectors and nothing else; notes what it was given at a time."""
+    """Supports embeddings only, and records its batches."""
 
     def __init__(self, made: Sequence[Embedding] | None = None) -> None:
         self.made = made
@@ -203,18 +203,18 @@ def post(engine: Engine, path: str, body: dict[str, Any], settings: Settings | N
     return asyncio.run(asked())
 
 
-def test_an_engine_that_only_writes() -> None:
+def test_engine_without_embeddings() -> None:
     for path, body in ((EMBEDDINGS, {"input": "a"}), (RERANK, {"query": "a", "documents": ["b"]})):
         response = post(Writing(), path, body)
         refused(response, 501, param="model", code="not_implemented")
         assert response.headers["x-should-retry"] == "false"
 
 
-def test_an_engine_that_only_makes_vectors() -> None:
+def test_engine_with_embeddings_only() -> None:
     engine = Measuring()
-    response = post(engine, EMBEDDINGS, {"input": ["ab"] * (PART_INPUTS + 1)})
-    assert vector(response, PART_INPUTS) == pytest.approx([2 / 5**0.5, 1 / 5**0.5])
-    assert engine.given == [PART_INPUTS, 1]
+    response = post(engine, EMBEDDINGS, {"input": ["ab"] * (BATCH_INPUTS + 1)})
+    assert vector(response, BATCH_INPUTS) == pytest.approx([2 / 5**0.5, 1 / 5**0.5])
+    assert engine.given == [BATCH_INPUTS, 1]
     refused(
         post(engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}), 501, param="messages"
     )
@@ -223,23 +223,23 @@ def test_an_engine_that_only_makes_vectors() -> None:
 @pytest.mark.parametrize(
     "made", [[], [Embedding(b"")], [Embedding.of([1])] * 2, [Embedding.of([1]), Embedding.of([1, 2])]]
 )
-def test_an_engine_that_makes_something_else(made: list[Embedding]) -> None:
+def test_engine_with_wrong_vectors(made: list[Embedding]) -> None:
     response = post(Measuring(made), EMBEDDINGS, {"input": "a" if len(made) != 2 or made[0] == made[1] else ["a", "b"]})
     refused(response, 500, code="inference_error")
 
 
-def test_a_silent_engine() -> None:
+def test_stalled_engine() -> None:
     settings = Settings(limits=Limits(stall_seconds=0.2))
     engine = Measuring()
     refused(post(engine, EMBEDDINGS, {"input": "wait"}, settings), 504, code="engine_timeout")
     assert engine.gone.is_set()
 
 
-def test_parts() -> None:
-    large, small = "x" * (PART_SIZE + 1), "y" * (PART_SIZE // 2)
-    inputs: list[Input] = ["a", large, "b", small, small, tuple(range(9)), *["c"] * (PART_INPUTS + 1)]
-    cut = list(parts(inputs))
+def test_batches() -> None:
+    large, small = "x" * (BATCH_SIZE + 1), "y" * (BATCH_SIZE // 2)
+    inputs: list[Input] = ["a", large, "b", small, small, tuple(range(9)), *["c"] * (BATCH_INPUTS + 1)]
+    cut = list(batches(inputs))
     assert [entry for part in cut for entry in part] == inputs
     assert all(part for part in cut)
-    assert all(len(part) <= PART_INPUTS for part in cut)
-    assert all(len(part) == 1 or sum(map(len, part)) <= PART_SIZE for part in cut)
+    assert all(len(part) <= BATCH_INPUTS for part in cut)
+    assert all(len(part) == 1 or sum(map(len, part)) <= BATCH_SIZE for part in cut)

@@ -50,7 +50,7 @@ def vectors(client: OpenAI, texts: list[str], model: str = "minilm") -> list[Emb
     return [Embedding.of(entry.embedding) for entry in reply.data]
 
 
-def test_sentences_that_mean_the_same_are_alike(client: OpenAI) -> None:
+def test_similar_sentences_have_similar_vectors(client: OpenAI) -> None:
     password, login, cat = vectors(client, TEXTS, "text-embedding-3-small")
     assert password.dimensions == 384
     assert password.likeness(login) > 0.4 > 0.2 > password.likeness(cat)
@@ -90,7 +90,7 @@ def test_too_long(http: httpx.Client) -> None:
     assert "maximum context length is 512 tokens, but the input has 602" in words
 
 
-def test_it_does_not_chat(http: httpx.Client) -> None:
+def test_embedding_model_refuses_chat(http: httpx.Client) -> None:
     body = {"model": "minilm", "messages": [{"role": "user", "content": "hello"}]}
     refused(http.post("/v1/chat/completions", json=body), 501, param="messages")
 
@@ -103,13 +103,13 @@ def test_rerank(http: httpx.Client) -> None:
     assert best["relevance_score"] > 0.4 > second["relevance_score"]
 
 
-def test_a_chat_model_embeds_when_it_is_asked(client: OpenAI) -> None:
+def test_chat_model_can_embed(client: OpenAI) -> None:
     password, login, cat = vectors(client, TEXTS, "smollm2")
     assert password.dimensions == 576
     assert password.likeness(login) > password.likeness(cat)
 
 
-def test_a_stream_of_the_same_model_goes_on(server: Running, client: OpenAI) -> None:
+def test_stream_of_same_model_continues(server: Running, client: OpenAI) -> None:
     texts = ["The old clockmaker wound the clock of the tower every morning. " * 8] * 10
     with ThreadPoolExecutor(1) as pool:
         embedding = pool.submit(vectors, client, texts, "smollm2")
@@ -122,7 +122,7 @@ def test_a_stream_of_the_same_model_goes_on(server: Running, client: OpenAI) -> 
         assert len(embedding.result(60)) == 10
 
 
-def test_work_ends_when_its_client_leaves(server: Running, client: OpenAI) -> None:
+def test_disconnect_stops_embedding(server: Running, client: OpenAI) -> None:
     impatient = client.with_options(timeout=0.5)
     with pytest.raises(openai.APITimeoutError):
         # This would take minutes.

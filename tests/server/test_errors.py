@@ -1,4 +1,4 @@
-"""The table of statuses: what goes wrong, and how a caller is told."""
+"""The statuses and bodies of errors."""
 
 import time
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def test_wrong_field_of_a_completion(client: httpx.Client, fields: dict[str, Any
 
 
 @ROUTES
-def test_unknown_model_names_what_is_served(client: httpx.Client, path: str) -> None:
+def test_unknown_model_lists_served_models(client: httpx.Client, path: str) -> None:
     message = refused(ask(client, path, model="gemini"), 404, param="model", code="model_not_found")
     assert "'gemini'" in message
     for known in ("echo", "poet", "org/nested", "gpt-*"):
@@ -117,7 +117,7 @@ def test_wrong_method(client: httpx.Client, method: str, path: str, allow: str) 
     assert response.headers["allow"] == allow
 
 
-def test_head_of_a_route_without_get(client: httpx.Client) -> None:
+def test_head_request_without_get_route(client: httpx.Client) -> None:
     response = client.head(CHAT)
     assert (response.status_code, response.headers["allow"], response.content) == (405, "POST", b"")
 
@@ -148,21 +148,21 @@ FILE = {"type": "file", "file": {"file_id": "f"}}
         (CHAT, {"messages": [{"role": "user", "content": [FILE]}]}, "messages[0].content[0]"),
     ],
 )
-def test_what_a_model_cannot_do_is_a_501(client: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_feature_is_a_501(client: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         response = ask(client, path, stream=stream, **fields)
         refused(response, 501, param=param, code="not_implemented")
         assert response.json()["error"]["type"] == "not_implemented"
 
 
-def test_tokens_of_a_model_that_does_not_tell_them_are_a_501(client: httpx.Client) -> None:
+def test_tokenize_without_support_is_a_501(client: httpx.Client) -> None:
     refused(client.post("/tokenize", json={"content": "hello"}), 501, code="not_implemented")
     refused(client.post("/detokenize", json={"tokens": [1, 2]}), 501, code="not_implemented")
     refused(client.post("/tokenize", json={}), 400, param="content")
     refused(client.post("/detokenize", json={"tokens": [-1]}), 400, param="tokens[0]")
 
 
-def test_what_asks_for_nothing_is_served_and_not_reported(client: httpx.Client) -> None:
+def test_neutral_values_are_not_reported(client: httpx.Client) -> None:
     response = ask(
         client,
         CHAT,
@@ -187,7 +187,7 @@ def test_what_asks_for_nothing_is_served_and_not_reported(client: httpx.Client) 
 class TestHonestParameters:
     @ROUTES
     @pytest.mark.parametrize("stream", [False, True])
-    def test_what_is_ignored_is_named(self, client: httpx.Client, path: str, stream: bool) -> None:
+    def test_ignored_parameters_are_named(self, client: httpx.Client, path: str, stream: bool) -> None:
         response = ask(client, path, temperature=0, top_k=5, seed=1, guess_me=True, stream=stream)
         assert response.is_success
         assert response.headers["x-dragoman-ignored"] == "temperature, top_k, seed, guess_me"
@@ -209,7 +209,7 @@ class TestHonestParameters:
         response = ask(client, COMPLETIONS, logprobs=2, return_token_ids=True)
         assert response.headers["x-dragoman-ignored"] == "logprobs, return_token_ids"
 
-    def test_what_the_server_does_itself_is_honoured_in_strict_mode(self, client: httpx.Client) -> None:
+    def test_server_features_are_honoured_in_strict_mode(self, client: httpx.Client) -> None:
         fields = {"messages": HELLO, "n": 2, "stop": ["o"], "max_tokens": 5, "user": "me"}
         response = client.post(CHAT, json=fields, headers={"x-dragoman-strict": "true"})
         assert text_of(response, 1) == "hell"
@@ -225,7 +225,7 @@ class TestHonestParameters:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with keys and faults, strict, and short of patience."""
+    """A strict server with keys, failing engines and short timeouts."""
     config = {
         "models": {
             "echo": {"engine": "scripted"},
@@ -291,11 +291,11 @@ class TestKeys:
             assert record["principal"] == principal
 
     @pytest.mark.parametrize("path", ["/", "/health", "/ready"])
-    def test_open_paths_need_none(self, guarded: Running, path: str) -> None:
+    def test_open_paths_need_no_key(self, guarded: Running, path: str) -> None:
         with talking(guarded) as client:
             assert client.get(path).status_code == 200
 
-    def test_no_key_is_ever_written(self, guarded: Running) -> None:
+    def test_keys_are_never_logged(self, guarded: Running) -> None:
         written = guarded.event_log.read_text() + guarded.log.read_text()
         assert KEY not in written
         assert OTHER_KEY not in written
@@ -303,7 +303,7 @@ class TestKeys:
 
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with models whose processes die."""
+    """A server with models whose processes crash."""
     config = {
         "models": {
             "echo": {"engine": "scripted"},
@@ -377,7 +377,7 @@ def test_full_queue_is_a_503_with_retry_after(guarded: Running) -> None:
         assert text_of(ask(other, CHAT, model="ticking", max_tokens=1)) == "tick"
 
 
-def test_no_free_slot_within_the_time_is_a_503(tmp_path: Path) -> None:
+def test_queue_timeout_is_a_503(tmp_path: Path) -> None:
     ticking = {"engine": "scripted", "slots": 1, "tokens_per_second": 5, "replies": [{"output": "tick " * 3000}]}
     config = {"models": {"ticking": ticking}, "limits": {"queue": 1, "queue_seconds": 0.3}}
     with (

@@ -1,4 +1,4 @@
-"""A model that cannot answer, and the one that answers for it: real servers in front and behind."""
+"""Fallback models, with real servers in front and behind."""
 
 import json
 import threading
@@ -39,20 +39,20 @@ def behind() -> Iterator[BadServer]:
 def front(tmp_path_factory: pytest.TempPathFactory, behind: BadServer) -> Iterator[Running]:
     folders = [tmp_path_factory.mktemp(name) for name in ("cloud", "front")]
     (folders[1] / "broken.gguf").write_bytes(b"GGUF")
-    nobody = f"http://127.0.0.1:{free_port()}"
+    unreachable = f"http://127.0.0.1:{free_port()}"
     with serving(folders[0], {"models": {"there": scripted("from the cloud")}}) as cloud:
         models = {
             "local": scripted("from here"),
-            "gone": upstream(nobody, fallback="local"),
+            "gone": upstream(unreachable, fallback="local"),
             "bad": upstream(behind.url, model="m", fallback="local"),
             "well": upstream(behind.url, model="m", fallback="local"),
             "cloud": upstream(cloud.url, model="there"),
             "busy": scripted("slowly " * 4, tokens_per_second=10, slots=1, fallback="cloud"),
             "broken": {"path": "./broken.gguf", "fallback": "gone"},
-            "lost": upstream(nobody, fallback="also-lost"),
-            "also-lost": upstream(nobody),
-            "hidden": upstream(nobody, fallback="secret"),
-            "secret": scripted("nobody's business"),
+            "lost": upstream(unreachable, fallback="also-lost"),
+            "also-lost": upstream(unreachable),
+            "hidden": upstream(unreachable, fallback="secret"),
+            "secret": scripted("confidential"),
         }
         config = {"models": models, "limits": {"queue": 0}, "api_keys": [KEY], "keys": {"store": "keys.db"}}
         with serving(folders[1], config) as running:
@@ -65,12 +65,12 @@ def chat(front: Running, model: str, **fields: Any) -> httpx.Response:
 
 
 def answered(response: httpx.Response) -> tuple[str, str]:
-    """Who answered, and what."""
+    """The model that answered, and its reply."""
     text = text_of(response)
     return response.json()["model"], text
 
 
-def test_nobody_is_there_and_another_answers(front: Running) -> None:
+def test_unreachable_upstream_uses_fallback(front: Running) -> None:
     response = chat(front, "gone")
     assert answered(response) == ("local", "from here")
     [record] = recorded(front, id=response.headers["x-request-id"])
@@ -78,14 +78,14 @@ def test_nobody_is_there_and_another_answers(front: Running) -> None:
     assert "error" not in record
 
 
-def test_a_stream_names_who_answers(front: Running) -> None:
+def test_stream_names_the_fallback_model(front: Running) -> None:
     told = frames(chat(front, "gone", stream=True).text)
     assert told[-1] == "[DONE]"
     assert {entry["model"] for entry in told[:-1]} == {"local"}
     assert "".join(entry["choices"][0]["delta"].get("content", "") for entry in told[:-1]) == "from here"
 
 
-def test_in_every_protocol(front: Running) -> None:
+def test_fallback_in_every_protocol(front: Running) -> None:
     with sdk(front, KEY) as client:
         response = client.responses.create(model="gone", input="hello")
         assert (response.model, response.output_text) == ("local", "from here")
@@ -96,7 +96,7 @@ def test_in_every_protocol(front: Running) -> None:
         assert message.content[0].text == "from here"
 
 
-def test_a_full_queue_sends_to_the_cloud(front: Running) -> None:
+def test_full_queue_uses_fallback(front: Running) -> None:
     with talking(front, {"authorization": f"Bearer {KEY}"}) as client:
         body = {"model": "busy", "messages": HELLO, "stream": True}
         with client.stream("POST", CHAT, json=body) as first:
@@ -107,26 +107,26 @@ def test_a_full_queue_sends_to_the_cloud(front: Running) -> None:
     assert answered(chat(front, "busy")) == ("busy", "slowly " * 4)
 
 
-def test_a_model_that_cannot_be_loaded_and_one_that_is_not_there(front: Running) -> None:
-    """From one to the next."""
+def test_load_failure_and_missing_model(front: Running) -> None:
+    """Several fallbacks in a row."""
     assert answered(chat(front, "broken")) == ("local", "from here")
 
 
 @pytest.mark.parametrize("status", ["429 Too Many", "500 Oops", "503 Busy", "401 No", "404 Where"])
-def test_what_is_the_servers_fault_is_answered_by_another(front: Running, behind: BadServer, status: str) -> None:
+def test_server_errors_use_fallback(front: Running, behind: BadServer, status: str) -> None:
     behind.play(refused(status, retry_after="0"))
     assert answered(chat(front, "bad")) == ("local", "from here")
     assert len(behind.requests[CHAT]) <= 1
 
 
-def test_what_is_the_callers_fault_is_not(front: Running, behind: BadServer) -> None:
+def test_client_errors_do_not_use_fallback(front: Running, behind: BadServer) -> None:
     behind.play(refused("400 Bad", "the messages are no good"))
     response = chat(front, "well")
     assert (response.status_code, response.json()["error"]["message"]) == (400, "the messages are no good")
     assert chat(front, "gone", temperature="hot").status_code == 400
 
 
-def test_nobody_continues_what_another_has_begun(front: Running, behind: BadServer) -> None:
+def test_no_fallback_after_first_event(front: Running, behind: BadServer) -> None:
     behind.play([*cut(HEL), "close"])
     assert chat(front, "well").status_code == 502
     told = frames(chat(front, "well", stream=True).text)
@@ -134,29 +134,29 @@ def test_nobody_continues_what_another_has_begun(front: Running, behind: BadServ
     assert told[-1]["error"]["code"] == "stream_cut_off"
 
 
-def test_where_nobody_can_answer_the_first_says_why(front: Running) -> None:
+def test_first_error_is_returned_if_all_fail(front: Running) -> None:
     response = chat(front, "lost")
     assert response.status_code in (502, 503)
     [record] = recorded(front, id=response.headers["x-request-id"])
     assert record["model"] == "lost"
 
 
-def test_a_key_opens_no_other_model(front: Running) -> None:
+def test_fallback_respects_key_scopes(front: Running) -> None:
     secret, _ = KeyStore(front.log.parent / "keys.db").create("anna", models=("hidden",))
     with talking(front, {"authorization": f"Bearer {secret}"}) as client:
         assert ask(client, CHAT, model="hidden").status_code in (502, 503)
-    assert answered(chat(front, "hidden")) == ("secret", "nobody's business")
+    assert answered(chat(front, "hidden")) == ("secret", "confidential")
 
 
-def test_what_one_ignores_is_not_held_against_the_other(front: Running, behind: BadServer) -> None:
-    """The first would have honoured the seed; who answers has not."""
+def test_ignored_parameters_are_those_of_the_fallback(front: Running, behind: BadServer) -> None:
+    """The first model honours the seed; the fallback does not."""
     response = chat(front, "gone", seed=7)
     assert answered(response)[0] == "local"
     assert response.headers["x-dragoman-ignored"] == "seed"
     behind.play(refused("500 Oops"))
 
 
-def test_under_load_nothing_is_lost(front: Running) -> None:
+def test_fallback_under_load(front: Running) -> None:
     results: list[tuple[str, str]] = []
 
     def ask_some() -> None:
@@ -171,9 +171,9 @@ def test_under_load_nothing_is_lost(front: Running) -> None:
     assert {model for model, _ in results} == {"busy", "cloud"}
 
 
-def test_the_other_way_round_after_a_reload(tmp_path: Path) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    config: dict[str, Any] = {"models": {"a": upstream(nobody), "b": scripted("b")}, "default": "b"}
+def test_fallback_changes_with_reload(tmp_path: Path) -> None:
+    unreachable = f"http://127.0.0.1:{free_port()}"
+    config: dict[str, Any] = {"models": {"a": upstream(unreachable), "b": scripted("b")}, "default": "b"}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert ask(client, CHAT, model="a").status_code in (502, 503)
         config["models"]["a"]["fallback"] = "b"

@@ -1,4 +1,4 @@
-"""Thoughts and tool calls of every format, as the official SDK gets them over a real socket."""
+"""Reasoning and tool calls of every format, through the official SDK."""
 
 import json
 import re
@@ -25,7 +25,7 @@ OFFERED = [
 CASES = [
     case
     for case in RECORDED
-    # Where thoughts are channels, nothing in a script shows that its prompt began one.
+    # With channels, a script cannot show that its prompt opened one.
     if case.said.reason == "stop" and not (case.said.thinking and FORMATS[case.format].channels)
 ]
 
@@ -56,7 +56,7 @@ def ask(families: Running) -> Iterator[Asking]:
 
 def expected(case: Case) -> dict[str, Any]:
     def texts(kind: type[Text] | type[Reasoning]) -> str:
-        # Texts that a call parts are told as one content, with a blank line between them.
+        # Texts separated by a call become one content, with a blank line between them.
         between = "\n\n" if kind is Text else ""
         return between.join(part.text for part in case.said.parts if isinstance(part, kind))
 
@@ -82,7 +82,7 @@ def told(message: ChatCompletionMessage, finish: str | None) -> dict[str, Any]:
 
 
 class Assembled(msgspec.Struct):
-    """A message put together from the deltas of a stream, as a client does that knows only the API."""
+    """A message put together from the deltas of a stream, like a client that knows only the API."""
 
     content: str = ""
     reasoning: str = ""
@@ -99,7 +99,7 @@ class Assembled(msgspec.Struct):
             for piece in delta.tool_calls or ():
                 assert piece.function is not None
                 if piece.id is not None:
-                    # The first piece of a call has its id, type and name; they are not told again.
+                    # The first piece of a call has its id, type and name; they are not repeated.
                     assert (piece.index, piece.type) == (len(self.calls), "function")
                     assert re.fullmatch(r"call_[0-9a-f]{24}", piece.id)
                     assert piece.function.name
@@ -121,7 +121,7 @@ class Assembled(msgspec.Struct):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.name}")
-def test_what_a_model_says_streamed_and_not(case: Case, ask: Asking) -> None:
+def test_format_streamed_and_whole(case: Case, ask: Asking) -> None:
     fields: dict[str, Any] = {"model": case.format, "tools": OFFERED, "max_tokens": 5000}
     reply = ask.chat(case.name, **fields)
     (choice,) = reply.choices
@@ -147,13 +147,13 @@ def check_usage(output: str, parts: tuple[Part, ...], usage: Any) -> None:
 STREAMING = [
     name
     for name in FORMATS
-    # A call in Python is read when it is whole.
+    # A pythonic call is parsed when it is complete.
     if name not in ("plain", "pythonic")
 ]
 
 
 @pytest.mark.parametrize("name", STREAMING)
-def test_arguments_come_as_they_are_written(name: str, ask: Asking) -> None:
+def test_arguments_stream_as_they_are_generated(name: str, ask: Asking) -> None:
     chunks = ask.stream("escapes", model=name, tools=OFFERED, max_tokens=5000)
     pieces = [
         piece.function.arguments
@@ -166,6 +166,6 @@ def test_arguments_come_as_they_are_written(name: str, ask: Asking) -> None:
     assert max(map(len, pieces)) < 20
 
 
-def test_the_list_tells_the_format(ask: Asking) -> None:
+def test_model_list_names_the_format(ask: Asking) -> None:
     listed = {entry.id: (entry.model_extra or {}).get("format") for entry in ask.client.models.list()}
     assert listed == {name: name for name in FORMATS}

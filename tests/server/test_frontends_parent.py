@@ -19,8 +19,7 @@ from dragoman.engines.scripted import ScriptedEngine
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.ipc.worker_process import Follower
 from dragoman.server.app import App
-from dragoman.server.auth.quotas import Lease
-from dragoman.server.auth.token_estimate import Estimate
+from dragoman.server.auth.quotas import Estimate, Lease
 from dragoman.server.factory import ENGINES_ONLY, build_app
 from dragoman.server.frontends.messages import Answer, Engage, Engaged, Enter, Entered, Refused, Relay
 from dragoman.server.frontends.parent import Desk

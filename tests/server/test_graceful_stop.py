@@ -1,4 +1,4 @@
-"""How a server ends while it works, and how requests end that take too long."""
+"""Graceful stop under load, and request deadlines."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tu
 
 
 async def _under_load(running: Running) -> list[tuple[str, bool, tuple[int, str]]]:
-    """Requests of every kind, a signal in the middle of them, and what each was told."""
+    """Send requests of every kind and a signal, and return the outcome of each request."""
     plan = [(model, stream) for model in ("brief", "endless", "in-worker", "single") for stream in (True, False)] * 5
     limits = httpx.Limits(max_connections=100)
     async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60, limits=limits) as client:
@@ -80,13 +80,13 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
     for kind in ("completion_tokens", "unfinished_tokens"):
         assert events[-1][kind] == sum(event.get(kind, 0) for event in requests) > 0
     log = running.log.read_text()
-    assert "requests that could not finish and are told so" in log
+    assert "requests that did not finish" in log
     assert "Traceback" not in log
     assert "ERROR" not in log
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
+def test_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
     async def whole(running: Running) -> list[tuple[int, str]]:
         limits = httpx.Limits(max_connections=100)
         async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60, limits=limits) as client:
@@ -113,13 +113,13 @@ def test_the_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
         # A stream whose first event has not come yet still has a status.
         assert status == 503 or (status == 200 and at % 2 == 0)
     log = running.log.read_text()
-    assert "requests that could not finish and are told so" in log
+    assert "requests that did not finish" in log
     assert "Traceback" not in log
     assert "ERROR" not in log
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_second_sigterm_does_not_hurry(tmp_path: Path, workers: str) -> None:
+def test_second_sigterm_does_not_force_stop(tmp_path: Path, workers: str) -> None:
     with serving(tmp_path, {"models": MODELS}, "--workers", workers) as running, talking(running) as client:
         body = {"model": "brief", "messages": HELLO, "stream": True}
         with client.stream("POST", CHAT, json=body) as reply:
@@ -133,12 +133,12 @@ def test_a_second_sigterm_does_not_hurry(tmp_path: Path, workers: str) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_another_signal_while_the_engines_end_changes_nothing(tmp_path: Path, workers: str) -> None:
+def test_signal_while_engines_stop_is_ignored(tmp_path: Path, workers: str) -> None:
     config = {"models": {"slow": {"engine": "tests.support.engines:SlowToStop"}}}
     with serving(tmp_path, config, "--workers", workers) as running:
         running.process.send_signal(signal.SIGTERM)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-            # The front ends have ended by then, and the engine has not.
+            # At this point the front ends have ended, but the engine has not.
             time.sleep(0.6 if number == signal.SIGTERM else 0)
             running.process.send_signal(number)
         assert running.process.wait(60) == 0
@@ -146,7 +146,7 @@ def test_another_signal_while_the_engines_end_changes_nothing(tmp_path: Path, wo
     assert "Traceback" not in running.log.read_text()
 
 
-def test_unready_before_it_is_gone(tmp_path: Path) -> None:
+def test_not_ready_while_draining(tmp_path: Path) -> None:
     config = {"models": {"echo": {"engine": "scripted"}}, "drain_seconds": 5}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert client.get("/ready").status_code == 200
@@ -163,7 +163,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield running
 
 
-def test_a_request_has_an_end(hasty: Running) -> None:
+def test_request_deadline(hasty: Running) -> None:
     with talking(hasty) as client:
         began = time.monotonic()
         refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
@@ -177,7 +177,7 @@ def test_a_request_has_an_end(hasty: Running) -> None:
         assert reply.json()["error"]["type"] == "timeout_error"
 
 
-def test_a_caller_asks_for_less(hasty: Running) -> None:
+def test_client_shortens_deadline(hasty: Running) -> None:
     with talking(hasty, {"x-dragoman-timeout": "0.3"}) as client:
         assert "longer than 0.3 s" in refused(ask(client, CHAT, model="endless"), 504, code="deadline_exceeded")
     with talking(hasty, {"x-dragoman-timeout": "100"}) as client:
@@ -187,7 +187,7 @@ def test_a_caller_asks_for_less(hasty: Running) -> None:
             refused(ask(client, CHAT), 400)
 
 
-def test_the_queue_counts(hasty: Running) -> None:
+def test_deadline_includes_queue_time(hasty: Running) -> None:
     body = {"model": "single", "messages": HELLO, "stream": True}
     patience = {"x-dragoman-timeout": "0.4"}
     with talking(hasty) as one, talking(hasty, patience) as other, one.stream("POST", CHAT, json=body) as stream:

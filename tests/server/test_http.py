@@ -1,4 +1,4 @@
-"""HTTP as no library sends it: malformed, too large, too slow, out of turn."""
+"""HTTP that no library sends: malformed, too large, too slow, pipelined."""
 
 import json
 import os
@@ -52,7 +52,7 @@ MALFORMED = {
     "NUL in a header": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\x00b\r\n\r\n",
     "no Host": b"GET / HTTP/1.1\r\n\r\n",
     "empty Host": b"GET / HTTP/1.1\r\nHost:\r\n\r\n",
-    "Host of somebody else": b"GET /v1/models HTTP/1.1\r\nHost: attacker.example\r\n\r\n",
+    "Host of another server": b"GET /v1/models HTTP/1.1\r\nHost: attacker.example\r\n\r\n",
     "Host with a path": b"GET / HTTP/1.1\r\nHost: localhost/evil\r\n\r\n",
     "Host with a user": b"GET / HTTP/1.1\r\nHost: localhost@evil\r\n\r\n",
     "Host with spaces": b"GET / HTTP/1.1\r\nHost: local host\r\n\r\n",
@@ -97,7 +97,7 @@ def test_pipelined_requests_are_answered_in_order(tight: Running) -> None:
     assert answer.body.index(b'"one"') < answer.body.index(b'"two"')
 
 
-def test_garbage_behind_a_running_stream_is_refused_after_the_stream(tight: Running) -> None:
+def test_garbage_after_running_stream_is_refused_after_it(tight: Running) -> None:
     with connect(tight) as sock:
         sock.sendall(request_bytes(CHAT, TICKS))
         sock.recv(1)
@@ -118,7 +118,7 @@ def received_until(sock: socket.socket, end: bytes) -> bytes:
     return received
 
 
-def test_what_follows_the_last_request_of_a_connection_is_ignored(tight: Running) -> None:
+def test_data_after_last_request_is_ignored(tight: Running) -> None:
     with connect(tight) as sock:
         sock.sendall(request_bytes(CHAT, TICKS, "Connection: close"))
         sock.recv(1)
@@ -127,7 +127,7 @@ def test_what_follows_the_last_request_of_a_connection_is_ignored(tight: Running
         assert read(sock).closed
 
 
-def test_empty_lines_behind_a_request_that_is_answered_do_no_harm(tight: Running) -> None:
+def test_empty_lines_after_answered_request_are_ignored(tight: Running) -> None:
     with connect(tight) as sock:
         sock.sendall(request_bytes(CHAT, TICKS))
         sock.recv(1)
@@ -137,7 +137,7 @@ def test_empty_lines_behind_a_request_that_is_answered_do_no_harm(tight: Running
         assert read(sock, 0).status == 200
 
 
-def test_connection_with_nothing_but_empty_lines_is_closed_silently(impatient: Running) -> None:
+def test_connection_with_only_empty_lines_is_closed_silently(impatient: Running) -> None:
     with connect(impatient) as sock:
         sock.sendall(HEALTH)
         assert read(sock, 0).status == 200
@@ -147,7 +147,7 @@ def test_connection_with_nothing_but_empty_lines_is_closed_silently(impatient: R
     assert answer.head == b""
 
 
-def test_head_behind_a_running_stream_has_its_time_when_the_stream_has_ended(impatient: Running) -> None:
+def test_time_for_next_head_starts_after_running_stream(impatient: Running) -> None:
     with connect(impatient) as sock:
         sock.sendall(request_bytes(CHAT, TICKS) + HEALTH[:20])
         received_until(sock, STREAM_END)
@@ -157,7 +157,7 @@ def test_head_behind_a_running_stream_has_its_time_when_the_stream_has_ended(imp
     assert time.monotonic() - ended > 0.9
 
 
-def test_garbage_behind_a_waiting_request_is_refused_in_its_turn(tight: Running) -> None:
+def test_garbage_after_waiting_request_is_refused_in_order(tight: Running) -> None:
     with connect(tight) as sock:
         sock.sendall(request_bytes(CHAT, TICKS) + HEALTH)
         under_way(tight, "slow")
@@ -168,19 +168,19 @@ def test_garbage_behind_a_waiting_request_is_refused_in_its_turn(tight: Running)
     assert "Traceback" not in tight.log.read_text()
 
 
-def test_size_of_a_head_in_one_packet_with_another_request_is_counted(tight: Running) -> None:
+def test_head_size_counts_in_shared_packet(tight: Running) -> None:
     answer = raw(tight, HEALTH + b"GET /health HTTP/1.1\r\n" + HOST + b"X-Long: " + b"a" * HEADER_BYTES + b"\r\n\r\n")
     assert answer.closed
     assert (answer.head + answer.body).count(b"200 OK") <= 1
     with connect(tight) as sock:
-        # The next head begins in the packet in which the body ends, and goes on in others.
+        # The next head begins in the packet in which the body ends, and continues in later ones.
         sock.sendall(request_bytes(CHAT, SMALLEST[CHAT]) + b"GET /health HTTP/1.1\r\n" + HOST + b"X-Long: ")
         assert read(sock, 0).status == 200
         sock.sendall(b"a" * (HEADER_BYTES + 1))
         refused(read(sock).response, 431)
 
 
-def test_response_to_head_leaves_at_once_and_alone(tight: Running) -> None:
+def test_head_response_has_no_body(tight: Running) -> None:
     with connect(tight) as sock:
         sock.sendall(HEALTH.replace(b"GET", b"HEAD"))
         assert received_until(sock, b"\r\n\r\n").split(b" ")[1] in (b"200", b"405")
@@ -192,7 +192,7 @@ def test_response_to_head_leaves_at_once_and_alone(tight: Running) -> None:
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 class TestUpgrade:
-    """A wish to speak another protocol is not heard: the request is served as what it is."""
+    """An `Upgrade` is ignored: the request is served as HTTP."""
 
     def wish(self, protocol: str) -> tuple[str, str, str]:
         return "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA"
@@ -239,7 +239,7 @@ def test_headers_too_large(tight: Running, size: int, end: bytes) -> None:
     assert answer.closed
 
 
-def test_many_small_headers_and_a_long_path_are_too_large_as_well(tight: Running) -> None:
+def test_many_small_headers_and_long_path_are_too_large(tight: Running) -> None:
     many = b"".join(b"X-%d: a\r\n" % at for at in range(1000))
     refused(raw(tight, b"GET / HTTP/1.1\r\n" + HOST + many + b"\r\n").response, 431)
     refused(raw(tight, b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n" + HOST + b"\r\n").response, 431)
@@ -251,7 +251,7 @@ def test_many_small_headers_and_a_long_path_are_too_large_as_well(tight: Running
         refused(read(sock).response, 431)
 
 
-def test_headers_of_each_request_of_a_connection_are_counted_anew(tight: Running) -> None:
+def test_header_limit_applies_per_request(tight: Running) -> None:
     with talking(tight, {"x-long": "a" * (HEADER_BYTES - 1000)}) as client:
         for _ in range(5):
             assert text_of(ask(client, COMPLETIONS, prompt="word " * 2000)) == "word " * 2000
@@ -279,14 +279,14 @@ def test_body_too_large_in_chunks(tight: Running, path: str) -> None:
         refused(client.post(path, content=chunks(), headers=JSON_BODY), 413, code="request_too_large")
 
 
-def test_the_largest_body_is_taken(tight: Running) -> None:
+def test_largest_body_is_accepted(tight: Running) -> None:
     content = SMALL + b" " * (BODY_BYTES - len(SMALL))
     with talking(tight) as client:
         assert text_of(client.post(CHAT, content=content, headers=JSON_BODY)) == "hello"
         assert text_of(client.post(CHAT, content=iter([content[:9], content[9:]]), headers=JSON_BODY)) == "hello"
 
 
-def test_thirty_three_megabytes(scripted: Running) -> None:
+def test_body_of_33_megabytes(scripted: Running) -> None:
     with talking(scripted) as client:
         refused(client.post(CHAT, content=b" " * (33 * 1024 * 1024), headers=JSON_BODY), 413)
 
@@ -338,7 +338,7 @@ def test_connection_without_a_request_is_closed_silently(impatient: Running) -> 
     assert answer.head == b""
 
 
-def test_quiet_connection_is_kept_for_the_next_request(impatient: Running) -> None:
+def test_idle_connection_is_kept_for_next_request(impatient: Running) -> None:
     with connect(impatient) as sock:
         for _ in range(2):
             sock.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")

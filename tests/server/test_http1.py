@@ -1,4 +1,4 @@
-"""The framing of requests without a socket: every case also arrives byte by byte."""
+"""Parsing of requests without a socket: every case also arrives byte by byte."""
 
 import pytest
 

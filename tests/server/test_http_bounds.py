@@ -262,7 +262,7 @@ def test_connections_wait_while_no_file_descriptor_is_free(tmp_path: Path) -> No
         taken = max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (taken + 5, taken + 5))
         socks = [connect(running) for _ in range(40)]
-        words = "new connections wait"
+        words = "cannot accept connections"
         assert eventually(lambda: words in running.log.read_text())
         for sock in socks[:30]:
             sock.close()

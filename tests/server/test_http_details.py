@@ -33,7 +33,7 @@ BODY = b'{"messages": [{"role": "user", "content": "hello"}]}'
 
 @pytest.fixture(scope="module")
 def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with a trusted proxy on this machine, keys, and a page that may call it."""
+    """A server with a local trusted proxy, keys, and an allowed origin."""
     config = {
         "models": {"echo": {"engine": "scripted"}},
         "api_keys": ["sk-one", "sk-two"],
@@ -79,7 +79,7 @@ class TestRepeatedHeaders:
         answer = get(proxied, "/v1/models", "Host: localhost", *lines[::order])
         assert lines[0].partition(":")[0].lower() in refused(answer.response, 400)
 
-    def test_the_same_key(self, proxied: Running) -> None:
+    def test_same_key(self, proxied: Running) -> None:
         key = "Authorization: Bearer sk-one"
         assert get(proxied, "/v1/models", "Host: localhost", key, key).status == 200
 
@@ -113,7 +113,7 @@ class TestRepeatedHeaders:
 
 
 class TestHttp10:
-    def test_a_stream_ends_with_the_connection(self, tight: Running) -> None:
+    def test_stream_ends_with_connection(self, tight: Running) -> None:
         body = SMALLEST[CHAT] | {"model": "slow", "stream": True, "max_tokens": 5}
         data = request_bytes(CHAT, body).replace(b"HTTP/1.1", b"HTTP/1.0")
         answer = raw(tight, data, PATIENCE)
@@ -123,7 +123,7 @@ class TestHttp10:
         assert b"connection: close" in answer.head
         assert frames(answer.body.decode())[-1] == "[DONE]"
 
-    def test_a_whole_reply_has_its_length(self, tight: Running) -> None:
+    def test_whole_reply_has_content_length(self, tight: Running) -> None:
         answer = raw(tight, request_bytes(CHAT, SMALLEST[CHAT]).replace(b"HTTP/1.1", b"HTTP/1.0"), PATIENCE)
         assert int(answer.response.headers["content-length"]) == len(answer.body)
 

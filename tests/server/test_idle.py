@@ -1,4 +1,4 @@
-"""A connection that nobody uses is closed; one that is used stays, however long."""
+"""Idle connections are closed; active ones stay open."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ from uvicorn.server import ServerState
 
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.server.factory import create_app
-from dragoman.server.http.connection import guarded
-from dragoman.server.serve import Server
+from dragoman.server.http.connection import connection_class
+from dragoman.server.serve import AppServer
 
 IDLE_SECONDS = 1.0
 
@@ -18,13 +18,13 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Non
     assert await reader.readuntil(b"}") == b'{"status":"ok"}'
 
 
-def test_the_time_of_an_idle_connection_begins_anew_with_every_request() -> None:
+def test_every_request_restarts_the_idle_timer() -> None:
     async def scenario() -> None:
         app = create_app(ScriptedEngine())
-        config = Server(app).config
+        config = AppServer(app).config
         config.timeout_keep_alive = IDLE_SECONDS  # type: ignore[assignment]
         config.load()
-        connection, loop = guarded(app.settings.limits, app.telemetry), asyncio.get_running_loop()
+        connection, loop = connection_class(app.settings.limits, app.telemetry), asyncio.get_running_loop()
         listening = await loop.create_server(lambda: connection(config, ServerState(), {}), "127.0.0.1")
         async with listening:
             reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())

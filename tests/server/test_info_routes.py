@@ -1,4 +1,4 @@
-"""The routes that generate nothing."""
+"""Routes that generate nothing: models, health, readiness."""
 
 import asyncio
 import time
@@ -55,7 +55,7 @@ def test_one_model(client: httpx.Client, path: str, name: str) -> None:
     assert set(model) >= {"id", "object", "created", "owned_by"}
 
 
-def test_context_of_a_model_is_told_once_it_is_loaded(client: httpx.Client) -> None:
+def test_context_is_shown_after_loading(client: httpx.Client) -> None:
     assert text_of(ask(client, CHAT, model="short")) == "hello"
     model = client.get("/v1/models/short").json()
     assert model["max_model_len"] == 20
@@ -64,7 +64,7 @@ def test_context_of_a_model_is_told_once_it_is_loaded(client: httpx.Client) -> N
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A model's file, of which only the beginning is there, and one that is none."""
+    """A truncated model file, and an invalid one."""
     pairs = (
         pair("general.architecture", 8, text("llama")),
         pair("llama.context_length", 4, (2048).to_bytes(4, "little")),
@@ -75,7 +75,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_known_of_a_model_that_is_not_loaded(files: Path) -> None:
+def test_info_of_unloaded_model(files: Path) -> None:
     models = {
         "first": {"engine": "scripted"},
         "mine": "./m.gguf",
@@ -103,7 +103,7 @@ def test_what_is_known_of_a_model_that_is_not_loaded(files: Path) -> None:
     assert contexts == {name: (context, context) for name, (_, context) in known.items()}
 
 
-def test_a_file_is_looked_at_once(files: Path) -> None:
+def test_file_is_read_once(files: Path) -> None:
     spec = ModelSpec("mine", "llama", str(files / "m.gguf"))
     gone = ModelSpec("gone", "llama", str(files / "gone.gguf"))
     wrong = ModelSpec("wrong", "llama", str(files / "m.gguf"), {"colour": "red"})
@@ -124,12 +124,12 @@ def test_unknown_model(client: httpx.Client, name: str) -> None:
     assert "echo" in message
 
 
-def test_query_is_no_part_of_the_path(client: httpx.Client) -> None:
+def test_query_is_ignored_in_path(client: httpx.Client) -> None:
     assert client.get("/v1/models/echo?x=1").json()["id"] == "echo"
     assert client.get("/v1/models?limit=1").is_success
 
 
-def test_path_is_not_walked(scripted: Running) -> None:
+def test_path_is_not_normalized(scripted: Running) -> None:
     answer = raw(scripted, b"GET /v1/models/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     refused(answer.response, 404, param="model", code="model_not_found")
 
@@ -160,7 +160,7 @@ def test_first_model_is_the_default(tmp_path: Path) -> None:
         assert ask(client, CHAT, model="anything").json()["model"] == "two"
 
 
-def test_hosts_of_the_configuration(tmp_path: Path) -> None:
+def test_configured_hosts(tmp_path: Path) -> None:
     config = {"models": {"one": {"engine": "scripted"}}, "hosts": ["127.0.0.1", "LLM.example"]}
     with serving(tmp_path, config) as running:
         for host, status in [("llm.example:8000", 200), ("localhost", 400), ("other.example", 400)]:

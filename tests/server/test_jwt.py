@@ -1,4 +1,4 @@
-"""Signed tokens, and those who would like to have signed them."""
+"""JSON Web Tokens, valid and forged."""
 
 import base64
 import hashlib
@@ -61,7 +61,7 @@ def token(secret: Any = SECRET, algorithm: str = "HS256", headers: dict[str, Any
     return jwt.encode(claims(**others), secret, algorithm, headers=headers)
 
 
-def test_a_good_token(take: Take) -> None:
+def test_valid_token(take: Take) -> None:
     good = token(routes=["chat"], models=["smol*"])
     for _ in range(2):
         caller = take(good)
@@ -96,7 +96,7 @@ HOSTILE: dict[str, Callable[[], str]] = {
     "expired": lambda: token(exp=int(time.time()) - 1),
     "not yet": lambda: token(nbf=int(time.time()) + 60),
     "no end": lambda: token(exp=None),
-    "another audience": lambda: token(aud="somebody-else"),
+    "another audience": lambda: token(aud="another-audience"),
     "no audience": lambda: token(aud=None),
     "another issuer": lambda: token(iss="https://evil.example"),
     "no issuer": lambda: token(iss=None),
@@ -128,7 +128,7 @@ def test_rs256(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:
         take(token(other, "RS256"))
 
 
-def test_the_public_key_is_no_secret(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:
+def test_public_key_is_not_accepted_as_secret(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:
     take = accessing(tmp_path, public_pem(private), "RS256")
     for key in (public_pem(private), public_pem(private).strip()):
         signing = f"{part({'alg': 'HS256', 'typ': 'JWT'})}.{part(claims())}"
@@ -137,7 +137,7 @@ def test_the_public_key_is_no_secret(tmp_path: Path, private: rsa.RSAPrivateKey)
             take(f"{signing}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}")
 
 
-def test_a_token_ends_though_it_was_known(tmp_path: Path) -> None:
+def test_cached_token_expires(tmp_path: Path) -> None:
     take = accessing(tmp_path, SECRET.encode())
     short = token(exp=int(time.time()) + 2)
     take(short)
@@ -146,7 +146,7 @@ def test_a_token_ends_though_it_was_known(tmp_path: Path) -> None:
         take(short)
 
 
-def test_a_token_only_narrows(tmp_path: Path) -> None:
+def test_token_only_restricts(tmp_path: Path) -> None:
     take = accessing(tmp_path, SECRET.encode(), models=("smol*", "mine"), routes=("chat", "messages"))
     assert take(token()).models == ("smol*", "mine")
     assert take(token(routes=["admin", "chat"])).routes == {"chat", "models"}
@@ -160,24 +160,24 @@ def test_a_token_only_narrows(tmp_path: Path) -> None:
         (): (),
     }.items():
         caller = take(token(models=list(models)))
-        assert tuple(name for name in asked if caller.may_ask(name)) == may, models
+        assert tuple(name for name in asked if caller.may_use(name)) == may, models
 
 
-def test_an_empty_list_allows_nothing(tmp_path: Path) -> None:
+def test_empty_list_allows_nothing(tmp_path: Path) -> None:
     take = accessing(tmp_path, SECRET.encode())
-    assert not take(token(models=[])).may_ask("mine")
+    assert not take(token(models=[])).may_use("mine")
     assert take(token(routes=[])).routes == frozenset()
-    with pytest.raises(PermissionDenied, match="it is for: none"):
+    with pytest.raises(PermissionDenied, match="it allows: none"):
         take(token(routes=[])).check_route("chat")
-    with pytest.raises(PermissionDenied, match="it is for: none"):
+    with pytest.raises(PermissionDenied, match="it allows: none"):
         take(token(models=[])).check_model("mine")
 
 
-def test_the_log_says_why_a_token_was_refused(take: Take, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_says_why_a_token_was_refused(take: Take, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "dragoman.auth")
     with pytest.raises(Unauthorized, match="not valid here"):
         take(token(aud="others"))
-    assert "a token was refused: Audience doesn't match" in caplog.text
+    assert "invalid token: Audience doesn't match" in caplog.text
     bad = token(secret="another secret that is as long as the one before")
     with pytest.raises(Unauthorized, match="not valid here"):
         take(bad)
@@ -185,16 +185,14 @@ def test_the_log_says_why_a_token_was_refused(take: Take, caplog: pytest.LogCapt
     assert bad.rpartition(".")[2] not in caplog.text
 
 
-def test_limits_are_those_of_the_subject(tmp_path: Path) -> None:
+def test_limits_apply_per_subject(tmp_path: Path) -> None:
     take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(requests_per_minute=5))
     assert take(token()).quota is take(token(jti="another")).quota is not None
     assert take(token(sub="user:berta")).quota is not take(token()).quota
 
 
-def test_a_subject_has_one_limit_though_it_was_forgotten_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dragoman.server.auth.jwt.REMEMBERED", 3)
+def test_evicted_subject_has_one_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dragoman.server.auth.jwt.CACHE_SIZE", 3)
     take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(requests_per_minute=5))
     anna = token()
     for name in ("berta", "carla"):
@@ -213,12 +211,12 @@ def test_a_subject_has_one_limit_though_it_was_forgotten_meanwhile(
         ("RS256", b"-----BEGIN PRIVATE KEY-----", "public key"),
     ],
 )
-def test_keys_that_would_be_a_mistake(tmp_path: Path, algorithm: str, key: bytes, words: str) -> None:
+def test_invalid_key_files(tmp_path: Path, algorithm: str, key: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         accessing(tmp_path, key, algorithm)
 
 
-def test_over_the_wire(tmp_path: Path) -> None:
+def test_token_over_http(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET + "\n")
     config = {
         "models": {"echo": {"engine": "scripted"}},
@@ -233,7 +231,7 @@ def test_over_the_wire(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_lists_narrow_over_the_wire(tmp_path: Path, workers: str) -> None:
+def test_claim_lists_restrict_over_http(tmp_path: Path, workers: str) -> None:
     (tmp_path / "secret").write_text(SECRET)
     signed = {"algorithm": "HS256", "key_file": "secret", "audience": "dragoman", "models": ["fa*"]}
     names = ("fast", "far", "slow")

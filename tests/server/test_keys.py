@@ -1,4 +1,4 @@
-"""Keys over both protocols, with the official SDKs: scopes, limits, revocation, and who is told what."""
+"""Keys in both protocols with the official SDKs: scopes, limits, revocation."""
 
 import asyncio
 import hmac
@@ -75,7 +75,7 @@ def message(running: Running, key: str, **fields: Any) -> httpx.Response:
         return client.post(MESSAGES, json=body)
 
 
-def test_a_new_key_works_at_once_and_a_revoked_one_no_longer(keyed: Running, store: KeyStore) -> None:
+def test_new_key_works_immediately_and_revoked_key_stops(keyed: Running, store: KeyStore) -> None:
     secret, key = store.create("agent:coder/anna")
     first = chat(keyed, secret)
     assert text_of(first) == "hello"
@@ -87,13 +87,13 @@ def test_a_new_key_works_at_once_and_a_revoked_one_no_longer(keyed: Running, sto
     assert message(keyed, secret).json()["error"]["type"] == "authentication_error"
 
 
-def test_static_keys_go_on_working(keyed: Running) -> None:
+def test_static_keys_keep_working(keyed: Running) -> None:
     assert text_of(chat(keyed, STATIC)) == "hello"
     with talking(keyed, {"authorization": f"Bearer {STATIC}"}) as client:
         assert client.get("/stats").status_code == 200
 
 
-def test_a_key_that_has_expired(keyed: Running, store: KeyStore) -> None:
+def test_expired_key(keyed: Running, store: KeyStore) -> None:
     secret, _ = store.create("anna", expires=time.time() + 3)
     assert chat(keyed, secret).status_code == 200
     assert eventually(lambda: chat(keyed, secret).status_code != 200)
@@ -112,7 +112,7 @@ def test_a_key_that_has_expired(keyed: Running, store: KeyStore) -> None:
         lambda key: "dgm__",
     ],
 )
-def test_nearly_the_key(keyed: Running, make: Make, change: Callable[[str], str]) -> None:
+def test_similar_keys_are_refused(keyed: Running, make: Make, change: Callable[[str], str]) -> None:
     refused(chat(keyed, change(make())), 401, code="invalid_api_key")
 
 
@@ -140,7 +140,7 @@ def test_scopes_by_model(keyed: Running, make: Make) -> None:
             "type": "error",
             "error": {
                 "type": "permission_error",
-                "message": "model: this key is not for model 'other'; it is for: ech*",
+                "message": "model: this key may not use model 'other'; it allows: ech*",
             },
             "request_id": denied.value.request_id,
         }
@@ -164,7 +164,7 @@ def test_scopes_by_route(keyed: Running, make: Make) -> None:
     assert refused_message.json()["error"]["type"] == "permission_error"
 
 
-def test_the_operators_routes_are_for_those_who_are_named(keyed: Running, make: Make) -> None:
+def test_admin_routes_need_explicit_scope(keyed: Running, make: Make) -> None:
     for key, status in ((make(), 403), (make(routes=("stats",)), 200)):
         with talking(keyed, {"x-api-key": key}) as client:
             assert client.get("/metrics").status_code == status
@@ -219,7 +219,7 @@ def test_tokens_per_minute_by_true_usage(keyed: Running, make: Make) -> None:
         assert embedded.headers["x-ratelimit-limit-tokens"] == "200"
 
 
-def test_what_was_cancelled_or_failed_is_settled(keyed: Running, make: Make) -> None:
+def test_cancelled_and_failed_requests_are_settled(keyed: Running, make: Make) -> None:
     key = make(tokens_per_minute=1000, concurrency=1)
     body = {"messages": HELLO, "model": "slow", "stream": True, "max_tokens": 900}
     with talking(keyed, {"x-api-key": key}) as client, client.stream("POST", CHAT, json=body) as stream:
@@ -278,7 +278,7 @@ def given(key: str) -> dict[bytes, bytes]:
     return {b"authorization": b"Bearer " + key.encode()}
 
 
-def test_as_many_comparisons_whatever_was_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_comparisons_is_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = KeyStore(tmp_path / "own.db")
     secret, _ = store.create("anna")
     access = Access(Settings(api_keys=("one", "two", "three"), keys=Keys(store=str(store.path))))
@@ -303,7 +303,7 @@ def test_as_many_comparisons_whatever_was_sent(tmp_path: Path, monkeypatch: pyte
     access.close()
 
 
-def test_no_key_is_needed_until_there_was_one(tmp_path: Path) -> None:
+def test_keys_are_required_once_one_has_existed(tmp_path: Path) -> None:
     store = KeyStore(tmp_path / "own.db")
     access = Access(settings(tmp_path))
     assert access.caller({}).principal == "anonymous"
@@ -332,14 +332,14 @@ def test_anonymous_callers(tmp_path: Path) -> None:
     assert anonymous.principal == "anonymous"
     assert anonymous.quota is not None
     assert not anonymous.routes & {"admin", "stats"}
-    with pytest.raises(PermissionDenied, match=r"^admin needs a key that is for it; without one there is: chat, "):
+    with pytest.raises(PermissionDenied, match=r"^admin routes need a key; without one this server allows: chat, "):
         anonymous.check_route("admin")
     assert access.caller(given("none")) is anonymous
     assert "admin" in access.caller(given(secret)).routes
     access.close()
 
 
-def test_a_store_that_breaks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = KeyStore(tmp_path / "own.db")
     secret, _ = store.create("anna")
     access = Access(settings(tmp_path))
@@ -363,7 +363,7 @@ def test_a_store_that_breaks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         Access(settings(tmp_path))
 
 
-def test_off_loopback_somebody_must_decide_who_is_let_in(tmp_path: Path) -> None:
+def test_public_address_needs_keys_or_anonymous(tmp_path: Path) -> None:
     def exposed(**fields: Any) -> Settings:
         exposing = Settings(host="0.0.0.0", keys=Keys(store=str(tmp_path / "own.db")))
         return msgspec.structs.replace(exposing, **fields)

@@ -1,4 +1,4 @@
-"""Models that cannot be loaded, or take their time."""
+"""Models that fail to load, or load slowly."""
 
 import asyncio
 import socket
@@ -24,22 +24,22 @@ SLOW = {"engine": "tests.support.engines:SlowToLoad"}
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_only_model_that_fails_ends_the_server(tmp_path: Path, workers: str) -> None:
+def test_failure_of_only_model_stops_server(tmp_path: Path, workers: str) -> None:
     config = tmp_path / "dragoman.yaml"
-    # Nobody is to wait so long to be told.
+    # The error must not take that long.
     config.write_text("{models: {bad: {engine: 'tests.support.engines:Exploding'}}, drain_seconds: 60}")
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(free_port())]
     done = subprocess.run([*command, "--workers", workers], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "dragoman: no such device"
     assert "new requests are taken" not in done.stderr
-    # Whoever wrote the engine wants to know where.
+    # The author of the engine needs the traceback.
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count('raise RuntimeError("no such device")') == 1
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=len)
-def test_of_a_folder_too_only_the_only_model_ends_the_server(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_only_failure_of_only_directory_model_stops_server(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         (tmp_path / f"{name}.gguf").write_bytes(gguf(pair("general.architecture", 8, text("llama"))))
 
@@ -62,7 +62,7 @@ def test_of_a_folder_too_only_the_only_model_ends_the_server(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_of_several_that_fails_is_told_to_both_sides(tmp_path: Path, stream: bool) -> None:
+def test_failure_of_one_model_is_reported_to_client_and_log(tmp_path: Path, stream: bool) -> None:
     config = {"models": {"good": {"engine": "scripted"}, "bad": EXPLODING}}
     with serving(tmp_path, config) as running, talking(running) as client:
         message = refused(ask(client, CHAT, model="bad", stream=stream), 503, code="model_failed")
@@ -72,7 +72,7 @@ def test_one_of_several_that_fails_is_told_to_both_sides(tmp_path: Path, stream:
     assert "model bad: no such device" in running.log.read_text()
 
 
-def test_what_must_be_decided_waits_for_the_model(tmp_path: Path) -> None:
+def test_feature_checks_wait_for_loading(tmp_path: Path) -> None:
     config = {"models": {"first": {"engine": "scripted"}, "slow": SLOW}, "limits": {"keepalive_seconds": 0.2}}
     tool = {"type": "function", "function": {"name": "f"}}
     with serving(tmp_path, config) as running, talking(running) as client:
@@ -84,7 +84,7 @@ def test_what_must_be_decided_waits_for_the_model(tmp_path: Path) -> None:
             assert "at last" in response.read().decode()
 
 
-def test_an_engine_that_does_not_stop_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_does_not_stop_does_not_block_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_host, "STOP_SECONDS", 0.1)
 
     async def scenario() -> None:
@@ -96,7 +96,7 @@ def test_an_engine_that_does_not_stop_does_not_keep_the_server(monkeypatch: pyte
     asyncio.run(scenario())
 
 
-def test_asking_a_mounted_app_whether_it_is_ready_makes_it_so() -> None:
+def test_ready_loads_the_model_of_a_mounted_app() -> None:
     async def scenario() -> list[int]:
         transport = httpx.ASGITransport(app=create_app(SlowToLoad()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -110,13 +110,13 @@ def test_asking_a_mounted_app_whether_it_is_ready_makes_it_so() -> None:
     assert set(asyncio.run(scenario())) == {503, 200}
 
 
-def test_serving_the_network_needs_a_key_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_on_public_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DRAGOMAN_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="no API key is set"):
         serve(NeverStops(), host="0.0.0.0", port=free_port())
 
 
-def test_the_key_of_the_environment_counts_from_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_uses_key_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Settings] = []
     monkeypatch.setenv("DRAGOMAN_API_KEY", "secret")
     monkeypatch.setattr("dragoman.server.serve.run", lambda settings, engines: given.append(settings))
@@ -124,7 +124,7 @@ def test_the_key_of_the_environment_counts_from_python_too(monkeypatch: pytest.M
     assert (given[0].api_keys, given[0].host, given[0].port) == (("secret",), "0.0.0.0", 1)
 
 
-def test_a_port_in_use_is_told_before_anything_is_announced() -> None:
+def test_port_in_use_is_reported_before_start() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -132,12 +132,12 @@ def test_a_port_in_use_is_told_before_anything_is_announced() -> None:
             serve(NeverStops(), port=taken.getsockname()[1])
 
 
-def test_an_engine_without_models_is_a_mistake() -> None:
+def test_engine_without_models_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="offers no models"):
         create_app(Nameless())
 
 
-def test_a_source_that_cannot_be_reached_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_source_does_not_affect_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
     with serving(tmp_path, config) as running, talking(running) as client:
@@ -148,7 +148,7 @@ def test_a_source_that_cannot_be_reached_stops_nobody_else(tmp_path: Path, monke
         assert text_of(ask(client, CHAT, model="a")) == "hello"
 
 
-def test_a_download_does_not_keep_the_server_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_does_not_block_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.gguf"
@@ -162,7 +162,7 @@ def test_a_download_does_not_keep_the_server_from_ending(tmp_path: Path, monkeyp
             assert running.stop() == 0
 
 
-def test_the_default_model_must_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_default_model_stops_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
     with (

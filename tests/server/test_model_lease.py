@@ -1,23 +1,23 @@
-"""One request's hold on a model."""
+"""The lease of a model by one request."""
 
 import asyncio
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.models import Catalog
-from dragoman.server.auth.scopes import ANYBODY
+from dragoman.server.auth.scopes import UNRESTRICTED
 from dragoman.server.model_lease import Engagement, Wish
 
 WISH = Wish("m", (), None, strict=False)
 SETTINGS = Settings(models=(ModelSpec("m", "scripted", None, {"slots": 1}),), models_dir=())
 
 
-def test_who_waits_for_a_slot_does_not_hold_the_model() -> None:
+def test_waiting_for_a_slot_does_not_hold_the_model() -> None:
     async def scenario() -> None:
         catalog = Catalog(SETTINGS)
         seat = catalog.lifecycle.seat(catalog.resolve("m").host)
-        first, second = (Engagement(catalog, ANYBODY, None) for _ in range(2))
-        # Nobody knows yet what it supports: both wait for it to be loaded.
+        first, second = (Engagement(catalog, UNRESTRICTED, None) for _ in range(2))
+        # The features are unknown before the first load, so both wait for it.
         await asyncio.gather(first.find(WISH), second.find(WISH))
         assert seat.running == 2
         engine = await first.start()

@@ -1,4 +1,4 @@
-"""A default model that has failed, and nobody who asks for more than whether it is ready."""
+"""Recovery of a failed default model through readiness checks only."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.server.test_own_engine import Late, talk
 
 
 class Recovering(Late):
-    """Has to be started three times."""
+    """Loads at the third attempt."""
 
     async def start(self) -> None:
         await super().start()
@@ -21,7 +21,7 @@ class Recovering(Late):
 
 
 async def said_until_ready(client: httpx.AsyncClient) -> set[tuple[int, str]]:
-    """What the server says of itself and of its model until both are ready."""
+    """The readiness of the server and its model, until both are ready."""
     said: set[tuple[int, str]] = set()
     async with asyncio.timeout(60):
         while True:
@@ -33,7 +33,7 @@ async def said_until_ready(client: httpx.AsyncClient) -> set[tuple[int, str]]:
             await asyncio.sleep(0.02)
 
 
-def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_for(
+def test_readiness_checks_reload_failed_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 1.0)
@@ -53,7 +53,7 @@ def test_one_that_has_failed_is_there_again_though_only_its_readiness_is_asked_f
     assert engine.starts == 3
 
 
-def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
+def test_failed_model_is_not_ready_while_reloading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 1.0)
@@ -69,14 +69,14 @@ def test_one_that_is_known_and_has_failed_is_not_ready_while_it_is_tried_again(
     talk(app, script)
 
 
-def test_where_another_answers_for_one_that_has_failed_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_is_ready_if_fallback_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 1.0)
     default = ModelSpec("late", "tests.support.engines:SlowToLoad", fallback="other")
     app = create_app(settings=Settings(models=(default, ModelSpec("other", "scripted")), models_dir=()))
 
     async def script(client: httpx.AsyncClient) -> None:
         host, other = app.catalog.resolve("").host, app.catalog.resolve("other").host
-        # Before it was there for the first time nobody answers for it.
+        # Before its first load the fallback does not make the server ready.
         assert (await client.get("/ready")).status_code == 503
         await host.ready()
         host._given_up("it died too often")

@@ -1,4 +1,4 @@
-"""Chat and models as the official SDK sees them, over a real socket, from a script and from a real model."""
+"""Chat and models through the official SDK, with the scripted engine and a real model."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ def test_chat(model: Asking) -> None:
     assert choice.message.tool_calls is None
 
 
-def test_the_script_is_played_to_the_letter(poet: Asking) -> None:
+def test_script_is_played_exactly(poet: Asking) -> None:
     reply = poet.chat(QUESTION)
     assert content(reply) == VERSE
     assert reply.choices[0].finish_reason == "stop"
@@ -44,7 +44,7 @@ def test_the_script_is_played_to_the_letter(poet: Asking) -> None:
     assert content(poet.chat(QUESTION, model="gpt-4o")) == VERSE
 
 
-def test_the_model_knows_its_capitals(smol: Asking) -> None:
+def test_model_knows_its_capitals(smol: Asking) -> None:
     reply = smol.chat(QUESTION)
     assert content(reply) == "The capital of France is Paris."
     assert reply.choices[0].finish_reason == "stop"
@@ -54,7 +54,7 @@ def test_the_model_knows_its_capitals(smol: Asking) -> None:
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_a_stream_is_the_reply_in_pieces(model: Asking) -> None:
+def test_stream_is_the_reply_in_pieces(model: Asking) -> None:
     reply = model.chat(QUESTION)
     chunks = model.stream(QUESTION, stream_options={"include_usage": True})
     assert joined(chunks) == content(reply)
@@ -71,12 +71,12 @@ def test_a_stream_is_the_reply_in_pieces(model: Asking) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_without_being_asked_a_stream_tells_no_usage(model: Asking) -> None:
+def test_stream_has_no_usage_by_default(model: Asking) -> None:
     chunks = model.stream(QUESTION, max_tokens=2)
     assert all(chunk.choices for chunk in chunks)
 
 
-def test_the_sdks_own_stream_collector(model: Asking) -> None:
+def test_sdks_own_stream_collector(model: Asking) -> None:
     with model.client.chat.completions.stream(
         model=model.model, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
     ) as stream:
@@ -86,7 +86,7 @@ def test_the_sdks_own_stream_collector(model: Asking) -> None:
     assert final.choices[0].finish_reason in ("stop", "length")
 
 
-def test_the_id_is_in_the_header_and_in_the_log(model: Asking) -> None:
+def test_id_is_in_the_header_and_in_the_log(model: Asking) -> None:
     fields = model._fields(QUESTION, {"max_tokens": 2})
     raw = model.client.chat.completions.with_raw_response.create(**fields)
     reply = raw.parse()
@@ -140,7 +140,7 @@ def test_stop_cuts_before_the_match_wherever_the_tokens_end(model: Asking) -> No
         assert 1 <= reply.usage.completion_tokens <= 16
 
 
-def test_of_several_stops_the_first_to_complete_wins(model: Asking) -> None:
+def test_first_completed_stop_string_wins(model: Asking) -> None:
     text = content(model.chat(QUESTION))
     early, late = text[4:7], text[8:14]
     assert content(model.chat(QUESTION, stop=[late, early])) == text[: text.index(early)]
@@ -201,18 +201,18 @@ def test_logprobs_of_a_stream_are_those_of_the_reply(smol: Asking) -> None:
     ]
 
 
-def test_logprobs_without_rivals(smol: Asking) -> None:
+def test_logprobs_without_alternatives(smol: Asking) -> None:
     (first, second) = logprobs_of(list(smol.chat(QUESTION, logprobs=True, max_tokens=2).choices))
     assert first.top_logprobs == second.top_logprobs == []
 
 
-def test_a_script_has_no_logprobs_and_says_so(poet: Asking) -> None:
+def test_scripted_engine_refuses_logprobs(poet: Asking) -> None:
     raw = poet.client.chat.completions.with_raw_response.create(**poet._fields(QUESTION, {"logprobs": True}))
     assert raw.headers["x-dragoman-ignored"] == "temperature, logprobs"
     assert content(raw.parse()) == VERSE
 
 
-def test_a_seed_repeats_and_another_differs(smol: Asking) -> None:
+def test_seed_repeats_and_another_differs(smol: Asking) -> None:
     def story(seed: int) -> str:
         return content(smol.chat("Tell me a story.", seed=seed, temperature=1))
 

@@ -1,4 +1,4 @@
-"""Thoughts and calls as the official SDK hears of them, from an engine that makes the events itself."""
+"""Reasoning and tool calls through the official SDK, from an engine that emits events."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         yield made
 
 
-def test_the_whole_reply(client: OpenAI) -> None:
+def test_whole_reply(client: OpenAI) -> None:
     tools: Any = [{"type": "function", "function": WEATHER}]
     choice = client.chat.completions.create(**ASKING, tools=tools).choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -36,7 +36,7 @@ def test_the_whole_reply(client: OpenAI) -> None:
     assert [json.loads(call.function.arguments) for call in calls if call.type == "function"] == CITIES
 
 
-def test_the_stream_helper_ends_with_the_same_reply(client: OpenAI) -> None:
+def test_stream_helper_ends_with_the_same_reply(client: OpenAI) -> None:
     tools: Any = [{"type": "function", "function": WEATHER}]
     whole = client.chat.completions.create(**ASKING, tools=tools).choices[0]
     with client.chat.completions.stream(**ASKING, tools=tools) as stream:
@@ -50,7 +50,7 @@ def test_the_stream_helper_ends_with_the_same_reply(client: OpenAI) -> None:
     assert told == [(call.id, call.function.name, call.function.arguments) for call in calls]
 
 
-def test_the_older_words(client: OpenAI) -> None:
+def test_legacy_functions(client: OpenAI) -> None:
     functions: Any = [WEATHER]
     reply = client.chat.completions.create(**ASKING, functions=functions).choices[0]
     assert reply.finish_reason == "function_call"

@@ -1,4 +1,4 @@
-"""Completions as the official SDK sees them, mostly from a real model: only it has tokens of its own."""
+"""Completions through the official SDK, mostly with a real model."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def entries(chunks: list[Any], index: int = 0) -> list[Any]:
     return [entry for chunk in chunks for entry in chunk.choices if entry.index == index]
 
 
-def test_a_prompt_is_continued(smol: Asking) -> None:
+def test_prompt_is_continued(smol: Asking) -> None:
     reply = smol.complete(FRANCE)
     assert (reply.object, reply.model) == ("text_completion", "smollm2")
     assert reply.id.startswith("cmpl-")
@@ -35,7 +35,7 @@ def test_a_prompt_is_continued(smol: Asking) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(smol.tokenize(FRANCE)), 8, 13)
 
 
-def test_a_script_continues_too(poet: Asking) -> None:
+def test_script_continues_too(poet: Asking) -> None:
     assert texts(poet.complete("What is the weather?", max_tokens=100)) == ["It is sunny in Paris today."]
     assert texts(poet.complete(["weather", "emoji"], max_tokens=100)) == ["It is sunny in Paris today.", "a 😀 b"]
     echoed = poet.complete("emoji", echo=True, max_tokens=1)
@@ -66,7 +66,7 @@ def test_several_choices_of_several_prompts(smol: Asking) -> None:
     assert reply.usage.completion_tokens == 12
 
 
-def test_a_stream_is_the_reply_in_pieces(smol: Asking) -> None:
+def test_stream_is_the_reply_in_pieces(smol: Asking) -> None:
     fields: dict[str, Any] = {"logprobs": 2, "echo": True, "extra_body": {"return_token_ids": True}}
     reply = smol.complete(FRANCE, **fields)
     chunks = streamed(smol, FRANCE, stream_options={"include_usage": True}, **fields)
@@ -130,7 +130,7 @@ def test_offsets_and_names_of_tokens_that_are_pieces_of_characters(smol: Asking)
     assert all(len(rivals) == 5 for rivals in found.top_logprobs[1:])
 
 
-def test_the_best_of_several(smol: Asking) -> None:
+def test_best_of_several(smol: Asking) -> None:
     sampled: dict[str, Any] = {"temperature": 1.2, "seed": 11, "logprobs": 0}
     best = smol.complete(FRANCE, best_of=4, **sampled)
     every = smol.complete(FRANCE, n=4, **sampled)
@@ -180,7 +180,7 @@ def test_seeds(smol: Asking) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_wrong_wishes(smol: Asking, stream: bool, fields: dict[str, Any], status: int, param: str, code: str) -> None:
+def test_bad_parameters(smol: Asking, stream: bool, fields: dict[str, Any], status: int, param: str, code: str) -> None:
     with pytest.raises(openai.APIStatusError) as raised:
         smol.client.completions.create(model="smollm2", stream=stream, **fields)
     assert (raised.value.status_code, raised.value.param, raised.value.code) == (status, param, code)

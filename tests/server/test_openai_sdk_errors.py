@@ -1,4 +1,4 @@
-"""Every kind of error, as the exception that the official SDK makes of it."""
+"""Errors as exceptions of the official SDK."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.talking import recorded
 
 @pytest.fixture(scope="module")
 def strained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server that lacks everything: patience, room, trust."""
+    """A server with short timeouts, a small context and keys."""
     models = {
         "echo": {"engine": "scripted"},
         "failing": {"engine": "scripted", "fail_after": 0},
@@ -108,7 +108,7 @@ def test_errors(
         assert "echo" in error.message
 
 
-def test_a_full_house_is_503_with_a_time_to_try_again(strained_client: openai.OpenAI) -> None:
+def test_full_queue_is_503_with_retry_after(strained_client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     with strained_client.chat.completions.create(model="busy", messages=messages, stream=True) as stream:
         next(stream)
@@ -117,7 +117,7 @@ def test_a_full_house_is_503_with_a_time_to_try_again(strained_client: openai.Op
         assert (raised.value.status_code, raised.value.code) == (503, "overloaded")
         assert int(raised.value.response.headers["retry-after"]) >= 1
         assert next(stream).choices[0].delta.content
-    # The SDK tries again by itself, and by then the one who left has made room.
+    # The SDK retries, and by then the other client has disconnected.
     patient = strained_client.with_options(max_retries=5)
     assert content(patient.chat.completions.create(model="busy", messages=messages, max_tokens=1)) == "tick"
 
@@ -132,7 +132,7 @@ def test_keys(strained: Running) -> None:
         assert client.models.retrieve("echo").id == "echo"
 
 
-def test_an_error_after_the_first_byte_breaks_the_stream(strained_client: openai.OpenAI) -> None:
+def test_error_after_first_byte_breaks_the_stream(strained_client: openai.OpenAI) -> None:
     with strained_client.chat.completions.create(
         model="failing-late", messages=[{"role": "user", "content": "hello"}], stream=True
     ) as stream:
@@ -144,13 +144,13 @@ def test_an_error_after_the_first_byte_breaks_the_stream(strained_client: openai
     assert pieces == ["", "one ", "two "]
 
 
-def test_a_client_that_does_not_wait(scripted: Running) -> None:
+def test_client_timeout(scripted: Running) -> None:
     with sdk(scripted, timeout=0.3) as client, pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(model="slow", messages=[{"role": "user", "content": "hello"}])
     assert recorded(scripted, status=499, model="slow")
 
 
-def test_wrong_wishes_of_a_real_model(smol: Asking) -> None:
+def test_invalid_parameters_of_a_real_model(smol: Asking) -> None:
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"logit_bias": {"49152": 1}}, "logit_bias", "vocabulary of 49152 tokens"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),

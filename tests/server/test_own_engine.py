@@ -1,4 +1,4 @@
-"""Engines of a user's own: ten lines, and they have every API; in another app, and from the command line."""
+"""Custom engines: ten lines give every API, mounted in another app and from the command line."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ class CountingLists(Counting):
 
 
 class CountingList(Counting):
-    """No generator at all."""
+    """Not a generator."""
 
     def generate(self, request: GenerationRequest) -> list[str]:  # type: ignore[override]
         return [f"{word} " for word in WORDS]
@@ -95,7 +95,7 @@ def ask(app: Any, path: str, /, prefix: str = "", **fields: Any) -> httpx.Respon
 
 
 def streamed(response: httpx.Response) -> list[str]:
-    """The text of every choice of a stream that ended well."""
+    """The text of every choice of a complete stream."""
     *chunks, done = frames(response.text)
     assert done == "[DONE]"
     found: dict[int, str] = {}
@@ -154,7 +154,7 @@ def test_models_of_an_engine() -> None:
     assert text_of(ask(app, CHAT, model="shout")) == "HELLO "
 
 
-def test_what_an_engine_does_not_support_is_a_501() -> None:
+def test_unsupported_feature_is_a_501() -> None:
     app = create_app(Counting())
     refused(ask(app, COMPLETIONS, prompt=[1, 2]), 501, param="prompt", code="not_implemented")
     refused(ask(app, COMPLETIONS, suffix="x"), 501, param="suffix")
@@ -168,7 +168,7 @@ def test_what_an_engine_does_not_support_is_a_501() -> None:
     refused(ask(silent, COMPLETIONS), 501, param="prompt", code="not_implemented")
 
 
-def test_what_an_engine_ignores_is_told() -> None:
+def test_ignored_parameters_are_reported() -> None:
     response = ask(create_app(Counting()), CHAT, temperature=0, seed=1, max_tokens=2, stop="x", n=2)
     assert response.headers["x-dragoman-ignored"] == "temperature, seed"
 
@@ -187,7 +187,7 @@ class TokenEngine(Counting):
         return " ".join("x" * token for token in tokens)
 
 
-def test_what_an_engine_declares_reaches_it() -> None:
+def test_declared_features_reach_the_engine() -> None:
     app = create_app(TokenEngine())
     response = ask(app, COMPLETIONS, prompt=[1, 2], temperature=0)
     assert text_of(response) == "(1, 2) at 0.0"
@@ -198,7 +198,7 @@ def test_what_an_engine_declares_reaches_it() -> None:
     assert text == {"content": "xxx xxxxx", "prompt": "xxx xxxxx"}
 
 
-def test_the_event_log_names_the_model_that_told_its_tokens(tmp_path: Path) -> None:
+def test_event_log_names_the_model_of_tokenize(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     app = create_app(TokenEngine(), settings=Settings(event_log=str(log)))
     talk(app, lambda client: client.post("/tokenize", json={"content": "one", "model": "org/counting"}))
@@ -209,7 +209,7 @@ def test_the_event_log_names_the_model_that_told_its_tokens(tmp_path: Path) -> N
 
 
 class Raising(Engine):
-    """Fails after so many words as the message has."""
+    """Fails after as many words as the message has."""
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         yield from request.last_user_text.split()
@@ -256,13 +256,13 @@ class Choosy(Engine):
         raise BadRequest("messages: this model talks of nothing but cats", param="messages")
 
 
-def test_error_of_an_engines_choice_reaches_the_caller() -> None:
+def test_engine_error_reaches_the_client() -> None:
     message = refused(ask(create_app(Choosy()), CHAT, stream=True), 400, param="messages")
     assert "cats" in message
 
 
 class Late(Engine):
-    """Takes its time to load."""
+    """Loads slowly."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -312,7 +312,7 @@ class Broken(Engine):
         yield "mended"
 
 
-def test_model_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 0.0)
     app = create_app(Broken())
     response = ask(app, CHAT)
@@ -322,7 +322,7 @@ def test_model_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPa
 
 
 class TestMounted:
-    """In somebody's FastAPI app, below a prefix."""
+    """Mounted in a FastAPI app, under a prefix."""
 
     def app(self, engine: Engine, settings: Settings | None = None) -> FastAPI:
         ours = create_app(engine, settings=settings)
@@ -396,7 +396,7 @@ class Patient(Engine):
 
 
 class in_thread:  # noqa: N801 (used like a function)
-    """An app in uvicorn as anybody would run it, beside the test."""
+    """An app in a plain uvicorn server, in a thread."""
 
     def __init__(self, app: Any, port: int) -> None:
         self.server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))

@@ -54,7 +54,7 @@ def principals(running: Running) -> set[str]:
     return {event["principal"] for event in running.events() if "principal" in event}
 
 
-def test_the_principal_of_a_static_key_depends_on_the_key_alone(tmp_path: Path) -> None:
+def test_principal_of_a_static_key_depends_on_the_key_alone(tmp_path: Path) -> None:
     keys = Keys(store=str(tmp_path / "keys.db"))
     both = Access(Settings(api_keys=(FIRST, SECOND, FIRST), keys=keys))
     one = Access(Settings(api_keys=(SECOND,), keys=keys))

@@ -75,7 +75,7 @@ def responses(running: Running, tools: bool) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
-def test_the_same_conversation_is_the_same_prompt_and_the_same_answer(smollm2: Running, tools: bool) -> None:
+def test_protocols_give_same_prompt_and_same_answer(smollm2: Running, tools: bool) -> None:
     said = chat(smollm2, tools)
     assert said[0]
     assert messages(smollm2, tools) == said

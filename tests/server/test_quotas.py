@@ -1,4 +1,4 @@
-"""What one key may do: the limit holds in every minute, however the requests come."""
+"""Quotas of a key: no minute exceeds a limit."""
 
 import copy
 import itertools
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import RateLimited, TokensLimited
-from dragoman.server.auth.quotas import MINUTE, Lease, Quota, Window
+from dragoman.server.auth.quotas import MINUTE, Lease, Quota, RateWindow
 
 
 class Clock:
@@ -31,7 +31,7 @@ def entered(of: Quota) -> Lease:
     return lease
 
 
-def test_requests_of_a_minute() -> None:
+def test_requests_per_minute() -> None:
     clock = Clock()
     limited = quota(clock, requests_per_minute=3)
     for _ in range(3):
@@ -46,7 +46,7 @@ def test_requests_of_a_minute() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.integers(1, 8)), max_size=60))
 def test_no_minute_has_more_than_the_limit(steps: list[tuple[float, int]]) -> None:
-    window, now = Window(10), 0.0
+    window, now = RateWindow(10), 0.0
     taken: list[tuple[float, int]] = []
     for pause, amount in steps:
         now += pause
@@ -77,7 +77,7 @@ def test_concurrency() -> None:
     assert limited.running == 0
 
 
-def test_one_who_was_not_let_in_gives_nothing_back() -> None:
+def test_refused_request_returns_nothing() -> None:
     limited = quota(concurrency=1, tokens_per_minute=100)
     held = entered(limited)
     kept_out: Counter[str] = Counter()
@@ -112,7 +112,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     assert remaining(lease) == {"tokens": 20}
 
 
-def test_what_nobody_knows_the_end_of_is_spent() -> None:
+def test_abandoned_reservation_counts_as_used() -> None:
     limited = quota(tokens_per_minute=100, concurrency=1)
     lease = entered(limited)
     lease.reserve(60)
@@ -121,7 +121,7 @@ def test_what_nobody_knows_the_end_of_is_spent() -> None:
     entered(limited)
 
 
-def test_what_was_too_little_keeps_the_next_out() -> None:
+def test_shortfall_blocks_next_request() -> None:
     limited = quota(tokens_per_minute=100)
     lease = entered(limited)
     lease.reserve(10)
@@ -131,7 +131,7 @@ def test_what_was_too_little_keeps_the_next_out() -> None:
         entered(limited).reserve(1)
 
 
-def test_a_request_that_is_larger_than_the_limit_runs_alone() -> None:
+def test_request_above_limit_runs_alone() -> None:
     clock = Clock()
     limited = quota(clock, tokens_per_minute=100)
     first = entered(limited)
@@ -142,7 +142,7 @@ def test_a_request_that_is_larger_than_the_limit_runs_alone() -> None:
     entered(limited).reserve(5000)
 
 
-def test_a_reservation_of_long_ago_is_settled_all_the_same() -> None:
+def test_expired_reservation_is_settled() -> None:
     clock = Clock()
     limited = quota(clock, tokens_per_minute=100)
     lease = entered(limited)
@@ -152,7 +152,7 @@ def test_a_reservation_of_long_ago_is_settled_all_the_same() -> None:
     assert remaining(lease) == {"tokens": 100}
 
 
-def test_other_limits_from_now_on() -> None:
+def test_changed_limits() -> None:
     limited = quota(requests_per_minute=2, concurrency=5)
     for _ in range(2):
         entered(limited)
@@ -165,7 +165,7 @@ def test_other_limits_from_now_on() -> None:
     assert limited.running == 2
 
 
-def test_whether_anybody_would_miss_it() -> None:
+def test_idle_quota() -> None:
     clock = Clock()
     limited = quota(clock, requests_per_minute=2)
     assert limited.is_idle

@@ -1,4 +1,4 @@
-"""A new configuration while requests are under way."""
+"""Reloading the configuration under load."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def write(tmp_path: Path, running: Running, config: dict[str, Any]) -> None:
     (tmp_path / "dragoman.json").write_text(json.dumps({"models_dir": []} | config))
 
 
-def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
+def test_reload_under_load_fails_no_request(tmp_path: Path) -> None:
     before = {
         "first": SCRIPTED,
         "kept": WORKER | {"sampling": {"max_tokens": 4}},
@@ -60,7 +60,7 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
             for task in asking:
                 task.result()
         assert text_of(ask(client, CHAT, model="new")) == "hello"
-        # The worker of `kept` is still the same, those of the others have gone.
+        # The worker of `kept` is the same; those of the others have ended.
         assert eventually(lambda: len(running.children()) == 2)
         assert len(workers & set(running.children())) == 1
         log = running.log.read_text()
@@ -76,7 +76,7 @@ def test_a_reload_under_load_fails_no_request(tmp_path: Path) -> None:
     }
 
 
-def test_the_event_log_is_opened_again(tmp_path: Path) -> None:
+def test_reload_reopens_event_log(tmp_path: Path) -> None:
     config = {"models": {"a": SCRIPTED}}
     with serving(tmp_path, config) as running, talking(running) as client:
         for by_signal in (True, False):
@@ -93,7 +93,7 @@ def test_the_event_log_is_opened_again(tmp_path: Path) -> None:
 
 
 def reload_amid(tmp_path: Path, running: Running, after: dict[str, Any]) -> None:
-    """While a model that will be gone is still talking."""
+    """While a model that will be removed is still generating."""
     body = {"messages": HELLO, "model": "gone", "stream": True}
     with talking(running) as client, client.stream("POST", CHAT, json=body) as stream:
         lines = stream.iter_lines()
@@ -123,7 +123,7 @@ def _ask(running: Running, name: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("model", [WORKER, SCRIPTED | {"tokens_per_second": 20}], ids=["in a worker", "here"])
-def test_who_queues_for_a_model_that_goes_is_served_all_the_same(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_queued_requests_of_removed_model_are_served(tmp_path: Path, model: dict[str, Any]) -> None:
     slow = model | {"slots": 1} | ({"pace": 0.2} if model is WORKER else {"replies": [{"output": "tick" * 20}]})
     with serving(tmp_path, {"models": {"first": SCRIPTED, "gone": slow}}) as running, talking(running) as client:
         client.post("/admin/models/gone/load").raise_for_status()
@@ -143,14 +143,14 @@ def test_who_queues_for_a_model_that_goes_is_served_all_the_same(tmp_path: Path,
         assert eventually(lambda: not running.children())
 
 
-def test_a_mistake_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_invalid_configuration_changes_nothing(tmp_path: Path) -> None:
     with serving(tmp_path, {"models": {"first": SCRIPTED}}) as running, talking(running) as client:
         write(tmp_path, running, {"models": {"first": SCRIPTED | {"chunk": 0}, "b": "./gone.gguf"}, "port": "x"})
         message = refused(client.post("/admin/reload"), 400, code="invalid_config")
         assert "dragoman.json:1: models.first.chunk: expected int >= 1" in message
         assert "dragoman.json:1: port: expected int, got str" in message
         running.process.send_signal(signal.SIGHUP)
-        stays = "the configuration stays as it was: "
+        stays = "configuration not reloaded: "
         assert eventually(lambda: running.log.read_text().count(stays) == 2)
         write(tmp_path, running, {"models": {"first": SCRIPTED, "b": "./gone.gguf"}})
         assert "models.b: no file" in refused(client.post("/admin/reload"), 400, code="invalid_config")
@@ -158,7 +158,7 @@ def test_a_mistake_leaves_everything_as_it_was(tmp_path: Path) -> None:
         refused(ask(client, CHAT, model="b"), 404, param="model")
 
 
-def test_what_a_check_refuses_of_a_models_file_leaves_everything_as_it_was_too(tmp_path: Path) -> None:
+def test_invalid_model_file_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("a text of more than a few bytes")
     with serving(tmp_path, {"models": {"first": SCRIPTED, "m": WORKER | {"words": 2}}}) as running:
         with talking(running) as client:
@@ -168,18 +168,18 @@ def test_what_a_check_refuses_of_a_models_file_leaves_everything_as_it_was_too(t
             assert "dragoman.json:1: models.m: " in message
             assert "text.gguf is not a GGUF file" in message
             running.process.send_signal(signal.SIGHUP)
-            assert eventually(lambda: "the configuration stays as it was: " in running.log.read_text())
+            assert eventually(lambda: "configuration not reloaded: " in running.log.read_text())
             assert text_of(ask(client, CHAT, model="m")) == "m m "
         assert "model m: unloading" not in running.log.read_text()
 
 
-def test_a_start_warns_of_what_cannot_be_served_and_serves_the_rest(tmp_path: Path) -> None:
+def test_unservable_model_is_a_warning_at_start(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("a text of more than a few bytes")
     cloud = {"engine": "upstream", "url": "http://127.0.0.1:9/v1", "key_env": "NOBODY_HAS_SET_THIS"}
     config = {"models": {"first": SCRIPTED, "m": "./text.gguf", "cloud": cloud}}
     with serving(tmp_path, config) as running, talking(running) as client:
         assert text_of(ask(client, CHAT)) == "hello"
-        # The key cannot come while it runs, and must not keep everything else from being changed.
+        # The missing key must not block other changes.
         write(tmp_path, running, {"models": {**config["models"], "new": SCRIPTED}})
         assert client.post("/admin/reload").json()["added"] == ["new"]
         write(tmp_path, running, {"models": {**config["models"], "n": "./text.gguf"}})
@@ -191,27 +191,27 @@ def test_a_start_warns_of_what_cannot_be_served_and_serves_the_rest(tmp_path: Pa
     assert "NOBODY_HAS_SET_THIS" in warned[0] + warned[1]
 
 
-def test_a_signal_has_it_read_again_and_what_needs_a_restart_is_told(tmp_path: Path) -> None:
+def test_sighup_reloads_and_reports_settings_that_need_a_restart(tmp_path: Path) -> None:
     with serving(tmp_path, {"models": {"first": SCRIPTED}}) as running, talking(running) as client:
         changed = {"models": {"second": SCRIPTED}, "host": "localhost", "limits": {"write_seconds": 3, "choices": 2}}
         write(tmp_path, running, changed | {"memory": "1GiB", "keep_alive": 5})
         running.process.send_signal(signal.SIGHUP)
         assert eventually(lambda: "read again; models: second" in running.log.read_text())
-        assert "these hold only after a restart: host, limits.write_seconds" in running.log.read_text()
+        assert "these settings change only after a restart: host, limits.write_seconds" in running.log.read_text()
         assert ask(client, CHAT).json()["model"] == "second"
         refused(ask(client, CHAT, model="first"), 404, param="model")
         refused(ask(client, CHAT, n=3), 400, param="n")
         assert client.get("/admin/models").json()["memory"] == 2**30
 
 
-def test_new_keys_hold_from_then_on(tmp_path: Path) -> None:
+def test_reload_changes_keys(tmp_path: Path) -> None:
     with serving(tmp_path, {"models": {"first": SCRIPTED}}) as running, talking(running) as client:
         write(tmp_path, running, {"models": {"first": SCRIPTED}, "api_keys": ["secret"]})
         assert client.post("/admin/reload").status_code == 200
         refused(ask(client, CHAT), 401)
 
 
-def test_what_an_operator_set_is_set_anew(tmp_path: Path) -> None:
+def test_reload_applies_operational_settings(tmp_path: Path) -> None:
     keys = {"limits": {"requests_per_minute": 3}}
     config: dict[str, Any] = {"models": {"first": SCRIPTED}, "api_keys": ["a", "b"], "keys": keys}
     with serving(tmp_path, config) as running, talking(running, {"x-api-key": "a"}) as client:
@@ -228,17 +228,17 @@ def test_what_an_operator_set_is_set_anew(tmp_path: Path) -> None:
         write(tmp_path, running, changed)
         told = client.post("/admin/reload").json()
         assert told["restart_needed"] == ["socket", "telemetry.log_format"]
-        # Read again: what does not hold yet is told again.
+        # A second reload reports the same settings again.
         assert client.post("/admin/reload").json()["restart_needed"] == ["socket", "telemetry.log_format"]
         reply = client.post(CHAT, json={"messages": HELLO}, headers={"origin": "https://app.example"})
-        # What was used before is still used: two questions and two reloads.
+        # Earlier use still counts: two requests and two reloads.
         assert reply.headers["x-ratelimit-remaining-requests"] == "1"
         assert reply.headers["access-control-allow-origin"] == "https://app.example"
         refused(client.get("/metrics"), 404)
         refused(client.get("/v1/models", headers={"x-api-key": "b"}), 401)
 
 
-def test_the_last_key_does_not_go_from_a_server_that_others_can_reach(tmp_path: Path) -> None:
+def test_last_key_of_public_server_cannot_be_removed(tmp_path: Path) -> None:
     config: dict[str, Any] = {"models": {"first": SCRIPTED}, "api_keys": ["a"], "host": "0.0.0.0"}
     with serving(tmp_path, config) as running, talking(running, {"x-api-key": "a"}) as client:
         for host in ("0.0.0.0", "127.0.0.1"):
@@ -248,7 +248,7 @@ def test_the_last_key_does_not_go_from_a_server_that_others_can_reach(tmp_path: 
         refused(client.get("/v1/models", headers={"x-api-key": ""}), 401)
 
 
-def test_a_stream_of_frames_is_not_disturbed_by_many_reloads(tmp_path: Path) -> None:
+def test_stream_of_frames_is_not_disturbed_by_many_reloads(tmp_path: Path) -> None:
     slow = SCRIPTED | {"tokens_per_second": 30, "replies": [{"output": "tick" * 30}]}
     with serving(tmp_path, {"models": {"slow": slow}}) as running, talking(running) as client:
         with client.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as stream:
@@ -259,7 +259,7 @@ def test_a_stream_of_frames_is_not_disturbed_by_many_reloads(tmp_path: Path) -> 
         assert running.log.read_text().count("model slow: loading") == 1
 
 
-def test_what_needs_a_restart_stays_as_it_was_in_all_of_its_places() -> None:
+def test_fixed_settings_keep_their_initial_values() -> None:
     before = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), limits=Limits(stall_seconds=5, queue=7))
     limits = Limits(stall_seconds=9, body_seconds=1, queue=3)
     after = Settings(models=(ModelSpec("n", "scripted"),), models_dir=(), limits=limits, port=1, strict=True)

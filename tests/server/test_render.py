@@ -1,4 +1,4 @@
-"""The prompt of a chat is shown, and nothing is generated; of an engine here, and of one in a process of its own."""
+"""Rendered prompts, of an engine in the server process and of one in a worker."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +40,7 @@ SHOWING = pytest.mark.parametrize("model", ["showing", "showing-from-afar"])
 
 
 @SHOWING
-def test_the_prompt_with_its_tokens(client: httpx.Client, model: str) -> None:
+def test_prompt_and_tokens(client: httpx.Client, model: str) -> None:
     response = ask(client, model=model, tools=[TOOL], temperature=0, stream=True)
     text = "tool: f\nuser: hello\n"
     assert response.json() == {
@@ -56,35 +56,33 @@ def test_the_prompt_with_its_tokens(client: httpx.Client, model: str) -> None:
 
 
 @SHOWING
-def test_its_errors_are_those_of_a_chat(client: httpx.Client, model: str) -> None:
+def test_errors_are_those_of_chat(client: httpx.Client, model: str) -> None:
     long = [{"role": "user", "content": "x" * 200}]
     refused(ask(client, model=model, messages=long), 400, param="messages", code="context_length_exceeded")
     refused(ask(client, model=model, messages=[]), 400, param="messages")
     refused(ask(client, model=model, guided_choice=["a"]), 501, param="guided_choice", code="not_implemented")
 
 
-def test_parameters_are_honest_here_too(client: httpx.Client) -> None:
+def test_unsupported_parameters_are_reported(client: httpx.Client) -> None:
     response = ask(client, reasoning_effort="low", seed=1)
     assert response.headers["x-dragoman-ignored"] == "seed, reasoning_effort"
     strict = client.post(RENDER, json={"messages": HELLO, "seed": 1}, headers={"x-dragoman-strict": "true"})
     refused(strict, 400, param="seed", code="unsupported_parameter")
 
 
-def test_a_model_that_does_not_tell(client: httpx.Client) -> None:
+def test_model_without_render_is_a_501(client: httpx.Client) -> None:
     assert "prompts" in refused(ask(client, model="mute"), 501, code="not_implemented")
-    refused(ask(client, model="nobody"), 404, param="model", code="model_not_found")
+    refused(ask(client, model="unknown"), 404, param="model", code="model_not_found")
     refused(client.get(RENDER), 405, code="method_not_allowed")
 
 
 @SHOWING
-def test_the_list_of_models_has_the_format(client: httpx.Client, model: str) -> None:
+def test_model_list_has_format(client: httpx.Client, model: str) -> None:
     ask(client, model=model)
     assert client.get(f"/v1/models/{model}").json()["format"] == "hermes"
 
 
-def test_the_format_that_only_an_engine_can_tell_is_not_known_until_it_is_loaded(
-    client: httpx.Client, running: Running
-) -> None:
+def test_format_known_only_to_engine_is_shown_after_loading(client: httpx.Client, running: Running) -> None:
     engines = {"showing": "tests.support.engines:Showing", "other": "tests.support.engines:ShowingFromAfar"}
     config = {"models": {name: {"engine": engine} for name, engine in engines.items()}}
     with serving(running.log.parent, config) as server, talking(server) as other:

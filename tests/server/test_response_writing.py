@@ -1,4 +1,4 @@
-"""The connection with an app that does not do what ours does, and what its parts promise."""
+"""The connection with misbehaving apps, and its parts."""
 
 import asyncio
 import subprocess
@@ -9,16 +9,16 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from dragoman.config.settings import Settings
-from dragoman.server.http.connection import guarded
-from dragoman.server.http.response import News
-from dragoman.server.http_exchange import Receive, Scope, Send
-from dragoman.server.telemetry import Telemetry
+from dragoman.server.asgi import Receive, Scope, Send
+from dragoman.server.http.connection import connection_class
+from dragoman.server.http.response import OneShotEvent
+from dragoman.server.telemetry import TelemetryRecorder
 
 ASKED = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ValueError("nobody expects it")
+    raise ValueError("unexpected")
 
 
 async def silent(scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +32,7 @@ async def halfway(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _answer(app: object) -> tuple[bytes, ServerState]:
     settings, state = Settings(), ServerState()
-    connection = guarded(settings.limits, Telemetry(settings.telemetry, None))
+    connection = connection_class(settings.limits, TelemetryRecorder(settings.telemetry, None))
     config = uvicorn.Config(app, log_config=None, lifespan="off")  # type: ignore[arg-type]
     config.load()
     server = await asyncio.get_running_loop().create_server(lambda: connection(config, state, {}), "127.0.0.1", 0)
@@ -47,39 +47,39 @@ async def _answer(app: object) -> tuple[bytes, ServerState]:
 
 
 @pytest.mark.parametrize("app", [broken, silent])
-def test_who_is_not_answered_hears_of_it(app: object) -> None:
+def test_unanswered_request_gets_500(app: object) -> None:
     answer, state = asyncio.run(_answer(app))
     assert answer.startswith(b"HTTP/1.1 500 ")
     assert answer.endswith(b"Internal Server Error")
     assert not state.tasks
 
 
-def test_a_response_that_breaks_off_does_not_look_complete() -> None:
+def test_cut_off_response_does_not_look_complete() -> None:
     answer, state = asyncio.run(_answer(halfway))
     assert b"beginning" in answer
     assert not answer.endswith(b"0\r\n\r\n")
     assert not state.tasks
 
 
-def test_news_wake_the_one_who_waits_and_keep_until_then() -> None:
+def test_one_shot_event() -> None:
     async def play() -> list[str]:
-        news, seen = News(), []
-        news.set()
-        await news.wait()
+        event, seen = OneShotEvent(), []
+        event.set()
+        await event.wait()
         seen.append("kept")
-        news.clear()
-        waiting = asyncio.create_task(news.wait())
+        event.clear()
+        waiting = asyncio.create_task(event.wait())
         await asyncio.sleep(0)
         seen.append("waits" if not waiting.done() else "does not wait")
-        news.set()
-        news.set()
+        event.set()
+        event.set()
         await waiting
         return seen
 
     assert asyncio.run(play()) == ["kept", "waits"]
 
 
-def test_a_copied_process_has_ids_of_its_own() -> None:
+def test_forked_process_has_its_own_ids() -> None:
     program = (
         "import os\n"
         "from dragoman.core.ids import new_id\n"

@@ -1,4 +1,4 @@
-"""The routes of responses: what is kept, for whom and for how long, and what is refused."""
+"""The Responses API: stored responses, privacy, limits and refusals."""
 
 import asyncio
 import threading
@@ -60,7 +60,7 @@ def status(client: httpx.Client, response: dict[str, Any]) -> int:
     return client.get(f"{RESPONSES}/{response['id']}").status_code
 
 
-def test_nobody_sees_the_responses_of_another(ann: httpx.Client, bob: httpx.Client) -> None:
+def test_responses_are_private_to_their_principal(ann: httpx.Client, bob: httpx.Client) -> None:
     made = create(ann, "a secret")
     place = f"{RESPONSES}/{made['id']}"
     assert ann.get(place).json() == made
@@ -75,14 +75,14 @@ def test_nobody_sees_the_responses_of_another(ann: httpx.Client, bob: httpx.Clie
     assert status(ann, made) == 200
 
 
-def test_not_kept_if_not_wanted_or_not_well(ann: httpx.Client) -> None:
+def test_unstored_and_failed_responses_are_not_found(ann: httpx.Client) -> None:
     assert status(ann, create(ann, store=False)) == 404
     frames = read(ann.post(RESPONSES, json={"input": "hello", "model": "failing", "stream": True}).content)
     assert frames[-1]["type"] == "response.failed"
     assert status(ann, frames[-1]["response"]) == 404
 
 
-def test_the_oldest_make_room(ann: httpx.Client) -> None:
+def test_oldest_responses_are_evicted(ann: httpx.Client) -> None:
     made = [create(ann) for _ in range(4)]
     assert [status(ann, response) for response in made] == [404, 200, 200, 200]
     assert status(ann, create(ann, "x" * 30_000)) == 404
@@ -98,14 +98,14 @@ def test_instructions_are_not_carried_over(ann: httpx.Client) -> None:
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": 3}
 
 
-def test_a_stream_that_begins_with_silence(ann: httpx.Client) -> None:
+def test_stream_that_starts_with_comments(ann: httpx.Client) -> None:
     reply = ann.post(RESPONSES, json={"input": "hello", "model": "slow-to-start", "stream": True})
     assert reply.status_code == 200
     assert reply.text.startswith(": keep-alive\n\n")
     assert [payload["type"] for payload in read(reply.content)][-2:] == ["error", "response.failed"]
 
 
-def test_honest_parameters(ann: httpx.Client) -> None:
+def test_ignored_parameters_are_reported(ann: httpx.Client) -> None:
     said = {"input": "hello", "tools": [{"type": "web_search"}], "top_k": 5, "truncation": "auto"}
     reply = ann.post(RESPONSES, json=said)
     assert reply.headers["x-dragoman-ignored"] == "top_k, tools[0], truncation"
@@ -119,15 +119,15 @@ def test_honest_parameters(ann: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("query", "param"), [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order")]
 )
-def test_pages_that_cannot_be(ann: httpx.Client, query: str, param: str) -> None:
+def test_invalid_page_parameters(ann: httpx.Client, query: str, param: str) -> None:
     refused(ann.get(f"{RESPONSES}/{create(ann)['id']}/input_items?{query}"), 400, param=param)
 
 
-def test_a_page_after_what_is_not_there(ann: httpx.Client) -> None:
+def test_page_after_unknown_item(ann: httpx.Client) -> None:
     refused(ann.get(f"{RESPONSES}/{create(ann)['id']}/input_items?after=msg_none"), 404, param="after")
 
 
-def test_what_there_is_not(ann: httpx.Client) -> None:
+def test_unknown_responses_and_paths(ann: httpx.Client) -> None:
     place = f"{RESPONSES}/{create(ann)['id']}"
     refused(ann.get(f"{place}?stream=true"), 501, param="stream")
     refused(ann.get(f"{place}/elsewhere"), 404)
@@ -142,7 +142,7 @@ def test_what_there_is_not(ann: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("connection", ["Upgrade", "keep-alive, Upgrade", "keep-alive"])
-def test_a_websocket(running: Running, connection: str) -> None:
+def test_websocket_is_refused(running: Running, connection: str) -> None:
     lines = (f"GET {RESPONSES} HTTP/1.1", "Host: localhost", "x-api-key: ann", f"Connection: {connection}")
     answer = raw(running, "\r\n".join([*lines, "Upgrade: websocket", "", ""]).encode(), 0)
     assert answer.status == 426
@@ -151,7 +151,7 @@ def test_a_websocket(running: Running, connection: str) -> None:
 
 
 def asgi(path: str, extensions: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a server that speaks WebSocket itself hears from the app."""
+    """The messages that the app sends to a server with WebSocket support."""
     told: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -165,21 +165,21 @@ def asgi(path: str, extensions: dict[str, Any]) -> list[dict[str, Any]]:
     return told
 
 
-def test_a_websocket_of_another_server() -> None:
+def test_websocket_is_refused_when_mounted() -> None:
     start, body = asgi(RESPONSES, {"websocket.http.response": {}})
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 426)
     assert b"upgrade_required" in body["body"]
     assert asgi(RESPONSES, {}) == asgi("/elsewhere", {"websocket.http.response": {}}) == [{"type": "websocket.close"}]
 
 
-def test_an_odd_id_disturbs_nobody(ann: httpx.Client, bob: httpx.Client) -> None:
+def test_unusual_response_id(ann: httpx.Client, bob: httpx.Client) -> None:
     odd = {"role": "user", "content": "x", "id": {"a": 1}}
     refused(ann.post(RESPONSES, json={"input": [odd]}), 400, param="input[0].id")
     made = [create(bob) for _ in range(4)]
     assert [status(bob, response) for response in made] == [404, 200, 200, 200]
 
 
-def test_a_conversation_is_no_larger_than_a_body(tmp_path: Path) -> None:
+def test_conversation_is_no_larger_than_a_body(tmp_path: Path) -> None:
     config = {"models": {"echo": {"engine": "scripted"}}, "limits": {"body_bytes": 20_000}}
     with serving(tmp_path, config) as running, talking(running) as client:
         made = create(client, "x" * 9_000)
@@ -191,8 +191,8 @@ def test_a_conversation_is_no_larger_than_a_body(tmp_path: Path) -> None:
         refused(reply, 413, param="input", code="request_too_large")
 
 
-def test_a_large_conversation_is_read_and_kept_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another thread than the one in which everybody's streams are written."""
+def test_large_conversation_is_processed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on a large conversation does not run in the event loop's thread."""
     threads: list[bool] = []
 
     def noting(work: Callable[..., T]) -> Callable[..., T]:

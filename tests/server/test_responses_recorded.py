@@ -1,4 +1,4 @@
-"""Requests that real clients sent to the routes of responses: each is accepted, and each stream is well-formed."""
+"""Recorded requests of real clients to the Responses API: each is accepted, each stream is well-formed."""
 
 import json
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def test_there_are_recordings() -> None:
 
 
 @pytest.mark.parametrize("name", POSTED)
-def test_it_is_accepted(client: httpx.Client, name: str) -> None:
+def test_recorded_request_is_accepted(client: httpx.Client, name: str) -> None:
     request = RECORDINGS[name]
     body = request["body"]
     reply = replayed(client, request)
@@ -71,12 +71,12 @@ def test_it_is_accepted(client: httpx.Client, name: str) -> None:
     else:
         response = reply.json()
     kinds = [item["type"] for item in response["output"]]
-    # What looks like a call where there are no tools is text.
+    # Without tools, a call is text.
     assert kinds == ["reasoning", "message", *(["function_call"] if body.get("tools") else [])]
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_what_would_come_through_a_websocket_is_understood_when_posted(client: httpx.Client, name: str) -> None:
+def test_websocket_messages_can_be_posted(client: httpx.Client, name: str) -> None:
     body = RECORDINGS[name]["body"]
     reply = client.post("/v1/responses", json=body)
     if "previous_response_id" in body:
@@ -88,7 +88,7 @@ def test_what_would_come_through_a_websocket_is_understood_when_posted(client: h
 
 
 @pytest.mark.parametrize("name", UPGRADES)
-def test_a_websocket_is_answered_426(running: Running, name: str) -> None:
+def test_websocket_is_answered_426(running: Running, name: str) -> None:
     headers = [
         f"{key}: {value}" for key, value in RECORDINGS[name]["headers"].items() if key.lower() != "authorization"
     ]
@@ -98,17 +98,17 @@ def test_a_websocket_is_answered_426(running: Running, name: str) -> None:
     assert json.loads(answer.body)["error"]["code"] == "upgrade_required"
 
 
-def test_what_was_never_here_is_not_found(client: httpx.Client) -> None:
+def test_unknown_response_is_not_found(client: httpx.Client) -> None:
     reply = replayed(client, RECORDINGS["py-openai__responses-retrieve"])
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
 
 
-def test_what_codex_sends_is_all_honoured_or_reported(client: httpx.Client) -> None:
+def test_codex_parameters_are_honoured_or_reported(client: httpx.Client) -> None:
     reply = replayed(client, RECORDINGS["codex__tool__2"])
     assert reply.headers["x-dragoman-ignored"] == "tools[8], reasoning.summary"
 
 
-def test_items_that_an_earlier_response_had_can_be_referred_to(client: httpx.Client) -> None:
+def test_items_of_earlier_responses_can_be_referenced(client: httpx.Client) -> None:
     first = accumulated(read(replayed(client, RECORDINGS["aisdk__responses-stream-tools__1"]).content))
     body = json.loads(json.dumps(RECORDINGS["aisdk__responses-stream-tools__2"]["body"]))
     body["input"] = [
@@ -124,7 +124,7 @@ def test_items_that_an_earlier_response_had_can_be_referred_to(client: httpx.Cli
     assert kinds == ["message", "reasoning", "message", "function_call", "function_call_output"]
 
 
-def test_a_thought_that_is_not_here_any_more_is_done_without(client: httpx.Client) -> None:
+def test_missing_reasoning_item_is_skipped(client: httpx.Client) -> None:
     reply = replayed(client, RECORDINGS["aisdk__responses-stream-tools__2"])
     assert reply.headers["x-dragoman-ignored"] == "input[1]"
     said = {"type": "item_reference", "id": "msg_none"}

@@ -1,4 +1,4 @@
-"""Responses as the official SDK hears of them, over a real socket."""
+"""The Responses API through the official SDK."""
 
 import json
 from collections.abc import Iterator
@@ -59,13 +59,13 @@ def client(running: Running) -> Iterator[OpenAI]:
 
 
 def create(client: OpenAI, said: Any, **fields: Any) -> Response:
-    """A response whose body has everything that the SDK's type wants, and nothing of a wrong type."""
+    """The response, whose body is validated strictly against the SDK's type."""
     raw = client.responses.with_raw_response.create(model="hermes", input=said, **fields)
     return Response.model_validate_json(raw.content, strict=True)
 
 
 def stream(client: OpenAI, said: Any, **fields: Any) -> list[Any]:
-    """The events of a stream, each as strict, numbered and in order."""
+    """The events of a stream, validated strictly, numbered and in order."""
     asked = {"model": "hermes", "input": said, "stream": True, **fields}
     with client.responses.with_streaming_response.create(**asked) as response:
         body = response.read().decode()
@@ -77,7 +77,7 @@ def stream(client: OpenAI, said: Any, **fields: Any) -> list[Any]:
     return events
 
 
-def test_a_text(client: OpenAI) -> None:
+def test_text(client: OpenAI) -> None:
     response = create(client, "hello", instructions="be brief", metadata={"a": "b"}, temperature=0.5)
     assert response.id.startswith("resp_")
     assert (response.status, response.output_text, response.model) == ("completed", "hello", "hermes")
@@ -87,7 +87,7 @@ def test_a_text(client: OpenAI) -> None:
     assert response.usage.total_tokens == response.usage.input_tokens + 2
 
 
-def test_the_same_as_a_stream(client: OpenAI) -> None:
+def test_same_as_a_stream(client: OpenAI) -> None:
     events = stream(client, "think")
     names = [event.type.removeprefix("response.") for event in events]
     assert [name for name, before in zip(names, ["", *names], strict=False) if name != before] == [
@@ -104,7 +104,7 @@ def test_the_same_as_a_stream(client: OpenAI) -> None:
     assert final.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_what_was_cut_off_is_incomplete(client: OpenAI) -> None:
+def test_truncated_response_is_incomplete(client: OpenAI) -> None:
     response = create(client, "a long story", max_output_tokens=2)
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
@@ -113,7 +113,7 @@ def test_what_was_cut_off_is_incomplete(client: OpenAI) -> None:
     assert stream(client, "a long story", max_output_tokens=2)[-1].type == "response.incomplete"
 
 
-def test_an_answer_of_nothing_is_a_message(client: OpenAI) -> None:
+def test_empty_answer_is_a_message(client: OpenAI) -> None:
     assert [item.type for item in create(client, "nothing").output] == ["message"]
     assert stream(client, "nothing")[-1].response.output_text == ""
 
@@ -128,7 +128,7 @@ def test_parse(client: OpenAI) -> None:
     assert parsed.output_parsed == Person(name="Ada", age=36)
 
 
-def test_the_stream_helper_parses_too(client: OpenAI) -> None:
+def test_stream_helper_parses_too(client: OpenAI) -> None:
     with client.responses.stream(model="hermes", input="a person", text_format=Person) as events:
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
         final = events.get_final_response()
@@ -136,7 +136,7 @@ def test_the_stream_helper_parses_too(client: OpenAI) -> None:
     assert "".join(deltas) == '{"name": "Ada", "age": 36}'
 
 
-def test_a_tool_and_its_result(client: OpenAI) -> None:
+def test_tool_and_its_result(client: OpenAI) -> None:
     asked: Any = [{"role": "user", "content": "What is the weather?"}]
     first = create(client, asked, tools=[WEATHER])
     call = first.output[0]
@@ -147,7 +147,7 @@ def test_a_tool_and_its_result(client: OpenAI) -> None:
     assert create(client, asked, tools=[WEATHER]).output_text == "It is sunny in Köln."
 
 
-def test_a_chain_of_responses(client: OpenAI) -> None:
+def test_chain_of_responses(client: OpenAI) -> None:
     tools: Any = [WEATHER]
     first = client.responses.create(model="hermes", input="What is the weather?", tools=tools)
     call = first.output[0]
@@ -165,7 +165,7 @@ def test_a_chain_of_responses(client: OpenAI) -> None:
     assert third.usage.input_tokens > second.usage.input_tokens
 
 
-def test_the_stream_helper_runs_a_tool(client: OpenAI) -> None:
+def test_stream_helper_runs_a_tool(client: OpenAI) -> None:
     tool = openai.pydantic_function_tool(Person, name="get_weather")["function"]
     tools: Any = [{"type": "function", **tool}]
     with client.responses.stream(model="hermes", input="weather", tools=tools) as events:
@@ -173,7 +173,7 @@ def test_the_stream_helper_runs_a_tool(client: OpenAI) -> None:
     assert json.loads("".join(pieces)) == {"city": "Köln"}
 
 
-def test_a_free_text_tool(client: OpenAI) -> None:
+def test_free_text_tool(client: OpenAI) -> None:
     tools: Any = [{"type": "custom", "name": "apply", "description": "Applies a patch."}]
     whole = create(client, "patch it", tools=tools).output[0]
     assert whole.type == "custom_tool_call"
@@ -191,7 +191,7 @@ def test_a_free_text_tool(client: OpenAI) -> None:
     assert create(client, again, tools=tools).output_text == "done"
 
 
-def test_a_tool_in_a_namespace(client: OpenAI) -> None:
+def test_tool_in_a_namespace(client: OpenAI) -> None:
     inner = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
     tools: Any = [{"type": "namespace", "name": "agents", "description": "Agents.", "tools": [inner]}]
     call = create(client, "spawn one", tools=tools).output[0]
@@ -201,7 +201,7 @@ def test_a_tool_in_a_namespace(client: OpenAI) -> None:
     assert (told.namespace, told.name) == ("agents", "spawn")
 
 
-def test_a_shell_of_the_callers(client: OpenAI) -> None:
+def test_client_side_shell_tool(client: OpenAI) -> None:
     call = create(client, "ls", tools=[{"type": "local_shell"}]).output[0]
     assert call.type == "local_shell_call"
     assert call.action.command == ["ls"]
@@ -209,7 +209,7 @@ def test_a_shell_of_the_callers(client: OpenAI) -> None:
     assert events[-1].response.output[0].action == call.action
 
 
-def test_a_thought_that_comes_back_sealed(client: OpenAI) -> None:
+def test_encrypted_reasoning_is_replayed(client: OpenAI) -> None:
     include: Any = ["reasoning.encrypted_content"]
     thought = create(client, "think", include=include, store=False).output[0]
     assert thought.type == "reasoning"
@@ -236,7 +236,7 @@ def test_retrieve_and_delete(client: OpenAI) -> None:
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-def test_a_streamed_response_is_kept_too(client: OpenAI) -> None:
+def test_streamed_response_is_stored(client: OpenAI) -> None:
     final = stream(client, "hello")[-1].response
     assert client.responses.retrieve(final.id) == final
 
@@ -251,7 +251,7 @@ def test_pages_of_items(client: OpenAI) -> None:
     assert [item.content[0].text for item in rising.data] == ["0", "1", "2"]  # type: ignore[union-attr,index]
 
 
-def test_how_many_tokens_it_would_begin_with(client: OpenAI) -> None:
+def test_input_token_count(client: OpenAI) -> None:
     counted = client.responses.input_tokens.count(model="hermes", input="hello there")
     response = create(client, "hello there")
     assert response.usage is not None
@@ -259,21 +259,21 @@ def test_how_many_tokens_it_would_begin_with(client: OpenAI) -> None:
     assert counted.input_tokens == response.usage.input_tokens
 
 
-def test_only_what_runs_in_the_background_can_be_cancelled(client: OpenAI) -> None:
+def test_cancel_needs_a_background_response(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(create(client, "hello").id)
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel("resp_none")
 
 
-def test_a_failure_in_mid_stream(client: OpenAI) -> None:
+def test_failure_in_mid_stream(client: OpenAI) -> None:
     events = stream(client, "hello", model="failing")
     assert [event.type for event in events[-2:]] == ["error", "response.failed"]
     failed = events[-1].response
     assert (failed.status, failed.error.code) == ("failed", "server_error")
 
 
-def test_failures_before_it_begins(client: OpenAI) -> None:
+def test_failures_before_the_stream(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
         client.responses.create(model="short", input="long " * 100)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")

@@ -1,4 +1,4 @@
-"""The life of a server: what it writes down, how it ends, and what it leaves behind."""
+"""The event log, shutdown, and child processes of a server."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def client(scripted: Running) -> Iterator[httpx.Client]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet has."""
+    """Whether a process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -61,7 +61,7 @@ LIVELY = {
 }
 
 
-def test_events_and_a_graceful_end_under_load(tmp_path: Path) -> None:
+def test_event_log_and_graceful_stop_under_load(tmp_path: Path) -> None:
     with serving(tmp_path, LIVELY) as running, talking(running) as client:
         usages = [ask(client, path, **fields).json()["usage"] for path, fields in [(CHAT, {}), (COMPLETIONS, {"n": 3})]]
         usages.append(ask(client, CHAT, model="in-worker").json()["usage"])
@@ -104,7 +104,7 @@ def test_events_and_a_graceful_end_under_load(tmp_path: Path) -> None:
 
 
 @ROUTES
-def test_one_id_everywhere(scripted: Running, client: httpx.Client, path: str) -> None:
+def test_request_id_is_the_same_everywhere(scripted: Running, client: httpx.Client, path: str) -> None:
     reply = ask(client, path)
     assert reply.json()["id"] == reply.headers["x-request-id"]
     [record] = recorded(scripted, id=reply.json()["id"])
@@ -124,7 +124,7 @@ def test_kill_of_the_server_leaves_no_child(tmp_path: Path) -> None:
         assert eventually(lambda: gone(child))
 
 
-def test_what_outlasts_the_time_of_grace_is_told(tmp_path: Path) -> None:
+def test_requests_past_the_grace_time_get_an_error(tmp_path: Path) -> None:
     slow = {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 12_000}]}
     config = {"models": {"slow": slow}, "grace_seconds": 1}
     with serving(tmp_path, config) as running, talking(running) as client:
@@ -146,7 +146,7 @@ def test_what_outlasts_the_time_of_grace_is_told(tmp_path: Path) -> None:
     assert running.events()[-1]["errors"] == 2
 
 
-def test_an_event_log_that_is_full_stops_nobody(tmp_path: Path) -> None:
+def test_full_event_log_does_not_fail_requests(tmp_path: Path) -> None:
     with serving(tmp_path, LIVELY, "--event-log", "/dev/full") as running, talking(running) as client:
         assert text_of(ask(client, CHAT, model="in-worker")) == "hello"
         assert running.stop() == 0

@@ -1,4 +1,4 @@
-"""A real model under load, with clients that leave, processes that die and files that are none."""
+"""A real model under load, with disconnects, crashes and invalid files."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from tests.support.talking import COMPLETIONS, eventually, recorded, sent, under
 
 STORY = "Write a very long story about a cat who goes to sea."
 TOKENS = 1000
-"""`max_tokens` of clients that leave: enough for several seconds on any machine."""
+"""`max_tokens` for clients that disconnect: enough for several seconds on any machine."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Itera
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Asking]:
-    """One slot, and room for one who waits."""
+    """One slot, and one place in the queue."""
     config = offering(smollm2_path, context=2048, slots=1) | {"limits": {"queue": 1}}
     with asking(tmp_path_factory.mktemp("narrow"), config) as model:
         yield model
@@ -67,7 +67,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])
-def test_what_people_say_never_becomes_a_control_token(smol: Asking, role: str) -> None:
+def test_content_never_becomes_control_tokens(smol: Asking, role: str) -> None:
     def prompt_tokens(text: str) -> int:
         messages = [{"role": role, "content": text}, {"role": "user", "content": "Say hello."}]
         usage = smol.chat("", messages=messages, max_tokens=1).usage
@@ -76,14 +76,14 @@ def test_what_people_say_never_becomes_a_control_token(smol: Asking, role: str) 
 
     template = prompt_tokens("plain") - len(smol.tokenize("plain"))
     for text in HARMLESS if role == "user" else HARMLESS[2:3]:
-        # What looks like control tokens is tokenised apart from what stands around it.
+        # Text of control tokens is tokenized separately from the text around it.
         tokens = [token for piece in CONTROL.split(text) for token in smol.tokenize(piece)]
         assert prompt_tokens(text) == template + len(tokens), text
         assert smol.detokenize(tokens) == text
         assert not any(CONTROL.fullmatch(smol.detokenize([token])) for token in set(tokens))
 
 
-def test_control_tokens_are_tokens_where_they_are_meant(smol: Asking) -> None:
+def test_control_tokens_in_raw_prompts(smol: Asking) -> None:
     assert smol.tokenize("<|im_start|>", special=True) == [1]
     assert smol.tokenize("<|im_end|>", special=True) == [2]
     raw = smol.complete("<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n", max_tokens=1)
@@ -101,13 +101,13 @@ def test_no_character_is_ever_cut(smol: Asking, prompt: str) -> None:
         pieces = [chunk.choices[0].text for chunk in chunks]
     assert "".join(pieces) == whole
     assert whole.startswith(prompt)
-    # Only where the limit falls into a character, at the very end, is there no character to show.
+    # If the limit falls into a character, that last character is missing.
     assert "\ufffd" not in whole.rstrip("\ufffd")
     assert whole.count("\ufffd") <= 1
     assert not any("\ufffd" in piece for piece in pieces[:-2])
 
 
-def test_a_prompt_beyond_the_context_is_refused(smol: Asking) -> None:
+def test_prompt_beyond_the_context_is_refused(smol: Asking) -> None:
     for text in ("word " * 2100, "x" * 500_000):
         with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as raised:
             smol.chat(text)
@@ -123,7 +123,7 @@ BEGINNINGS = [
 ]
 
 
-def test_32_streams_at_once_say_what_each_says_alone(crowd: Asking) -> None:
+def test_32_parallel_streams_equal_single_ones(crowd: Asking) -> None:
     fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"return_token_ids": True}}
 
     def together(prompt: str) -> list[int]:
@@ -144,7 +144,7 @@ def test_32_streams_at_once_say_what_each_says_alone(crowd: Asking) -> None:
         assert likeliest - second < 0.05, f"{BEGINNINGS[at]!r} differs at token {tie}, where there is no tie"
 
 
-# Clients that leave.
+# Disconnects.
 
 
 @pytest.fixture
@@ -165,14 +165,14 @@ def freed(narrow: Asking) -> Iterator[Callable[[], None]]:
     assert narrow.running.process.poll() is None
 
 
-def test_leaving_in_mid_stream(narrow: Asking, freed: Callable[[], None]) -> None:
+def test_disconnect_in_mid_stream(narrow: Asking, freed: Callable[[], None]) -> None:
     with narrow.chat(STORY, stream=True, max_tokens=TOKENS) as stream:  # type: ignore[attr-defined]
         for _ in range(4):
             next(stream)
     freed()
 
 
-def test_leaving_while_the_prompt_is_read(narrow: Asking, freed: Callable[[], None]) -> None:
+def test_disconnect_during_prefill(narrow: Asking, freed: Callable[[], None]) -> None:
     for stream in (True, False):
         impatient = narrow.client.with_options(timeout=0.6)
         with pytest.raises(openai.APITimeoutError):
@@ -180,14 +180,14 @@ def test_leaving_while_the_prompt_is_read(narrow: Asking, freed: Callable[[], No
         freed()
 
 
-def test_leaving_without_a_stream(narrow: Asking, freed: Callable[[], None]) -> None:
+def test_disconnect_without_stream(narrow: Asking, freed: Callable[[], None]) -> None:
     impatient = narrow.client.with_options(timeout=0.6)
     with pytest.raises(openai.APITimeoutError):
         impatient.completions.create(model="smollm2", prompt="Once", max_tokens=TOKENS, extra_body={"ignore_eos": True})
     freed()
 
 
-def test_leaving_the_queue(narrow: Asking, freed: Callable[[], None]) -> None:
+def test_disconnect_in_the_queue(narrow: Asking, freed: Callable[[], None]) -> None:
     with narrow.chat(STORY, stream=True, max_tokens=TOKENS) as stream:  # type: ignore[attr-defined]
         next(stream)
         with sent(narrow.running, COMPLETIONS, prompt="Hello"):
@@ -200,7 +200,7 @@ def test_leaving_the_queue(narrow: Asking, freed: Callable[[], None]) -> None:
     freed()
 
 
-# Processes that die.
+# Crashes.
 
 
 def alive(pid: int) -> bool:
@@ -234,14 +234,14 @@ def test_kill_9_of_the_worker(crowd: Asking) -> None:
     assert recorded(crowd.running, error="engine_died", status=200)
 
 
-def test_the_worker_is_started_again_without_being_asked(crowd: Asking) -> None:
+def test_worker_restarts_without_requests(crowd: Asking) -> None:
     (child,) = crowd.running.children()
     os.kill(child, signal.SIGKILL)
     assert eventually(lambda: len(crowd.running.children()) == 1 and crowd.running.children() != [child])
     assert crowd.chat("Say hello.", max_tokens=1)
 
 
-def test_a_file_that_is_gone_when_the_worker_comes_back(tmp_path: Path, smollm2_path: Path) -> None:
+def test_file_missing_at_worker_restart(tmp_path: Path, smollm2_path: Path) -> None:
     link = tmp_path / "model.gguf"
     link.symlink_to(smollm2_path)
     with asking(tmp_path, offering(link, context=256, slots=1)) as model:
@@ -254,7 +254,7 @@ def test_a_file_that_is_gone_when_the_worker_comes_back(tmp_path: Path, smollm2_
         assert (raised.value.status_code, raised.value.code) == (503, "model_failed")
         assert "gguf" not in raised.value.message
         link.symlink_to(smollm2_path)
-        # It is tried again when the pause is over that the refusal told of, and not before.
+        # It is retried after the Retry-After of the error, not before.
         pause = int(raised.value.response.headers["retry-after"])
         assert 1 <= pause <= 60
         with pytest.raises(openai.InternalServerError):
@@ -273,7 +273,7 @@ def test_kill_9_of_the_server_leaves_no_child(tmp_path: Path, smollm2_path: Path
             assert eventually(lambda: not alive(child))
 
 
-def test_a_signal_ends_the_server_after_what_is_running(tmp_path: Path, smollm2_path: Path) -> None:
+def test_signal_stops_server_after_running_requests(tmp_path: Path, smollm2_path: Path) -> None:
     with asking(tmp_path, offering(smollm2_path, context=256, slots=1)) as model:
         (child,) = model.running.children()
         with model.chat(STORY, stream=True, max_tokens=30) as stream:  # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ def test_a_signal_ends_the_server_after_what_is_running(tmp_path: Path, smollm2_
         assert "Traceback" not in model.running.log.read_text()
 
 
-# Files that are no models.
+# Invalid files.
 
 
 @pytest.fixture(params=["cut off", "garbage"])
@@ -299,7 +299,7 @@ def corrupt(request: pytest.FixtureRequest, tmp_path: Path, smollm2_path: Path) 
     return path
 
 
-def test_a_corrupt_file_as_the_only_model_ends_the_server(corrupt: Path) -> None:
+def test_corrupt_only_model_stops_server(corrupt: Path) -> None:
     command = [sys.executable, "-m", "dragoman", "serve", "--model", f"broken={corrupt}", "--port", str(free_port())]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
@@ -311,7 +311,7 @@ def test_a_corrupt_file_as_the_only_model_ends_the_server(corrupt: Path) -> None
     assert ended.stdout == ""
 
 
-def test_a_corrupt_file_as_another_model_leaves_the_first_alone(corrupt: Path) -> None:
+def test_corrupt_second_model_does_not_affect_first(corrupt: Path) -> None:
     config = {"models": {"echo": {"engine": "scripted"}, "smollm2": {"source": str(corrupt)}}, "default": "echo"}
     with asking(corrupt.parent, config) as model:
         for _ in range(2):

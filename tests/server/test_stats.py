@@ -1,4 +1,4 @@
-"""What an operator sees: metrics that a parser reads, sums that add up, logs that say no more than they should."""
+"""Metrics, statistics, logs and traces."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Jwt, Keys, Telemetry, Traces
 from dragoman.config.settings import Settings
-from dragoman.server.run_description import without_secrets
+from dragoman.server.telemetry.eventlog import without_secrets
 from tests.support.serving import Running, serving
 from tests.support.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
 
@@ -64,7 +64,7 @@ def stream(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def test_the_sums_are_those_of_the_usages_returned(watched: Running) -> None:
+def test_totals_equal_returned_usage(watched: Running) -> None:
     with talking(watched) as client:
         usages = [ask(client, CHAT, model="echo").json()["usage"]]
         usages.append(ask(client, COMPLETIONS, model="echo", n=3).json()["usage"])
@@ -129,7 +129,7 @@ def test_metrics(watched: Running) -> None:
     assert metrics["dragoman_model_state"]["slow", "ready"] == 1
 
 
-def test_slots_queue_and_memory_while_it_works(watched: Running) -> None:
+def test_slots_queue_and_memory_under_load(watched: Running) -> None:
     with talking(watched) as client, talking(watched) as other:
         assert text_of(ask(client, CHAT, model="in-worker")) == "hello"
         threads = [
@@ -156,8 +156,8 @@ def test_slots_queue_and_memory_while_it_works(watched: Running) -> None:
         assert slow["time_to_first_token"]["p50"] > 0
 
 
-def test_lines_of_the_log_are_json_and_tell_no_prompt(watched: Running) -> None:
-    secret = "a word that nobody else should read"
+def test_log_lines_are_json_without_prompts(watched: Running) -> None:
+    secret = "a confidential word"
     with talking(watched) as client:
         reply = ask(client, CHAT, messages=[{"role": "user", "content": secret}])
         ask(client, CHAT, model="failing", messages=[{"role": "user", "content": secret}])
@@ -172,7 +172,7 @@ def test_lines_of_the_log_are_json_and_tell_no_prompt(watched: Running) -> None:
     assert secret not in watched.event_log.read_text()
 
 
-def test_the_beginning_of_a_run(watched: Running) -> None:
+def test_run_start_event(watched: Running) -> None:
     start = watched.events()[0]
     assert start["event"] == "run_start"
     assert start["engines"]["slow"] == "scripted"
@@ -180,7 +180,7 @@ def test_the_beginning_of_a_run(watched: Running) -> None:
     assert start["host"]["python"]
 
 
-def test_a_configuration_without_its_secrets() -> None:
+def test_secrets_are_removed_from_configuration() -> None:
     options = {"api_key": "sk-secret", "chunk": 4, "deep": [{"Password": "p", "proxy": "http://me:sk-p@p:3128"}]}
     spec = ModelSpec("far", "scripted", None, options)
     settings = Settings(
@@ -198,7 +198,7 @@ def test_a_configuration_without_its_secrets() -> None:
     assert told["telemetry"]["traces"]["endpoint"] == "http://***@127.0.0.1:4318/v1/traces"
 
 
-def test_prompts_only_where_they_are_asked_for_and_no_metrics_where_not(tmp_path: Path) -> None:
+def test_prompts_in_log_and_metrics_are_configurable(tmp_path: Path) -> None:
     config = {
         "models": {"echo": {"engine": "scripted"}},
         "api_keys": ["sk-one"],

@@ -1,4 +1,4 @@
-"""Streams as they are on the wire, frame by frame."""
+"""Streams on the wire, frame by frame."""
 
 import json
 import time
@@ -104,7 +104,7 @@ USAGE = {
 
 
 @ROUTES
-def test_usage_comes_last_and_only_when_asked_for(client: httpx.Client, path: str) -> None:
+def test_usage_comes_last_and_only_on_request(client: httpx.Client, path: str) -> None:
     _, plain = streamed(client, path)
     *chunks, usage, done = streamed(client, path, stream_options={"include_usage": True})[1]
     assert done == "[DONE]"
@@ -186,7 +186,7 @@ def test_stop_string_is_cut_wherever_the_tokens_end(client: httpx.Client, path: 
 
 
 @ROUTES
-def test_length_is_told_against_the_limit_that_applied(client: httpx.Client, path: str) -> None:
+def test_finish_reason_length_at_the_effective_limit(client: httpx.Client, path: str) -> None:
     def reason(**fields: Any) -> tuple[str, int]:
         reply = ask(client, path, **fields).json()
         return reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]
@@ -265,7 +265,7 @@ def test_failure_of_one_choice_ends_the_stream_once(client: httpx.Client) -> Non
 
 
 @ROUTES
-def test_the_reply_names_the_model_that_answered(client: httpx.Client, path: str) -> None:
+def test_reply_names_the_model_that_answered(client: httpx.Client, path: str) -> None:
     for asked, answered in [
         ("gpt-4o", "poet"),
         ("GPT-4o-mini", "poet"),
@@ -294,7 +294,7 @@ def test_parts_of_a_message_are_one_text(client: httpx.Client) -> None:
 
 
 @ROUTES
-def test_streams_leave_as_they_come(client: httpx.Client, path: str) -> None:
+def test_tokens_are_sent_immediately(client: httpx.Client, path: str) -> None:
     body = SMALLEST[path] | {"model": "slow", "max_tokens": 12, "stream": True}
     with client.stream("POST", path, json=body) as response:
         arrivals = [time.monotonic() for line in response.iter_lines() if line.startswith("data: {")]
@@ -304,7 +304,7 @@ def test_streams_leave_as_they_come(client: httpx.Client, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server that soon breaks a silence."""
+    """A server with a short keep-alive interval."""
     config = {
         "models": {
             "slow-to-start": {"engine": "scripted", "prefill_seconds": 1.3},
@@ -349,7 +349,7 @@ class TestKeepAlive:
         assert ": keep-alive\n\n" in response.text[first:second]
         assert texts(sent[:-1]) == {0: "hello"}
 
-    def test_none_while_tokens_come(self, quiet: Running) -> None:
+    def test_no_comments_while_tokens_arrive(self, quiet: Running) -> None:
         with talking(quiet) as client:
             response, _ = streamed(client, COMPLETIONS, model="fast", prompt="hello " * 20)
         assert ": keep-alive" not in response.text

@@ -1,4 +1,4 @@
-"""Agents over a real socket, with the official SDK: tools, thoughts, schemas and whole conversations, from a script."""
+"""Agents with the official SDK: tools, reasoning, schemas and whole conversations, from a script."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ REPLIES = {
     "^stop$": f"<think>STOP here</think>One. STOP. Two.{PARIS}",
     "^call and stop$": f"One.{PARIS}",
     "^twice$": f"{THOUGHT}{PARIS}",
-    # The agent's own story: each line is the answer to what came before it.
+    # The agent's script: each line answers the message before it.
     "^How far is it from Paris to Rome in miles": '<think>I need the distance.</think><tool_call>{"name": "distance", '
     '"arguments": {"start": "Paris", "end": "Rome"}}</tool_call>',
     "^1100 km$": '<tool_call>{"name": "miles", "arguments": {"km": 1100}}</tool_call>',
@@ -92,7 +92,7 @@ IN_ROME = ("GetWeather", {"city": "Rome", "days": 1})
 THINKS = "The user wants the weather. I have a tool."
 
 
-def test_a_thought_a_text_and_a_call(agent: Asking) -> None:
+def test_reasoning_text_and_tool_call(agent: Asking) -> None:
     reply = ask(agent, "weather")
     assert reasoning_of(reply) == THINKS
     assert content(reply) == "I'll look."
@@ -104,13 +104,13 @@ def test_a_thought_a_text_and_a_call(agent: Asking) -> None:
     assert reply.usage.completion_tokens_details.reasoning_tokens == 13
 
 
-def test_no_call_is_no_call(agent: Asking) -> None:
+def test_reply_without_tool_call(agent: Asking) -> None:
     reply = ask(agent, "nothing")
     assert (content(reply), reply.choices[0].message.tool_calls) == ("Nothing to look up.", None)
     assert reply.choices[0].finish_reason == "stop"
 
 
-def test_the_sdks_stream_with_pydantic_tools(agent: Asking) -> None:
+def test_sdks_stream_with_pydantic_tools(agent: Asking) -> None:
     tool = openai.pydantic_function_tool(GetWeather)
     with agent.client.chat.completions.stream(
         model="agent", messages=[{"role": "user", "content": "weather"}], tools=[tool], max_tokens=1000
@@ -132,7 +132,7 @@ def test_the_sdks_stream_with_pydantic_tools(agent: Asking) -> None:
     assert (choice.message.model_extra or {})["reasoning_content"] == THINKS
 
 
-def test_the_sdks_stream_with_two_calls(agent: Asking) -> None:
+def test_sdks_stream_with_two_calls(agent: Asking) -> None:
     tool = openai.pydantic_function_tool(GetWeather)
     with agent.client.chat.completions.stream(
         model="agent", messages=[{"role": "user", "content": "both"}], tools=[tool]
@@ -191,7 +191,7 @@ def test_legacy_functions(agent: Asking) -> None:
     assert chunks[-1].choices[0].finish_reason == "function_call"
 
 
-def test_a_function_result_in_the_old_words(agent: Asking) -> None:
+def test_legacy_function_result(agent: Asking) -> None:
     messages = [
         {"role": "user", "content": "weather"},
         {"role": "assistant", "content": None, "function_call": {"name": "GetWeather", "arguments": "{}"}},
@@ -211,7 +211,7 @@ def test_one_call_at_a_time(agent: Asking) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_choice_against_tools(agent: Asking) -> None:
+def test_tool_choice_none(agent: Asking) -> None:
     reply = ask(agent, "twice", tool_choice="none")
     assert reply.choices[0].message.tool_calls is None
     assert (content(reply), reasoning_of(reply)) == (PARIS, THINKS)
@@ -219,7 +219,7 @@ def test_a_choice_against_tools(agent: Asking) -> None:
     assert content(ask(agent, "twice", tools=openai.omit)) == PARIS
 
 
-def test_a_choice_for_tools(agent: Asking) -> None:
+def test_tool_choice_auto_required_and_named(agent: Asking) -> None:
     for choice in ("auto", "required", {"type": "function", "function": {"name": "GetWeather"}}):
         assert calls_of(ask(agent, "twice", tool_choice=choice)) == [IN_PARIS]
     with pytest.raises(openai.BadRequestError, match="no tool named 'other'"):
@@ -251,12 +251,12 @@ def test_results_that_are_errors(agent: Asking) -> None:
 
 
 def called(thought: str, arguments: Any = '{"city": "Paris", "days": 2}') -> dict[str, Any]:
-    """An assistant's message in the history that called a tool."""
+    """An assistant message with a tool call, for the history."""
     call = {"id": "call_1", "type": "function", "function": {"name": "GetWeather", "arguments": arguments}}
     return {"role": "assistant", "content": None, "reasoning_content": thought, "tool_calls": [call]}
 
 
-def test_a_second_turn_with_the_sdks_own_message(agent: Asking) -> None:
+def test_second_turn_with_the_sdks_own_message(agent: Asking) -> None:
     first = ask(agent, "weather")
     message = first.choices[0].message
     assert message.tool_calls
@@ -280,7 +280,7 @@ def test_several_choices_with_calls(agent: Asking) -> None:
         assert entries[-1].finish_reason == "tool_calls"
 
 
-def test_a_stop_string_ends_the_text_and_nothing_else(agent: Asking) -> None:
+def test_stop_string_ends_the_text_and_nothing_else(agent: Asking) -> None:
     reply = ask(agent, "stop", stop="STOP")
     assert (reasoning_of(reply), content(reply)) == ("STOP here", "One. ")
     assert (reply.choices[0].finish_reason, calls_of(reply)) == ("stop", [])
@@ -288,7 +288,7 @@ def test_a_stop_string_ends_the_text_and_nothing_else(agent: Asking) -> None:
     assert calls_of(ask(agent, "call and stop", stop=["Paris", "</tool_call>"])) == [IN_PARIS]
 
 
-def test_no_thoughts_for_those_who_want_none(agent: Asking) -> None:
+def test_reasoning_can_be_disabled(agent: Asking) -> None:
     for fields in (
         {"reasoning_effort": "none"},
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
@@ -302,7 +302,7 @@ def test_no_thoughts_for_those_who_want_none(agent: Asking) -> None:
         assert reply.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_a_budget_for_thoughts(agent: Asking) -> None:
+def test_reasoning_budget(agent: Asking) -> None:
     reply = ask(agent, "weather", extra_body={"thinking_budget": 3})
     # Three pieces of four characters, the first of which is a line break.
     assert reasoning_of(reply) == "The user wa"
@@ -310,7 +310,7 @@ def test_a_budget_for_thoughts(agent: Asking) -> None:
     assert reasoning_of(ask(agent, "weather", reasoning_effort="high")) == THINKS
 
 
-def test_a_malformed_call_is_text_with_a_warning(agent: Asking) -> None:
+def test_malformed_call_is_text_with_a_warning(agent: Asking) -> None:
     fields = agent._fields("malformed", {"tools": [TOOL], "max_tokens": 1000})
     raw = agent.client.chat.completions.with_raw_response.create(**fields)
     reply = raw.parse()
@@ -323,12 +323,12 @@ def test_a_malformed_call_is_text_with_a_warning(agent: Asking) -> None:
     assert joined(agent.stream("malformed", tools=[TOOL], max_tokens=1000)) == content(reply)
 
 
-def test_a_good_reply_warns_of_nothing(agent: Asking) -> None:
+def test_valid_reply_has_no_warnings(agent: Asking) -> None:
     raw = agent.client.chat.completions.with_raw_response.create(**agent._fields("weather", {"tools": [TOOL]}))
     assert "x-dragoman-warning" not in raw.headers
 
 
-def test_arguments_cut_short_do_not_pretend(agent: Asking) -> None:
+def test_truncated_arguments_finish_with_length(agent: Asking) -> None:
     reply = ask(agent, "both", max_tokens=16)
     assert reply.choices[0].finish_reason == "length"
     calls = [call.function for call in reply.choices[0].message.tool_calls or () if call.type == "function"]
@@ -346,7 +346,7 @@ def miles(km: int) -> str:
     return f"{km * 0.62137:.1f}"
 
 
-def test_an_agent_from_question_to_answer(agent: Asking) -> None:
+def test_agent_loop(agent: Asking) -> None:
     functions: dict[str, Any] = {"distance": distance, "miles": miles}
     tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in functions]
     messages: list[Any] = [{"role": "user", "content": "How far is it from Paris to Rome in miles?"}]

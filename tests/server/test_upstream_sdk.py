@@ -1,4 +1,4 @@
-"""Every protocol in front of every protocol: the official SDKs outside, other servers behind."""
+"""Every protocol in front of every protocol, with the official SDKs and other servers behind."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def anthropic(front: Running) -> Iterator[Anthropic]:
 
 
 @pytest.mark.parametrize("protocol", BEHIND)
-def test_chat_with_tools_and_thoughts(openai: OpenAI, protocol: str) -> None:
+def test_chat_with_tools_and_reasoning(openai: OpenAI, protocol: str) -> None:
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     with openai.chat.completions.stream(model=protocol, messages=messages, tools=[tool]) as stream:
@@ -91,7 +91,7 @@ def test_chat_with_tools_and_thoughts(openai: OpenAI, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", BEHIND)
-def test_messages_with_tools_and_thoughts(anthropic: Anthropic, protocol: str) -> None:
+def test_messages_with_tools_and_reasoning(anthropic: Anthropic, protocol: str) -> None:
     tools: list[Any] = [{"name": "weather", "input_schema": SCHEMA}]
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     with anthropic.messages.stream(model=protocol, max_tokens=200, messages=messages, tools=tools) as stream:
@@ -112,7 +112,7 @@ def test_messages_with_tools_and_thoughts(anthropic: Anthropic, protocol: str) -
 
 
 @pytest.mark.parametrize("protocol", BEHIND)
-def test_responses_with_tools_and_thoughts(openai: OpenAI, protocol: str) -> None:
+def test_responses_with_tools_and_reasoning(openai: OpenAI, protocol: str) -> None:
     tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}]
     question: Any = {"role": "user", "content": "What is the weather in Paris?"}
     with openai.responses.stream(model=protocol, input=[question], tools=tools, store=False) as stream:
@@ -132,7 +132,7 @@ def test_responses_with_tools_and_thoughts(openai: OpenAI, protocol: str) -> Non
     assert second.usage.output_tokens > 0
 
 
-def test_all_models_below_a_name(openai: OpenAI) -> None:
+def test_all_upstream_models_under_a_prefix(openai: OpenAI) -> None:
     assert {"all/agent", "all/short"} <= {model.id for model in openai.models.list()}
     reply = openai.chat.completions.create(model="all/agent", messages=[{"role": "user", "content": "hi"}])
     assert (reply.model, reply.choices[0].message.content) == ("all/agent", "Hello, world.")
@@ -148,13 +148,13 @@ def test_several_choices_and_stop_strings(openai: OpenAI) -> None:
     assert [choice.message.content for choice in reply.choices] == ["Hello"] * 3
 
 
-def test_too_long_is_too_long_here(openai: OpenAI, anthropic: Anthropic) -> None:
+def test_context_length_error_is_mapped(openai: OpenAI, anthropic: Anthropic) -> None:
     with pytest.raises(APIStatusError) as caught:
         openai.chat.completions.create(model="short", messages=[{"role": "user", "content": "word " * 100}])
     assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
 
 
-def test_a_failure_in_the_middle_is_an_error_frame(openai: OpenAI) -> None:
+def test_failure_in_mid_stream_is_an_error_frame(openai: OpenAI) -> None:
     stream = openai.chat.completions.create(model="failing", messages=[{"role": "user", "content": "hi"}], stream=True)
     assert next(iter(stream)).choices[0].delta.content is not None
     with pytest.raises(APIError, match="behind this model"):
@@ -163,7 +163,7 @@ def test_a_failure_in_the_middle_is_an_error_frame(openai: OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory, smollm2: Running, smollm2_path: Path) -> Iterator[Running]:
-    """SmolLM2 behind us twice: run by another Dragoman, and by llama.cpp's own server."""
+    """SmolLM2 behind two servers: another Dragoman, and llama.cpp's own server."""
     with llamacpp(smollm2_path) as url:
         models = {
             "ours": {"engine": "upstream", "url": smollm2.url, "model": "smollm2", "protocol": "messages"},
@@ -203,6 +203,6 @@ def test_logprobs_of_a_real_model(real: Running) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in reply.choices[0].logprobs.content)
 
 
-def test_the_log_does_not_tell_of_every_request_that_was_passed_on(front: Running, openai: OpenAI) -> None:
+def test_proxied_requests_are_not_logged_by_http_client(front: Running, openai: OpenAI) -> None:
     openai.chat.completions.create(model="chat", messages=[{"role": "user", "content": "hello"}])
     assert "HTTP Request" not in front.log.read_text()

@@ -1,4 +1,4 @@
-"""Over HTTP, with the stand-in for vLLM: a folder of the models folder is served, where vLLM is installed."""
+"""Model directories served by vLLM, with a fake vLLM."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def streamed(running: Running, text: str) -> list[str]:
     return [frame["choices"][0]["delta"].get("content") or "" for frame in frames if frame["choices"]]
 
 
-def test_what_vllm_refuses_is_told_with_the_place_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_errors_name_the_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
     config = tmp_path / "dragoman.yaml"
     model = "    engine: vllm\n    source: hf:some/model\n    args: {max-num-seqs: 0}\n"
@@ -53,7 +53,7 @@ def test_what_vllm_refuses_is_told_with_the_place_of_the_model(tmp_path: Path, m
     assert done.stderr.splitlines()[-1].startswith(f"dragoman: {words}")
 
 
-def test_a_folder_is_served_where_vllm_is_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_directory_is_served_if_vllm_is_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
     with serving(folder, {"models_dir": str(folder / "models")}) as running:
         listed = httpx.get(f"{running.url}/v1/models", trust_env=False, timeout=60).json()["data"]
@@ -72,14 +72,14 @@ def test_a_folder_is_served_where_vllm_is_installed(folder: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("engine", [[], ["--engine", "vllm"]])
-def test_a_folder_that_the_command_line_names(folder: Path, monkeypatch: pytest.MonkeyPatch, engine: list[str]) -> None:
+def test_model_directory_on_the_command_line(folder: Path, monkeypatch: pytest.MonkeyPatch, engine: list[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
     with serving(folder, {}, *engine, "--model", f"org/tiny={folder}/models/org/tiny") as running:
         assert ask(running, "Hello").json()["choices"][0]["message"]["content"] == "Hello"
         assert running.stop() == 0
 
 
-def test_where_it_is_not_a_folder_is_a_501_that_tells_the_way_out(folder: Path) -> None:
+def test_model_directory_without_vllm_is_a_501_with_hint(folder: Path) -> None:
     with serving(folder, {"models_dir": str(folder / "models"), "models": {"s": {"engine": "scripted"}}}) as running:
         refused = ask(running, "Hello")
         assert refused.status_code == 501
@@ -88,7 +88,7 @@ def test_where_it_is_not_a_folder_is_a_501_that_tells_the_way_out(folder: Path) 
 
 
 def documented(row: str) -> list[str]:
-    """What a row of the page for those who come from vLLM's own server names."""
+    """The names in a row of the page for users of vLLM's own server."""
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {row} |"))
     return re.findall(r"`([^`]+)`", line.removeprefix(f"| {row} |").partition(" | ")[0])
 

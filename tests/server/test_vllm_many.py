@@ -17,7 +17,7 @@ from tests.support.talking import CHAT, ask, eventually, talking, text_of
 
 STREAMS = 512
 ENDLESS = "count 3000"
-"""At a hundred steps a second it would go on for two minutes."""
+"""At a hundred steps per second this takes two minutes."""
 MODEL = {
     "engine": "vllm",
     "path": "some/model",
@@ -27,7 +27,7 @@ MODEL = {
 
 
 class Heard(msgspec.Struct):
-    """What one client got, frame by frame."""
+    """The frames that one client received."""
 
     pieces: list[str] = []
     finish: str | None = None
@@ -54,12 +54,12 @@ class Heard(msgspec.Struct):
 
 
 def leaves_after(at: int) -> int | None:
-    """Every fourth leaves, in the midst of it: the first before it has heard a word."""
+    """Every fourth client disconnects in mid-stream, the first one before its first token."""
     return (at * 7) % 60 if at % 4 == 0 else None
 
 
 def said_to(at: int) -> str:
-    """What nobody else is told."""
+    """The secret of one client."""
     return " ".join(f"{at}-{number}" for number in range(10 + at % 10))
 
 
@@ -74,7 +74,7 @@ async def listen(running: Running, at: int, begun: asyncio.Barrier) -> Heard:
     heard, leaving = Heard(), leaves_after(at)
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     writer.write(request(said_to(at) if leaving is None else ENDLESS))
-    # Nobody leaves, and nobody reads on, before all of them have an answer.
+    # All clients wait until each has an answer.
     assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     await begun.wait()
     async for line in reader:
@@ -104,7 +104,7 @@ def sockets_of(pid: int) -> int:
     return sum("socket:" in str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir())
 
 
-def test_512_streams_are_in_order_and_complete_and_each_can_be_left(
+def test_512_streams_are_complete_and_ordered_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))

@@ -1,4 +1,4 @@
-"""Anthropic's official SDK as the tests of this folder use it."""
+"""Helpers for tests with Anthropic's official SDK."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ def anthropic_sdk(running: Running, key: str = "none", timeout: float = 60) -> I
 
 
 def validated(shape: Any, body: bytes | str) -> Any:
-    """The body as the SDK's own type, in strict mode: all that is required is there, and nothing that it has not."""
+    """The body as the SDK's own type, in strict mode: no required field is missing, and there are no unknown fields."""
     value = pydantic.TypeAdapter(shape).validate_json(body, strict=True)
     _refuse_extras(value)
     return value

@@ -39,12 +39,12 @@ from dragoman.core.errors import (
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
 
 Act = Literal["close", "reset", "hang"]
-"""Close the connection; reset it; say nothing more until the client leaves."""
+"""Close the connection; reset it; send nothing more until the client disconnects."""
 Step = bytes | float | Act
 Script = Sequence[Step]
 CHAT = "/v1/chat/completions"
 SILENCE = 0.8
-"""Seconds: a client waits no longer for a server that hangs."""
+"""Client timeout in seconds for a server that hangs."""
 
 
 class BadServer:
@@ -57,7 +57,7 @@ class BadServer:
         """In lower case, one for each request."""
         self.connections = 0
         self.left = threading.Event()
-        """Set when a client goes away while the server hangs."""
+        """Set when a client disconnects while the server hangs."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -77,7 +77,7 @@ class BadServer:
 
     @property
     def silence(self) -> float:
-        """Seconds for which a client waits: long unless a script hangs, because a loaded machine is slow."""
+        """Client timeout in seconds: long unless a script hangs, because a loaded machine is slow."""
         hangs = any("hang" in script for scripts in self.scripts.values() for script in scripts)
         return SILENCE if hangs else 60.0
 
@@ -86,7 +86,7 @@ class BadServer:
         return f"http://127.0.0.1:{self.port}" if self._tls is None else f"https://localhost:{self.port}"
 
     def play(self, *scripts: Iterable[Step], path: str = CHAT) -> None:
-        """From now on only this."""
+        """Play only this from now on."""
         self.scripts = {}
         self.requests.clear()
         self.connections = 0
@@ -167,12 +167,12 @@ LAST = b"0\r\n\r\n"
 
 
 def stream(*pieces: bytes | float | Act) -> list[bytes | float | Act]:
-    """A stream that ends as it should, in these pieces."""
+    """A complete stream of these pieces."""
     return [*cut(*pieces), LAST]
 
 
 def cut(*pieces: bytes | float | Act) -> list[bytes | float | Act]:
-    """A stream that does not."""
+    """An incomplete stream."""
     return [STREAM_HEAD, *(chunk(piece) if isinstance(piece, bytes) else piece for piece in pieces)]
 
 
@@ -211,7 +211,7 @@ def refused(status: str, message: str = "no", code: str | None = None, **headers
 
 @dataclass(frozen=True)
 class Row:
-    """`made` is the parts of the reply, or the error; `arrived` what the error knows of the reply."""
+    """`made` is the parts of the reply, or the error; `arrived` the part of the reply that the error contains."""
 
     name: str
     scripts: Sequence[Script]
@@ -248,7 +248,7 @@ LOST = (Text("Hel"),)
 SOON = {"retry_after": "0"}
 
 ROWS = [
-    # what is read
+    # valid answers
     row("a stream", HELLO),
     row("all in one piece", stream(GREETING)),
     row("byte by byte", stream(*(bytes([byte]) for byte in GREETING))),
@@ -329,7 +329,7 @@ ROWS = [
     row("an error, then silence", [*cut(HEL, frame({"error": "boom"})), "hang"], ServerFailed, arrived=LOST),
     row("an error line", stream(HEL, b'error: {"code": 500, "message": "boom"}\n\n'), ServerFailed, arrived=LOST),
     row("too long, in a frame", stream(frame({"error": {"message": "maximum context length is 9"}})), ContextTooLong),
-    row("a finish that is none", stream(HEL, finish("error")), BadAnswer, arrived=LOST),
+    row("an unknown finish reason", stream(HEL, finish("error")), BadAnswer, arrived=LOST),
     row("garbage in a frame", stream(HEL, b"data: {oops\n\n", LO, END), BadAnswer, arrived=LOST),
     row(
         "malformed arguments",
@@ -337,17 +337,17 @@ ROWS = [
         MalformedToolCall,
         arrived=(ToolCall("a", "f", '{"x"'),),
     ),
-    row("gzip that is none", [GZIP_HEAD, chunk(b"not gzip at all"), LAST], BadAnswer),
+    row("invalid gzip", [GZIP_HEAD, chunk(b"not gzip at all"), LAST], BadAnswer),
     row("blanks without end", [ZIPPED_HEAD, *BLANKS, LAST], BadAnswer),
     row("blanks in a stream", [GZIP_HEAD, chunk(zipped(HEL + b"\n" * 4_000_000)), LAST], BadAnswer, arrived=LOST),
     row("comments without end", [GZIP_HEAD, chunk(zipped(HEL + b": x\n" * 900_000)), LAST], BadAnswer, arrived=LOST),
     row("packed twice", [head(content_encoding="gzip, gzip", content_length=str(len(TWICE))) + TWICE], BadAnswer),
     row("an error of blanks", [whole(zipped(b" " * 90_000_000), "500 Oops", content_encoding="gzip")], ServerFailed),
     row("a frame without end", [GZIP_HEAD, chunk(zipped(b"data: " + b"x" * 40_000_000)), LAST], BadAnswer),
-    # answers that are none
+    # invalid answers
     row("a page", [whole(b"<html>welcome</html>", content_type="text/html")], BadAnswer),
     row("nothing", [whole(b"")], BadAnswer),
-    row("JSON that is none", [whole(b"xxxx")], BadAnswer),
+    row("invalid JSON", [whole(b"xxxx")], BadAnswer),
     row("comments and no more", stream(b": xxxx\n\n"), StreamCutOff),
     row("no content", [head("204 No Content")], BadAnswer),
     row("half a JSON body", [whole(json.dumps(REPLY).encode()[:40])], BadAnswer),
@@ -363,7 +363,7 @@ ROWS = [
     row("closed before the head", ["close"], Unreachable),
     row("reset before the head", [0.05, "reset"], Unreachable),
     row("silence before the head", ["hang"], AnswerTimeout),
-    # errors, and who is asked again
+    # errors and retries
     row("429, then a reply", refused("429 Too Many"), SAID, HELLO, attempts=2),
     row("429 with Retry-After", refused("429 Too Many", **SOON), SAID, HELLO, attempts=2),
     row(

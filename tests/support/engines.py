@@ -1,4 +1,4 @@
-"""Engines for the tests of loading, of prompts and of calls; the servers import them from here."""
+"""Engines for tests. Test servers import them by name."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ class Exploding(Engine):
 class Unweighable(Engine):
     @classmethod
     def needs_worker(cls, options: msgspec.Struct) -> bool:
-        raise RuntimeError("nobody has weighed it")
+        raise RuntimeError("its memory was not estimated")
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         yield "never"
@@ -65,7 +65,7 @@ class Nameless(Engine):
 
 
 class Counting(Engine):
-    """Writes without end, and tells how much it has written."""
+    """Generates without end, and reports how much it has generated."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -81,7 +81,7 @@ class Counting(Engine):
 
 
 class Showing(Engine):
-    """Tells its prompts: a line per message, a token per character."""
+    """Renders prompts: a line per message, a token per character."""
 
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo("showing", context=100, format="hermes")]
@@ -97,7 +97,7 @@ class Showing(Engine):
         return Rendered(text, tuple(map(ord, text)), "hermes")
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
-        raise AssertionError("nobody asked for an answer")
+        raise AssertionError("generate must not be called")
 
 
 class ShowingFromAfar(Showing):
@@ -118,7 +118,7 @@ class WeightyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Weighty(Engine):
-    """Takes memory, in a process of its own, and time for each word. It is not loaded while the file `hold` exists."""
+    """Uses memory in its own process, and time for each word. It does not load while the file `hold` exists."""
 
     Options = WeightyOptions
 
@@ -155,7 +155,7 @@ class Weighty(Engine):
 
 
 class Sampled(Engine):
-    """Tells how it is to sample."""
+    """Replies with its sampling parameters."""
 
     def supports(self) -> frozenset[str]:
         return super().supports() | {"temperature", "top_p"}
@@ -165,7 +165,7 @@ class Sampled(Engine):
 
 
 class Calling(Engine):
-    """Thinks, talks and calls the first tool once for every word, in events of its own."""
+    """Emits reasoning, text and one call of the first tool per word, as events."""
 
     def supports(self) -> frozenset[str]:
         return super().supports() | {"tools"}

@@ -1,4 +1,4 @@
-"""llama.cpp's own server in a process of its own: `python -m tests.support.llamacpp PORT MODEL`."""
+"""Runs llama.cpp's server in its own process: `python -m tests.support.llamacpp PORT MODEL`."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from tools.ports import free_port
 
 @contextmanager
 def llamacpp(model: Path) -> Iterator[str]:
-    """Its address, from when it has loaded the model."""
+    """Yield its address once the model is loaded."""
     port = free_port()
     command = [sys.executable, "-m", "tests.support.llamacpp", str(port), str(model)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""The official SDK as the tests of this folder use it."""
+"""Helpers for tests with OpenAI's official SDK."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def async_sdk(running: Running) -> AsyncOpenAI:
 
 @dataclass
 class Asking:
-    """A client and one model that it asks: greedily, and for little, unless it says otherwise."""
+    """A client with one model. By default it requests few tokens at temperature 0."""
 
     client: OpenAI
     running: Running

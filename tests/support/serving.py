@@ -1,4 +1,4 @@
-"""A real server in a process of its own, for the tests that talk to one."""
+"""Runs a real server in its own process."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from dragoman.files import sources
 from dragoman.server.auth.admin_token import HEADER, find_token
 
 WORKERS = os.environ.get("DRAGOMAN_TEST_WORKERS", "1")
-"""Front ends of the servers that tests talk to, where they say nothing of it: as many on every machine."""
+"""Default number of front ends of test servers, the same on every machine."""
 
 
 @dataclass
@@ -47,11 +47,11 @@ class Running:
         return [int(pid) for task in tasks for pid in task.read_text().split()]
 
     def fronts(self) -> list[int]:
-        """Those of the children that clients talk to."""
+        """The processes that accept connections."""
         return sorted(pid for pid in self.children() if b"frontends.process" in command_of(pid))
 
     def workers(self) -> list[int]:
-        """Those in which engines run."""
+        """The processes that run engines."""
         return sorted(pid for pid in self.children() if b"ipc.worker_main" in command_of(pid))
 
     def stop(self, timeout: float = 100) -> int:
@@ -68,7 +68,7 @@ def command_of(pid: int) -> bytes:
 
 @contextmanager
 def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Running]:
-    """`dragoman serve` with this configuration, from when it is ready until the end of the block."""
+    """`dragoman serve` with this configuration, ready for use until the end of the block."""
     with serving_at(folder, config, _plain, *flags) as (running, _):
         yield running
 
@@ -81,10 +81,10 @@ def _plain(port: int) -> httpx.Client:
 def serving_at(
     folder: Path, config: Mapping[str, Any], connect: Callable[[int], httpx.Client], *flags: str
 ) -> Iterator[tuple[Running, httpx.Client]]:
-    """The same where clients have to connect in a way of their own: with the client that does."""
+    """The same with a special client, for servers that a plain one cannot reach."""
     port = free_port()
     file = folder / "dragoman.json"
-    # What the developer has pulled is no part of a test.
+    # Models that the developer has pulled are not part of a test.
     file.write_text(json.dumps({"models_dir": []} | dict(config)))
     log, event_log = folder / "server.log", folder / "events.jsonl"
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port)]
@@ -106,7 +106,7 @@ def serving_at(
         if process.poll() is None:
             process.kill()
             process.wait()
-            # A server that is killed leaves its token.
+            # A killed server leaves its token file.
             (sources.home() / "run" / f"127.0.0.1_{port}.token").unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""How the tests of this folder talk to a server: requests, raw bytes, and what every refusal has."""
+"""Helpers to send requests and raw bytes, and to check refusals."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ from tests.support.serving import Running
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 SMALLEST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "hello"}}
-"""The least that each route must be told."""
+"""The smallest body of each route."""
 
 JSON_BODY = {"content-type": "application/json"}
 STREAM_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
@@ -43,7 +43,7 @@ def text_of(response: httpx.Response, choice: int = 0) -> str:
 
 
 def refused(response: httpx.Response, status: int, *, param: str | None = None, code: str | None = None) -> str:
-    """The message of a refusal, which has all that a refusal must have."""
+    """The message of an error, after checking its format."""
     assert response.status_code == status, response.text
     assert response.headers["x-request-id"]
     assert response.headers["content-type"] == "application/json"
@@ -60,7 +60,7 @@ def refused(response: httpx.Response, status: int, *, param: str | None = None, 
 
 
 def frames(body: str) -> list[Any]:
-    """The payloads of an event stream, its end mark among them; comments are left out."""
+    """The payloads of an event stream, including its end mark, without comments."""
     assert body.endswith("\n\n")
     blocks = [block for block in body.removesuffix("\n\n").split("\n\n") if not block.startswith(":")]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
@@ -70,7 +70,7 @@ def frames(body: str) -> list[Any]:
 
 @dataclass
 class Answer:
-    """The bytes that came back, and whether the server then closed the connection."""
+    """The bytes received, and whether the server then closed the connection."""
 
     head: bytes
     body: bytes
@@ -134,7 +134,7 @@ def request_bytes(path: str, body: Mapping[str, Any], *headers: str) -> bytes:
 
 
 def sent(running: Running, path: str, /, **fields: Any) -> socket.socket:
-    """A connection on which its only request is under way."""
+    """A connection with one request in progress."""
     sock = connect(running)
     sock.sendall(request_bytes(path, SMALLEST[path] | fields, "Connection: close"))
     return sock
@@ -161,7 +161,7 @@ def under_way(running: Running, model: str, count: int = 1, waiting: int = 0) ->
 
 
 def recorded(running: Running, seconds: float = PATIENCE, **wanted: Any) -> list[dict[str, Any]]:
-    """The records of the event log that have these values; one is waited for."""
+    """The records of the event log with these values, after waiting for the first one."""
 
     def found() -> list[dict[str, Any]]:
         return [event for event in running.events() if wanted.items() <= event.items()]
@@ -171,6 +171,6 @@ def recorded(running: Running, seconds: float = PATIENCE, **wanted: Any) -> list
 
 
 def head(path: str, *lines: bytes) -> bytes:
-    """The head of a JSON request, without what says where its body ends."""
+    """The head of a JSON request, without its framing headers."""
     given = b"".join(line + b"\r\n" for line in lines)
     return b"POST " + path.encode() + b" HTTP/1.1\r\nContent-Type: application/json\r\n" + given + b"\r\n"

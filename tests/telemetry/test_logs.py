@@ -1,4 +1,4 @@
-"""Log lines for machines."""
+"""Log lines as text and JSON."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ def line(message: str, *values: object, **fields: object) -> dict[str, object]:
     return found
 
 
-def test_a_line() -> None:
+def test_json_line() -> None:
     found = line("request %s: odd\nthings", "chatcmpl-1", request_id="chatcmpl-1", other=1)
     assert found.pop("time")
     assert found == {
@@ -28,7 +28,7 @@ def test_a_line() -> None:
     }
 
 
-def test_a_request_and_an_exception() -> None:
+def test_json_line_with_request_and_exception() -> None:
     record = RequestRecord("id", "POST /x", status=200, duration_us=1500)
     assert line("%s", record.line(), request=record)["request"] == {
         "id": "id",

@@ -1,4 +1,4 @@
-"""The tokens and times of one request, whole or broken off."""
+"""Token counts and times of one request."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def made() -> tuple[Meter, RequestRecord, ModelMetrics]:
     return Meter(record, metrics, 100.0), record, metrics
 
 
-def test_a_reply() -> None:
+def test_tokens_and_times_of_a_reply() -> None:
     meter, record, metrics = made()
     meter.note(0, [Started(7)], 100.5)
     meter.note(0, [TextDelta("a")], 101.0)
@@ -28,7 +28,7 @@ def test_a_reply() -> None:
     assert metrics.gaps.count == 4
 
 
-def test_what_breaks_off_is_counted_apart() -> None:
+def test_unfinished_choice_is_counted_separately() -> None:
     meter, record, _ = made()
     meter.note(0, [Started(7), TextDelta("a"), TextDelta("b", count=3)], 101)
     meter.close()
@@ -38,7 +38,7 @@ def test_what_breaks_off_is_counted_apart() -> None:
 
 
 def passed_on(*ends: Finished) -> tuple[RequestRecord, ModelMetrics]:
-    """A reply whose server counts, if at all, at its end."""
+    """A reply whose server reports usage at its end, or not at all."""
     record, metrics = RequestRecord("id", "POST /x"), ModelMetrics()
     meter = Meter(record, metrics, 100.0, lambda: 50)
     meter.note(0, [Started()], 100.5)
@@ -53,7 +53,7 @@ def passed_on(*ends: Finished) -> tuple[RequestRecord, ModelMetrics]:
     return record, metrics
 
 
-def test_pieces_have_times_where_nobody_counts() -> None:
+def test_times_without_token_counts() -> None:
     record, metrics = passed_on(Finished(usage=Usage(prompt=7, completion=5)))
     assert (record.first_event_us, record.first_token_us) == (500_000, 1_000_000)
     assert (metrics.gaps.count, round(metrics.gaps.total, 6)) == (11, 0.03)
@@ -61,13 +61,13 @@ def test_pieces_have_times_where_nobody_counts() -> None:
 
 
 @pytest.mark.parametrize("ends", [[], [Finished()], [Finished(usage=Usage())]], ids=["cut off", "uncounted", "zeros"])
-def test_what_nobody_counts_is_not_for_nothing(ends: list[Finished]) -> None:
+def test_tokens_are_estimated_without_counts(ends: list[Finished]) -> None:
     record, _ = passed_on(*ends)
     assert (record.prompt_tokens, record.completion_tokens) == (0, 0)
     assert record.unfinished_tokens == record.spent_tokens == 50 + 1 + 10 + 1
 
 
-def test_a_count_wins_over_an_estimate() -> None:
+def test_usage_replaces_estimate() -> None:
     meter, record, _ = made()
     meter.note(0, [Started(7)], 100.5)
     meter.note(0, [TextDelta("held", 0)], 101.0)

@@ -1,4 +1,4 @@
-"""Counters and histograms, and how Prometheus reads them."""
+"""Counters, histograms and the Prometheus format."""
 
 import time
 
@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dragoman.server.telemetry.exposition import Standing, exposition
-from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, Recent
+from dragoman.server.telemetry.exposition import ModelStatus, render_metrics
+from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, RecentRate
 from dragoman.server.telemetry.record import RequestRecord
 
 
 @given(st.lists(st.floats(0, 10)))
-def test_every_value_has_its_bucket(values: list[float]) -> None:
+def test_histogram_buckets(values: list[float]) -> None:
     histogram = Histogram(GAPS)
     for value in values:
         histogram.add(value)
@@ -22,7 +22,7 @@ def test_every_value_has_its_bucket(values: list[float]) -> None:
         assert sum(histogram.counts[: at + 1]) == sum(value <= bound for value in values)
 
 
-def test_a_gap_is_shared_by_what_came_together() -> None:
+def test_gap_is_shared_by_tokens_that_arrive_together() -> None:
     histogram = Histogram(GAPS)
     histogram.add_shared(0.08, 16)
     assert histogram.counts[GAPS.index(0.005)] == 16
@@ -40,10 +40,10 @@ def test_quantiles() -> None:
     assert histogram.quantile(1.0) == 4.0
 
 
-def test_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_rate_covers_one_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    recent = Recent()
+    recent = RecentRate()
     recent.add(30)
     now[0] += 10
     recent.add(30)
@@ -55,13 +55,13 @@ def test_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recent.per_second() == 0
 
 
-def test_what_prometheus_reads() -> None:
+def test_prometheus_exposition() -> None:
     metrics = Metrics()
     metrics.add(RequestRecord("a", "POST /x", scope="chat", model='odd"name', status=200, prompt_tokens=3))
     metrics.add(RequestRecord("b", "GET /nothing/at/all", status=404, error="not_found"))
     metrics.of('odd"name').gaps.add_shared(0.3, 3)
     metrics.limited["tokens"] += 1
-    page = exposition(metrics, {'odd"name': Standing("ready", running=1, slots=4, memory=5)}, 1000).decode()
+    page = render_metrics(metrics, {'odd"name': ModelStatus("ready", running=1, slots=4, memory=5)}, 1000).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     assert "/nothing" not in page
     requests = {

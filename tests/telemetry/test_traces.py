@@ -1,18 +1,18 @@
-"""Spans, in the names of OpenTelemetry's conventions."""
+"""Spans with OpenTelemetry's conventions."""
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dragoman.config.sections import Traces as Settings
 from dragoman.server.telemetry.record import RequestRecord
-from dragoman.server.telemetry.traces import Traces
+from dragoman.server.telemetry.traces import TraceExporter
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-def test_spans() -> None:
+def test_span_attributes() -> None:
     exporter = InMemorySpanExporter()
-    traces = Traces(Settings("http://127.0.0.1:1/v1/traces"), exporter)
+    traces = TraceExporter(Settings("http://127.0.0.1:1/v1/traces"), exporter)
     record = RequestRecord("chatcmpl-1", "POST /v1/chat/completions", scope="chat", model="smollm2", status=200)
     record.prompt_tokens, record.completion_tokens, record.finish = 7, 5, "stop"
     record.duration_us, record.first_token_us = 2_000_000, 500_000

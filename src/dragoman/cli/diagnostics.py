@@ -21,7 +21,7 @@ from dragoman.models.static_info import unfit, unreadable_files, wrong_files
 
 def in_the_way(settings: Settings) -> list[Mistake]:
     # Imported late: a mistake in the file is told without it.
-    from dragoman.server.file_checks import unusable_files
+    from dragoman.server.preflight_checks import unusable_files
 
     return [*wrong_files(settings.models), *unusable_files(settings)]
 

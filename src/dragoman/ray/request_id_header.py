@@ -3,7 +3,7 @@ which is also the id in the body and in the event log, goes by another name."""
 
 from typing import Any
 
-from dragoman.server.http_exchange import Receive, Scope, Send
+from dragoman.server.asgi import Receive, Scope, Send
 
 TAKEN = b"x-request-id"
 OURS = b"x-dragoman-request-id"

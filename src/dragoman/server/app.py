@@ -1,4 +1,4 @@
-"""The ASGI app: everything that has state, in one process."""
+"""The ASGI app with all state: models, quotas, stored responses, telemetry."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from dragoman.config.settings import Limits, Settings
+from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.models import Catalog, MakeOf, Model
@@ -17,10 +17,10 @@ from dragoman.server.auth.quotas import Lease
 from dragoman.server.auth.scopes import Caller
 from dragoman.server.base_app import Door
 from dragoman.server.http_exchange import Exchange
-from dragoman.server.model_lease import Engagement, named
+from dragoman.server.model_lease import Engagement, find_model
 from dragoman.server.routing import Route, RouteTable
-from dragoman.server.run_description import describe_run
-from dragoman.server.telemetry import Telemetry
+from dragoman.server.telemetry import TelemetryRecorder
+from dragoman.server.telemetry.eventlog import describe_run
 from dragoman.storage.base import ResponseStore
 from dragoman.storage.memory import MemoryResponses
 
@@ -34,10 +34,10 @@ FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
     *("kept_responses", "kept_bytes", "kept_seconds"),
 )
-"""Settings that stay as they were when the server started."""
+"""Settings that change only with a restart."""
 
 
-def fixed_differences(before: Settings, after: Settings) -> tuple[str, ...]:
+def _changed_fixed_settings(before: Settings, after: Settings) -> tuple[str, ...]:
     sections: tuple[tuple[str, tuple[str, ...], msgspec.Struct, msgspec.Struct], ...] = (
         ("", FIXED, before, after),
         ("telemetry.", FIXED_TELEMETRY, before.telemetry, after.telemetry),
@@ -45,25 +45,25 @@ def fixed_differences(before: Settings, after: Settings) -> tuple[str, ...]:
     )
     return tuple(
         f"{section}{name}"
-        for section, names, was, is_now in sections
+        for section, names, old, new in sections
         for name in names
-        if getattr(was, name) != getattr(is_now, name)
+        if getattr(old, name) != getattr(new, name)
     )
 
 
-def with_fixed(settings: Settings, begun: Settings) -> Settings:
-    """What a running server can take over of new settings: some of a kind must not be old and others new."""
+def _keep_fixed_settings(settings: Settings, initial: Settings) -> Settings:
+    """The new settings, with the initial values of those that change only with a restart."""
     replace = msgspec.structs.replace
     return replace(
         settings,
-        telemetry=replace(settings.telemetry, **{name: getattr(begun.telemetry, name) for name in FIXED_TELEMETRY}),
-        limits=replace(settings.limits, **{name: getattr(begun.limits, name) for name in FIXED_LIMITS}),
-        **{name: getattr(begun, name) for name in FIXED},
+        telemetry=replace(settings.telemetry, **{name: getattr(initial.telemetry, name) for name in FIXED_TELEMETRY}),
+        limits=replace(settings.limits, **{name: getattr(initial.limits, name) for name in FIXED_LIMITS}),
+        **{name: getattr(initial, name) for name in FIXED},
     )
 
 
 class App(Door):
-    telemetry: Telemetry
+    telemetry: TelemetryRecorder
     responses: ResponseStore
 
     def __init__(
@@ -74,49 +74,52 @@ class App(Door):
         reread: Reread | None = None,
         make_of: MakeOf | None = None,
     ) -> None:
-        """`reread` gives the settings as they are written down now; `make_of` engines that are not made here."""
+        """`reread` loads the settings again; `make_of` makes engines that run elsewhere."""
         self.catalog = Catalog(settings, engines, make_of)
-        super().__init__(routes, settings, Telemetry(settings.telemetry, settings.event_log))
-        self.responses = _response_store(settings.limits)
+        super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
+        limits = settings.limits
+        self.responses = MemoryResponses(
+            count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
+        )
         self.created = int(time.time())
         self.started = time.monotonic()
         self.admin_token = new_token()
-        """`/admin` requires it in the header X-Dragoman-Admin-Token where no keys are configured."""
-        self._stopped = False
-        self._reread = reread
+        """If no keys are configured, `/admin` requires it in the header X-Dragoman-Admin-Token."""
+        self._is_stopped = False
+        self._settings_loader = reread
         self._reloading = asyncio.Lock()
-        self._begun_with = settings
+        self._initial_settings = settings
         self.followers: list[Callable[[Settings], Awaitable[None]]] = []
-        """Who else has to hear of a new configuration before it holds."""
+        """Called with new settings; `reload` waits for them."""
 
     @property
     def can_reload(self) -> bool:
-        return self._reread is not None
+        return self._settings_loader is not None
 
     async def reload(self) -> Reloaded:
-        """Take the configuration over as it is now; where it has a mistake, a ConfigError, and all stays as it was."""
-        if self._reread is None:
-            raise NotSupported("this server was started without a configuration that could be read again")
+        """Load and apply the configuration again. A ConfigError leaves everything as it was."""
+        if self._settings_loader is None:
+            raise NotSupported("this server was started without a configuration file, so it cannot reload one")
         async with self._reloading:
-            # Whoever moved the event log away sends the same signal, whatever has become of the configuration.
+            # Log rotation sends the same signal, so this happens even if the configuration is invalid.
             self.telemetry.events.reopen()
-            read = await asyncio.to_thread(self._reread)
-            settings = with_fixed(read, self._begun_with)
+            loaded = await asyncio.to_thread(self._settings_loader)
+            settings = _keep_fixed_settings(loaded, self._initial_settings)
             before = {name: spec for spec in self.settings.models for name in spec.names}
             after = {name: spec for spec in settings.models for name in spec.names}
             self._adopt(settings)
             await asyncio.gather(*(follow(settings) for follow in self.followers))
-            told = Reloaded(
+            result = Reloaded(
                 models=tuple(after),
                 added=tuple(name for name in after if name not in before),
                 changed=tuple(
                     name for name in after if name in before and not before[name].same_but_for_place(after[name])
                 ),
                 removed=tuple(name for name in before if name not in after),
-                restart_needed=fixed_differences(self._begun_with, read),
+                restart_needed=_changed_fixed_settings(self._initial_settings, loaded),
             )
             log.info("the configuration was read again; models: %s", ", ".join(after) or "none")
-        return told
+        return result
 
     def _reconfigure(self, settings: Settings) -> None:
         self.catalog.reconfigure(settings)
@@ -137,7 +140,7 @@ class App(Door):
         return Engagement(self.catalog, caller, lease)
 
     def lease_for(self, headers: Mapping[bytes, bytes]) -> Lease | None:
-        """Of the quota of whoever has these headers, if it has one; nothing is taken of it yet."""
+        """A lease on the quota of the caller with these headers; None if it has no quota. Nothing is reserved yet."""
         quota = self._access.caller(headers).quota
         return None if quota is None else Lease(quota, self.telemetry.metrics.limited)
 
@@ -147,15 +150,15 @@ class App(Door):
         return lease
 
     def valid_caller(self, exchange: Exchange) -> Caller | None:
-        """The caller of an open route; None if keys are needed and the request has no valid key."""
+        """The caller of an open route; None if a key is required and the request has no valid one."""
         try:
             return self._access.caller(exchange.headers)
         except (Unauthorized, StorageUnavailable):
             return None
 
     async def model(self, exchange: Exchange, name: str) -> Model:
-        """The model of this name, if the caller may ask it."""
-        model = await named(self.catalog, exchange.caller, name)
+        """Find the model with this name, and check that the caller may use it."""
+        model = await find_model(self.catalog, exchange.caller, name)
         exchange.record.model = model.label
         exchange.caller.check_model(model.name)
         return model
@@ -166,13 +169,9 @@ class App(Door):
         self.telemetry.start(describe_run(self.settings, names))
 
     async def stop(self) -> None:
-        if self._stopped:
+        if self._is_stopped:
             return
-        self._stopped = True
+        self._is_stopped = True
         await self.catalog.stop()
         self._access.close()
         self.telemetry.close()
-
-
-def _response_store(limits: Limits) -> ResponseStore:
-    return MemoryResponses(count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds)

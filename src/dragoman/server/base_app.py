@@ -1,9 +1,9 @@
-"""Where requests come in: what is the same whether the server is one process or has front ends.
+"""The base of the two ASGI apps: routing, authentication and error replies.
 
-    App       everything in one process, and the parent of front ends (see `app`)
-    FrontEnd  a process that has no state, and asks its parent (see `fronts`)
+    App       serves in one process, or as the parent of front ends (see `app`)
+    FrontEnd  a process without state that uses its parent's models (see `frontends`)
 
-Every request gets an answer here, whatever goes wrong.
+Every request gets a reply here, whatever fails.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from dragoman.core import loop_guard
 from dragoman.core.errors import ConfigError, DragomanError, NotSupported, Unavailable
 from dragoman.core.ids import new_id
 from dragoman.protocols.registry import family
+from dragoman.server.asgi import Receive, Scope, Send
 from dragoman.server.auth.access import Access
-from dragoman.server.auth.scopes import scope_of
-from dragoman.server.deadlines import Watch
-from dragoman.server.http.cors import Origins, is_preflight
-from dragoman.server.http.proxies import Proxies
-from dragoman.server.http.websocket import refuse_websocket
-from dragoman.server.http_exchange import Exchange, Receive, Scope, Send
-from dragoman.server.model_lease import Engaging
-from dragoman.server.routing import Route, RouteTable, no_route
+from dragoman.server.auth.scopes import scope_for_path
+from dragoman.server.deadlines import DeadlineMonitor
+from dragoman.server.http.cors import CorsPolicy, is_preflight
+from dragoman.server.http.proxies import TrustedProxies
+from dragoman.server.http_exchange import Exchange
+from dragoman.server.model_lease import ModelLeaseProtocol
+from dragoman.server.routing import Route, RouteTable, no_route_error, refuse_websocket
 from dragoman.server.telemetry import Recorder
 from dragoman.storage.base import Keeping
 
@@ -38,23 +38,23 @@ class Door(ABC):
     def __init__(self, routes: RouteTable, settings: Settings, telemetry: Recorder) -> None:
         self.routes = routes
         self.settings = settings
-        self.watch = Watch(settings.limits)
+        self.watch = DeadlineMonitor(settings.limits)
         self.telemetry = telemetry
         self.is_stopping = False
         self._started = False
         self._access = Access(settings)
-        self._apply(settings, self._access, Proxies(settings.proxies))
+        self._apply(settings, self._access, TrustedProxies(settings.proxies))
 
-    def _apply(self, settings: Settings, access: Access, proxies: Proxies) -> None:
+    def _apply(self, settings: Settings, access: Access, proxies: TrustedProxies) -> None:
         self.settings = settings
         self._access = access
-        self._origins = Origins(settings.cors)
+        self._cors = CorsPolicy(settings.cors)
         self._proxies = proxies
         self._hosts = None if settings.hosts is None else frozenset(name.lower().encode() for name in settings.hosts)
 
     def _adopt(self, settings: Settings) -> None:
-        """Take over what may change while the server runs; a ConfigError leaves all as it was."""
-        access, proxies = Access(settings), Proxies(settings.proxies)
+        """Apply the settings that may change while the server runs. A ConfigError leaves everything as it was."""
+        access, proxies = Access(settings), TrustedProxies(settings.proxies)
         try:
             self._reconfigure(settings)
         except ConfigError:
@@ -65,30 +65,30 @@ class Door(ABC):
 
     @abstractmethod
     def _reconfigure(self, settings: Settings) -> None:
-        """What else there is to change; it may still be refused."""
+        """Apply the settings to the subclass, or raise a ConfigError."""
 
     @abstractmethod
     def start(self) -> None:
-        """Called by the lifespan; an app that is mounted into another has none, and starts with its first request."""
+        """Called by the lifespan, or by the first request of an app that is mounted into another one."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """To stop twice is to stop once."""
+        """Further calls do nothing."""
 
     @abstractmethod
-    def engagement(self, exchange: Exchange) -> Engaging:
-        """The hold on a model that the request will have."""
+    def engagement(self, exchange: Exchange) -> ModelLeaseProtocol:
+        """A new model lease for the request."""
 
     @abstractmethod
     def _take_lease(self, exchange: Exchange, route: Route | None) -> Awaitable[None] | None:
-        """Of the quota that the caller has; may ask to be waited for."""
+        """Take a lease on the caller's quota. The result, if any, must be awaited."""
 
     @abstractmethod
     def _answer(self, exchange: Exchange, route: Route) -> Awaitable[None]: ...
 
     def is_strict(self, exchange: Exchange) -> bool:
-        asked = exchange.headers.get(b"x-dragoman-strict")
-        return self.settings.strict if asked is None else asked.lower() in (b"true", b"1")
+        header = exchange.headers.get(b"x-dragoman-strict")
+        return self.settings.strict if header is None else header.lower() in (b"true", b"1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -108,11 +108,11 @@ class Door(ABC):
         except asyncio.CancelledError:
             error = exchange.take_cancellation()
             if error is not None:
-                await self._fail(exchange, exchange.told(error))
-            elif not exchange.gone:
+                await self._fail(exchange, exchange.public_error(error))
+            elif not exchange.is_disconnected:
                 raise
-        except Exception as error:  # noqa: BLE001 (told to the caller, and to the log)
-            await self._fail(exchange, exchange.told(error))
+        except Exception as error:  # noqa: BLE001 (sent to the client and logged)
+            await self._fail(exchange, exchange.public_error(error))
         finally:
             self.watch.discard(exchange)
             exchange.close()
@@ -122,24 +122,26 @@ class Door(ABC):
     async def _dispatch(self, exchange: Exchange) -> None:
         methods = self.routes.methods_at(exchange.path)
         if exchange.path not in self.routes.paths:
-            # A caller may have put a key into the path by mistake.
+            # The path may contain a key by mistake.
             exchange.record.route = f"{exchange.method} {self._access.redact(exchange.path)[:100]}"
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
-        exchange.speak(route.family if route and route.family else family(exchange.path, exchange.headers))
+        exchange.response.set_family(
+            route.family if route and route.family else family(exchange.path, exchange.headers)
+        )
         exchange.check_headers(self._hosts)
         self._note_client(exchange)
-        if self._origins.greet(exchange) and is_preflight(exchange) and methods:
-            self._origins.allow(exchange, [*methods, *(["HEAD"] if "GET" in methods else [])])
-            await exchange.reply(b"", b"text/plain", 204)
+        if self._cors.add_headers(exchange) and is_preflight(exchange) and methods:
+            self._cors.add_preflight_headers(exchange, [*methods, *(["HEAD"] if "GET" in methods else [])])
+            await exchange.response.send(b"", b"text/plain", 204)
             return
         if not self._is_open(exchange.path, route):
-            self._let_in(exchange)
-            pause = self._take_lease(exchange, route)
-            if pause is not None:
-                await pause
+            self._authorize(exchange)
+            entering = self._take_lease(exchange, route)
+            if entering is not None:
+                await entering
         if route is None:
-            raise no_route(exchange, methods)
+            raise no_route_error(exchange, methods)
         await self._answer(exchange, route)
 
     def _note_client(self, exchange: Exchange) -> None:
@@ -157,25 +159,26 @@ class Door(ABC):
         is_open = route is not None and route.is_open
         return is_open or (path == METRICS_PATH and self.settings.telemetry.metrics == "open")
 
-    def _let_in(self, exchange: Exchange) -> None:
-        """Who is asking, and whether it may."""
-        exchange.limit_time(self.settings.limits.request_seconds)
+    def _authorize(self, exchange: Exchange) -> None:
+        timeout = exchange.headers.get(b"x-dragoman-timeout")
+        exchange.timer.set_deadline(self.settings.limits.request_seconds, timeout)
         exchange.caller = caller = self._access.caller(exchange.headers)
         exchange.record.principal = caller.principal
-        exchange.record.scope = scope = scope_of(exchange.path)
+        exchange.record.scope = scope = scope_for_path(exchange.path)
         caller.check_route(scope)
 
     async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
-        status = exchange.family.status(error)
+        response = exchange.response
+        status = response.family.status(error)
         exchange.record.status = status
-        if exchange.begun:
+        if response.is_started:
             return
         if error.status == NotSupported.status:
-            # The SDKs try again after any 5xx; here nothing would be different.
-            exchange.extra_headers.append((b"x-should-retry", b"false"))
+            # The SDKs retry after any 5xx; a retry cannot succeed here.
+            response.extra_headers.append((b"x-should-retry", b"false"))
         if error.retry_after is not None:
-            exchange.extra_headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
-        await exchange.reply_json(exchange.family.encode_error(error, exchange.record.id), status)
+            response.extra_headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
+        await response.send_json(response.family.encode_error(error, exchange.record.id), status)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -186,7 +189,7 @@ class Door(ABC):
         await send({"type": "lifespan.shutdown.complete"})
 
     def stop_requests(self) -> None:
-        """What is cancelled from now on, is because the server ends; whoever waits is told so."""
+        """From now on, a cancelled request gets the error that the server is stopping."""
         self.is_stopping = True
         for exchange in self.watch.watched:
             exchange.stopping = Unavailable(STOPPING, retry_after=10)

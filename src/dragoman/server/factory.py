@@ -9,7 +9,7 @@ from dragoman.server.app import App, Reread
 from dragoman.server.routes import ROUTES
 
 ENGINES_ONLY = Settings(models_dir=())
-"""For an app that serves given engines: no models from folders."""
+"""Settings for an app that serves only the given engines."""
 
 
 def build_app(
@@ -18,10 +18,10 @@ def build_app(
     reread: Reread | None = None,
     make_of: MakeOf | None = None,
 ) -> App:
-    """`reread` returns the settings as they are written now; `make_of` makes engines that run elsewhere."""
+    """`reread` loads the settings again; `make_of` makes engines that run elsewhere."""
     return App(ROUTES, settings, engines, reread, make_of)
 
 
 def create_app(*engines: Engine, settings: Settings | None = None) -> App:
-    """An ASGI app that serves the given engines and the models of the settings. It mounts into any other ASGI app."""
+    """Make an ASGI app that serves the engines and the models of the settings. It can be mounted into another app."""
     return build_app(settings or ENGINES_ONLY, engines)

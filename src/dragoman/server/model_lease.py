@@ -1,10 +1,10 @@
-"""One request's hold on a model: from a name to a slot and an engine, and back.
+"""A lease on a model for one request: from its name to a slot and an engine.
 
-    find   the model by its name, what the configuration says of it, whether it can do what is asked
-    start  a slot and the engine, as soon as both are there
-    close  everything is given back; to close twice is to close once
+    find   finds the model by name, checks permission, quota and features, and returns its sampling defaults
+    start  waits for a slot and for the engine
+    close  releases everything; further calls do nothing
 
-A front end asks its parent for the same (see `fronts`).
+A front end uses the same interface to its parent (see `frontends`).
 """
 
 import time
@@ -19,40 +19,39 @@ from dragoman.core.request import Asked
 from dragoman.models import Catalog, Host, Model
 from dragoman.models.admission import Slots
 from dragoman.pipeline.generate import Turns, check
-from dragoman.server.auth.quotas import Lease
+from dragoman.server.auth.quotas import Estimate, Lease
 from dragoman.server.auth.scopes import Caller
-from dragoman.server.auth.token_estimate import Estimate
 
 
 class Wish(msgspec.Struct, frozen=True, array_like=True):
-    """What has to be known of a request to let it in."""
+    """What a model lease needs to know about a request."""
 
     model: str
     asked: tuple[Asked, ...]
     estimate: Estimate | None
-    """Of its tokens; None: nobody limits them, or they have been reserved."""
+    """Of its tokens; None if the key has no quota, or if they are already reserved."""
     strict: bool
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
-    """The model that a wish came to; `sampling` None: the configuration says nothing of it. `label` is its name in
-    figures, which callers cannot make up; `fallbacks` are those that the caller may ask instead."""
+    """The model of a lease. `label` is its name in metrics. `fallbacks` are the models that the caller may use instead.
+    `sampling` is None if the configuration sets no defaults."""
 
     model: str
     label: str
     fallbacks: tuple[str, ...]
     sampling: SamplingDefaults | None
     ignored: tuple[str, ...]
-    """Parameters that it cannot honour."""
+    """Parameters that the engine cannot honour."""
 
 
-class Engaging(Protocol):
+class ModelLeaseProtocol(Protocol):
     label: str | None
-    """The name of the model in figures, once it is found, even if then something is wrong."""
+    """The model's name in metrics. Set by `find`, even if `find` then fails."""
     fallbacks: tuple[str, ...]
-    """Those that may answer for it, the nearest first, likewise."""
+    """Models that may answer instead, in order of preference. Set by `find`, like `label`."""
     queue_us: int
-    """For how long it waited for its slot."""
+    """Time spent waiting for a slot."""
 
     async def find(self, wish: Wish) -> Found: ...
 
@@ -60,7 +59,7 @@ class Engaging(Protocol):
 
     @property
     def turns(self) -> Turns:
-        """The slots of further choices, once it has started."""
+        """The slots for further choices, after `start`."""
 
     def note_speed(self, tokens: int, seconds: float) -> None: ...
 
@@ -68,7 +67,7 @@ class Engaging(Protocol):
 
 
 class Engagement:
-    """Where the models are in this process."""
+    """A lease on a model of this process."""
 
     def __init__(self, catalog: Catalog, caller: Caller, lease: Lease | None) -> None:
         self.label: str | None = None
@@ -83,18 +82,17 @@ class Engagement:
         self._has_slot = False
 
     async def find(self, wish: Wish) -> Found:
-        model = await named(self._catalog, self._caller, wish.model)
+        model = await find_model(self._catalog, self._caller, wish.model)
         self.label = model.label
         self._caller.check_model(model.name)
         if self._lease is not None and wish.estimate is not None:
             self._lease.reserve(wish.estimate.total(model.sampling.max_tokens))
-        # Only now: who has used up its tokens is not helped by another model.
+        # Set after the quota check: a fallback model does not help a caller whose tokens are used up.
         others = self._catalog.fallbacks(model)
-        self.fallbacks = tuple(other.name for other in others if self._caller.may_ask(other.name))
+        self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
         self._host = host = model.host
         if not host.is_known or host.is_returning:
-            # What a model supports is known from when it was first loaded. Who waits for its process to be started
-            # again needs no slot for that.
+            # The features of a model are known once it was loaded. Waiting for a restart of its process needs no slot.
             self._engine = await host.enter()
         self._slots = Slots(host.admission, self._caller.principal)
         ignored = check(model.name, wish.asked, host.supports, wish.strict)
@@ -102,7 +100,7 @@ class Engagement:
         return Found(model.name, model.label, self.fallbacks, sampling, ignored)
 
     def start_now(self) -> Engine | None:
-        """What `start` gives, where nothing has to be waited for."""
+        """The engine, if slot and engine are available immediately."""
         self._has_slot = self._has_slot or self.turns.take_first()
         if not self._has_slot or self._host is None:
             return None
@@ -114,14 +112,14 @@ class Engagement:
         engine = self.start_now()
         if engine is not None:
             return engine
-        host, begun = self._host, time.monotonic()
+        host, began = self._host, time.monotonic()
         assert host is not None
         if not self._has_slot:
-            # Who waits for a slot does not keep the model from being swapped; who has one does.
-            self._let_go()
+            # A request that waits for a slot must not block the model from being swapped.
+            self._release_engine()
             await self.turns.first()
             self._has_slot = True
-            self.queue_us = int((time.monotonic() - begun) * 1e6)
+            self.queue_us = int((time.monotonic() - began) * 1e6)
         if self._engine is None:
             self._engine = host.enter_now() or await host.enter()
         return self._engine
@@ -138,21 +136,21 @@ class Engagement:
     def close(self) -> None:
         if self._slots is not None:
             self._slots.close()
-        self._let_go()
+        self._release_engine()
 
-    def _let_go(self) -> None:
+    def _release_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None and self._host is not None:
             self._host.leave()
 
 
-async def named(catalog: Catalog, caller: Caller, name: str) -> Model:
-    """The model of this name; whether the caller may ask it is another question."""
+async def find_model(catalog: Catalog, caller: Caller, name: str) -> Model:
+    """Find a model by name, without checking whether the caller may use it."""
     try:
         return catalog.at_hand(name) or await catalog.find(name)
     except ModelNotFound:
         if caller.models is None:
             raise
-        # Its words would name what is none of this caller's business.
-        words = f"model {quote(name)} is not served here; this key is for: {caller.allowed}"
-        raise ModelNotFound(words, param="model") from None
+        # The original message lists all models; this caller may only know its own.
+        message = f"model {quote(name)} not found; this key allows: {caller.allowed}"
+        raise ModelNotFound(message, param="model") from None

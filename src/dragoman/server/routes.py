@@ -1,17 +1,16 @@
-"""The routes of the server: path, method, handler."""
+"""The routes of the server."""
 
 from functools import partial
 
 from dragoman.protocols.registry import ANTHROPIC, OPENAI, PROTOCOLS, Protocol
 from dragoman.protocols.responses import PREFIX
 from dragoman.server.base_app import METRICS_PATH
-from dragoman.server.handlers import admin, embeddings, models, prompts, responses, stats, upstreams
+from dragoman.server.handlers import admin, embeddings, models, responses, stats, tokens
 from dragoman.server.handlers.generation import answer
-from dragoman.server.http.websocket import RESPONSES_PATH
-from dragoman.server.routing import Route, RouteTable
+from dragoman.server.routing import RESPONSES_PATH, Route, RouteTable
 
 
-def _generates(protocol: Protocol) -> Route:
+def _generation_route(protocol: Protocol) -> Route:
     handler = partial(answer, protocol=protocol)
     return Route(handler, protocol.id_prefix, protocol.family, is_fronted=True)
 
@@ -21,11 +20,11 @@ PATHS = {
     "/health": {"GET": Route(models.health, is_open=True)},
     "/ready": {"GET": Route(models.ready, is_open=True)},
     "/v1/models": {"GET": Route(models.models)},
-    "/v1/chat/completions": {"POST": _generates(PROTOCOLS["chat"])},
-    "/v1/chat/completions/render": {"POST": Route(prompts.render)},
-    "/v1/completions": {"POST": _generates(PROTOCOLS["completions"])},
-    "/v1/messages": {"POST": _generates(PROTOCOLS["messages"])},
-    "/v1/messages/count_tokens": {"POST": Route(prompts.messages_count, family=ANTHROPIC)},
+    "/v1/chat/completions": {"POST": _generation_route(PROTOCOLS["chat"])},
+    "/v1/chat/completions/render": {"POST": Route(tokens.render)},
+    "/v1/completions": {"POST": _generation_route(PROTOCOLS["completions"])},
+    "/v1/messages": {"POST": _generation_route(PROTOCOLS["messages"])},
+    "/v1/messages/count_tokens": {"POST": Route(tokens.messages_count, family=ANTHROPIC)},
     RESPONSES_PATH: {
         "POST": Route(responses.create, PREFIX, OPENAI, is_fronted=True),
         "GET": Route(responses.no_websocket, family=OPENAI),
@@ -33,14 +32,14 @@ PATHS = {
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
     "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI)},
     "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI)},
-    "/tokenize": {"POST": Route(models.tokenize)},
-    "/detokenize": {"POST": Route(models.detokenize)},
+    "/tokenize": {"POST": Route(tokens.tokenize)},
+    "/detokenize": {"POST": Route(tokens.detokenize)},
     METRICS_PATH: {"GET": Route(stats.metrics)},
     "/stats": {"GET": Route(stats.stats)},
     admin.ROOT: {"GET": Route(admin.models)},
     "/admin/reload": {"POST": Route(admin.reload)},
-    "/admin/upstreams": {"GET": Route(upstreams.show)},
-    "/admin/upstreams/drain": {"POST": Route(upstreams.drain)},
+    "/admin/upstreams": {"GET": Route(admin.upstreams)},
+    "/admin/upstreams/drain": {"POST": Route(admin.drain)},
 }
 
 BELOW = {

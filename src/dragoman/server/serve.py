@@ -1,4 +1,4 @@
-"""A server from its start to a clean end: the app in uvicorn, or the parent of several front ends."""
+"""Runs a server from start to clean stop, in one process or with several front ends."""
 
 import asyncio
 import logging
@@ -32,11 +32,11 @@ from dragoman.server.preflight_checks import check_exposure, check_place, remark
 log = logging.getLogger("dragoman")
 
 RETRY_SECONDS = 0.2
-MOST_WORKERS, CPUS_PER_WORKER = 4, 4
+MAX_WORKERS, CPUS_PER_WORKER = 4, 4
 
 
 def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
-    """Serve engines of your own until the process is told to stop. `host` and `port` win over the settings."""
+    """Serve your own engines until a signal stops the process. `host` and `port` override the settings."""
     settings = settings or ENGINES_ONLY
     key = os.environ.get("DRAGOMAN_API_KEY")
     if key and not settings.api_keys:
@@ -50,42 +50,41 @@ def serve(*engines: Engine, host: str | None = None, port: int | None = None, se
 def run(
     settings: Settings, engines: Sequence[Engine] = (), reread: Reread | None = None, warnings: Sequence[str] = ()
 ) -> None:
-    """Serve until a signal says stop. A model without which nothing can be served is a ConfigError if it fails.
+    """Serve until a signal stops the process. If the only model fails to load, raise a ConfigError.
 
-    `reread` gives the settings as they are written now, for SIGHUP and `POST /admin/reload`; `warnings` are logged.
+    `reread` loads the settings again, for SIGHUP and `POST /admin/reload`. `warnings` are logged.
     """
     check_exposure(settings)
     check_place(settings)
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
-    for words in (*warnings, *remarks(settings)):
-        log.warning("%s", words)
-    app = build_app(with_hosts(settings), engines, None if reread is None else _again(reread, settings))
+    for warning in (*warnings, *remarks(settings)):
+        log.warning("%s", warning)
+    app = build_app(with_hosts(settings), engines, None if reread is None else _checked_reload(reread, settings))
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         count = settings.workers or default_workers(cpus())
-        runner.run(_serve(app) if count == 1 else _serve_by_fronts(app, count))
+        runner.run(_serve(app) if count == 1 else _serve_with_frontends(app, count))
 
 
 def default_workers(cpus: int) -> int:
-    """A laptop has one process; more pay where there are CPUs that no engine uses."""
-    return max(1, min(MOST_WORKERS, cpus // CPUS_PER_WORKER))
+    """One process on a laptop; more only if there are CPUs that no engine uses."""
+    return max(1, min(MAX_WORKERS, cpus // CPUS_PER_WORKER))
 
 
-def _again(reread: Reread, begun: Settings) -> Reread:
-    """The settings as they are now, checked for the place where the server listens, which does not change."""
+def _checked_reload(reread: Reread, initial: Settings) -> Reread:
+    """Load the settings again, and check them for the address of the running server, which does not change."""
 
-    def read() -> Settings:
+    def load() -> Settings:
         settings = reread()
-        here = msgspec.structs.replace(settings, host=begun.host, port=begun.port, socket=begun.socket)
-        check_exposure(here)
-        return msgspec.structs.replace(settings, hosts=with_hosts(here).hosts)
+        actual = msgspec.structs.replace(settings, host=initial.host, port=initial.port, socket=initial.socket)
+        check_exposure(actual)
+        return msgspec.structs.replace(settings, hosts=with_hosts(actual).hosts)
 
-    return read
+    return load
 
 
-def _tell_place(app: App, port: int) -> None:
-    """With the port that it is, where any would do."""
+def _log_address(app: App, port: int) -> None:
     names = ", ".join(model.name for model in app.catalog.models.values()) or "the models folder"
-    log.info("serving %s on %s", names, _place(msgspec.structs.replace(app.settings, port=port)))
+    log.info("serving %s on %s", names, _url(msgspec.structs.replace(app.settings, port=port)))
 
 
 def _write_token_file(app: App, port: int) -> TokenFile:
@@ -94,38 +93,38 @@ def _write_token_file(app: App, port: int) -> TokenFile:
 
 
 def _port(sockets: Sequence[socket.socket]) -> int:
-    """0 for a Unix socket, which has none."""
+    """The actual port; 0 for a Unix socket."""
     name = sockets[0].getsockname()
     return name[1] if isinstance(name, tuple) else 0
 
 
-def _place(settings: Settings) -> str:
+def _url(settings: Settings) -> str:
     if settings.socket is not None:
         return f"the Unix socket {settings.socket}"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls else 'http'}://{host}:{settings.port}/v1"
 
 
-class Server(Listener):
-    """Ends with exit code 0 when a signal asks it to; what is running then may finish, or is told that it cannot."""
+class AppServer(Listener):
+    """Serves in one process. SIGTERM and SIGINT stop it: running requests may finish, or get an error."""
 
     def __init__(self, app: App, file: SocketFile | None = None) -> None:
         super().__init__(app)
         self._app = app
         self._file = file
         self._token_file: TokenFile | None = None
-        self._hurried = asyncio.Event()
+        self._forced = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             port = _port([one for server in self.servers for one in server.sockets])
             self._token_file = _write_token_file(self._app, port)
-            _tell_place(self._app, port)
+            _log_address(self._app, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.stop_requests()
-        await _drained(self._app.settings, self._hurried)
+        await _drain(self._app.settings, self._forced)
         if self._file is not None:
             self._file.remove()
         await super().shutdown(sockets)
@@ -136,15 +135,15 @@ class Server(Listener):
 
     def hurry(self) -> None:
         super().hurry()
-        self._hurried.set()
+        self._forced.set()
 
     def give_up(self) -> None:
-        """There is nothing to serve, and no reason to take new requests for a while."""
+        """Stop without draining, because no model can be served."""
         self.should_exit = True
-        self._hurried.set()
+        self._forced.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Supervisors and shells may send SIGTERM twice, to the process and to its group, and mean nothing by it.
+        # Supervisors and shells may send SIGTERM twice, to the process and to its group. Only Ctrl-C forces a stop.
         if self.should_exit and sig == signal.SIGINT:
             asyncio.get_running_loop().call_soon_threadsafe(self.hurry)
         self.should_exit = True
@@ -162,15 +161,15 @@ class Server(Listener):
                 signal.signal(number, handler)
 
 
-async def _drained(settings: Settings, hurried: asyncio.Event) -> None:
-    """Until new requests are not taken any more."""
-    if hurried.is_set():
+async def _drain(settings: Settings, forced: asyncio.Event) -> None:
+    """Accept new requests for `drain_seconds` more, or until a forced stop."""
+    if forced.is_set():
         return
     if settings.drain_seconds:
         log.info("stopping; new requests are taken for another %g s", settings.drain_seconds)
         try:
             async with asyncio.timeout(settings.drain_seconds):
-                await hurried.wait()
+                await forced.wait()
             return
         except TimeoutError:
             pass
@@ -181,16 +180,16 @@ async def _serve(app: App) -> None:
     path = app.settings.socket
     sockets = None if path is None else [unix_socket(Path(path))]
     file = SocketFile(path)
-    server = Server(app, file)
+    server = AppServer(app, file)
     preload = asyncio.create_task(_preload(app, server.give_up))
     try:
-        with _reloading(app):
+        with _reload_on_sighup(app):
             await server.serve(sockets)
     finally:
         file.remove()
         server.remove_token()
         preload.cancel()
-        # Where somebody was in a hurry and sent the signal twice, nobody else has done it.
+        # A forced stop skips the shutdown of the lifespan.
         await app.stop()
     if error := _failure(preload):
         raise error
@@ -200,56 +199,56 @@ def _failure(preload: "asyncio.Task[None]") -> BaseException | None:
     return preload.exception() if preload.done() and not preload.cancelled() else None
 
 
-async def _serve_by_fronts(app: App, count: int) -> None:
-    """The parent has everything but connections."""
-    begun = app.settings
-    opened = places(begun, count)
-    file = SocketFile(begun.socket)
+async def _serve_with_frontends(app: App, count: int) -> None:
+    """Run the parent, which has all state; the front ends have the connections."""
+    initial = app.settings
+    sockets = places(initial, count)
+    file = SocketFile(initial.socket)
     app.start()
-    token_file = _write_token_file(app, _port(opened[0]))
-    ended, hurried = asyncio.Event(), asyncio.Event()
-    crew = Crew(app, opened)
-    preload = asyncio.create_task(_preload(app, ended.set))
-    with _reloading(app), _signals(ended, hurried, crew):
+    token_file = _write_token_file(app, _port(sockets[0]))
+    stopping, forced = asyncio.Event(), asyncio.Event()
+    supervisor = Crew(app, sockets)
+    preload = asyncio.create_task(_preload(app, stopping.set))
+    with _reload_on_sighup(app), _signals(stopping, forced, supervisor):
         try:
-            await crew.started(ended)
-            if not ended.is_set():
-                _tell_place(app, _port(opened[0]))
-            await crew.until(ended)
+            await supervisor.started(stopping)
+            if not stopping.is_set():
+                _log_address(app, _port(sockets[0]))
+            await supervisor.until(stopping)
             app.stop_requests()
-            crew.tell_stopping()
+            supervisor.tell_stopping()
             if _failure(preload) is None:
-                await _drained(app.settings, hurried)
+                await _drain(app.settings, forced)
             file.remove()
-            await crew.stop(begun.grace_seconds)
+            await supervisor.stop(initial.grace_seconds)
         finally:
             file.remove()
             token_file.remove()
             preload.cancel()
-            await crew.end()
+            await supervisor.end()
             await app.stop()
     if error := _failure(preload):
         raise error
 
 
 @contextmanager
-def _signals(ended: asyncio.Event, hurried: asyncio.Event, crew: Crew) -> Generator[None, None, None]:
-    """The first asks for a clean end; a Ctrl-C after it for one at once, and one more waits for nobody."""
+def _signals(stopping: asyncio.Event, forced: asyncio.Event, supervisor: Crew) -> Generator[None, None, None]:
+    """The first signal stops cleanly, a second Ctrl-C forces the stop, a third kills the front ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
 
-    def hurry() -> None:
-        if hurried.is_set():
-            crew.kill()
-        elif ended.is_set():
-            hurried.set()
-            crew.hurry()
-        ended.set()
+    def interrupt() -> None:
+        if forced.is_set():
+            supervisor.kill()
+        elif stopping.is_set():
+            forced.set()
+            supervisor.hurry()
+        stopping.set()
 
-    loop.add_signal_handler(signal.SIGINT, hurry)
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
     try:
         yield
     finally:
@@ -258,8 +257,8 @@ def _signals(ended: asyncio.Event, hurried: asyncio.Event, crew: Crew) -> Genera
 
 
 @contextmanager
-def _reloading(app: App) -> Generator[None, None, None]:
-    """SIGHUP has the configuration read again. Without one to read, the signal means what it always does."""
+def _reload_on_sighup(app: App) -> Generator[None, None, None]:
+    """Reload the configuration on SIGHUP. Without a configuration file the signal keeps its default effect."""
     if not app.can_reload or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -280,34 +279,34 @@ def _reloading(app: App) -> Generator[None, None, None]:
 
 async def _reload(app: App) -> None:
     try:
-        told = await app.reload()
+        result = await app.reload()
     except ConfigError as error:
         for mistake in error.mistakes:
-            log.error("the configuration stays as it was: %s", mistake)
+            log.error("configuration not reloaded: %s", mistake)
         return
-    if told.restart_needed:
-        log.warning("these hold only after a restart: %s", ", ".join(told.restart_needed))
+    if result.restart_needed:
+        log.warning("these settings change only after a restart: %s", ", ".join(result.restart_needed))
 
 
-async def _preload(app: App, end: Callable[[], None]) -> None:
-    """Load the default model before anybody asks for it; where it is the only one, its failure is the server's."""
+async def _preload(app: App, stop: Callable[[], None]) -> None:
+    """Load the default model before the first request. If it is the only one and fails, stop the server."""
     try:
         host = (await app.catalog.find("")).host
     except ModelNotFound:
-        log.info("there is no model yet; one that is put into the models folder is served")
+        log.info("no models found; models added to the models folder are served")
         return
     try:
-        await _loaded(host)
+        await _wait_until_loaded(host)
         settle()
         log.info("ready")
     except DragomanError as error:
         if all(model.host is host for model in app.catalog.listed()):
-            end()
+            stop()
             raise ConfigError(host.failure or error.message) from error
 
 
-async def _loaded(host: Host) -> None:
-    """A request gives up waiting for a model after a while; the server does not."""
+async def _wait_until_loaded(host: Host) -> None:
+    """Wait without a time limit; `ready` gives up after that of a request."""
     while True:
         try:
             await host.ready()

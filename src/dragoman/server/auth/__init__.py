@@ -1,1 +1,1 @@
-"""Who sends a request and what it may do: keys, signed tokens, scopes and quotas."""
+"""Authentication and authorization: keys, JSON Web Tokens, scopes and quotas."""

@@ -1,17 +1,17 @@
-"""Who is asking: a key becomes a caller, with what it may do.
+"""Authenticates requests: maps a key or token to a caller.
 
-    static   `api_keys` of the configuration: may do everything, as `key:DIGEST`
-    store    `dragoman keys`: may do what it was made for, as `user:NAME` or `agent:NAME/USER`, until it is revoked
-    jwt      a token with a valid signature (see `jwt`), as `jwt:SUBJECT`
+    static   `api_keys` of the configuration: unrestricted, principal `key:DIGEST`
+    store    `dragoman keys`: restricted as created, principal `user:NAME` or `agent:NAME/USER`, valid until revoked
+    jwt      a token with a valid signature (see `jwt`), principal `jwt:SUBJECT`
 
 Rules
-1. Where there is no key of any kind, nobody needs one. Once there was one, everybody does, unless the configuration
-   says that callers may be anonymous.
-2. Keys are compared by digest and in constant time, and as many of them whatever was sent.
-3. The store is looked at once a second, and at once for a key that is not known: a new key works as soon as it is
-   made, a revoked one for a second at the most. While it cannot be read, the keys that were read go on working.
-4. A principal depends on the key alone, not on the other keys or on their order, and is the same in every process and
-   after a restart. The three kinds of principals never coincide.
+1. While no key of any kind exists, no key is required. Once one has existed, every request needs one, unless the
+   configuration allows anonymous callers.
+2. Keys are compared by digest in constant time. The number of comparisons does not depend on the key sent.
+3. The store is checked once a second, and immediately for an unknown key. So a new key works immediately, and a revoked
+   key works for at most one more second. While the store cannot be read, the known keys stay valid.
+4. A principal depends on its key only, so it is the same in every process and after a restart. The three kinds of
+   principals never coincide.
 """
 
 import hashlib
@@ -27,73 +27,73 @@ from dragoman.config.sections import KeyLimits
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, StorageUnavailable, Unauthorized
 from dragoman.core.urls import MIN_SECRET_LENGTH, redact_secrets
-from dragoman.server.auth.jwt import Signed
+from dragoman.server.auth.jwt import JwtVerifier
 from dragoman.server.auth.quotas import Quota
-from dragoman.server.auth.scopes import ANYBODY, NO_KEY, USUAL, Caller, routes_of
+from dragoman.server.auth.scopes import ANONYMOUS, DEFAULT_SCOPES, UNRESTRICTED, Caller, allowed_scopes
 from dragoman.storage.keys import FORM, Key, KeyReader, digest, store_path
 
 log = logging.getLogger("dragoman.auth")
 
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 _STORED_KEY = re.compile(r"(dgm_[0-9a-f]{12})_[0-9a-f]+")
 _TOKEN = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*")
-NOBODY = bytes(32)
+_NO_DIGEST = bytes(32)
 
 
 class Access:
-    """Everybody who is let in."""
+    """All keys and tokens that the server accepts."""
 
     def __init__(self, settings: Settings) -> None:
         keys = settings.keys
         self._static = {
-            digest(key.encode()): Caller(principal_of(key), quota=quota_for(keys.limits)) for key in settings.api_keys
+            digest(key.encode()): Caller(principal_of(key), quota=_make_quota(keys.limits)) for key in settings.api_keys
         }
-        self._signed = None if keys.jwt is None else Signed(keys.jwt, keys.limits)
-        self._stored = _Stored(store_path(keys), keys.limits)
-        self._anonymous = Caller(NO_KEY, USUAL, quota=quota_for(keys.limits)) if keys.anonymous else None
+        self._jwt = None if keys.jwt is None else JwtVerifier(keys.jwt, keys.limits)
+        self._stored = _StoredKeys(store_path(keys), keys.limits)
+        self._anonymous = Caller(ANONYMOUS, DEFAULT_SCOPES, quota=_make_quota(keys.limits)) if keys.anonymous else None
         self._secrets = [key for key in settings.api_keys if len(key) >= MIN_SECRET_LENGTH]
 
     @property
     def needs_keys(self) -> bool:
-        return self._stored.look() or bool(self._static or self._signed)
+        return self._stored.is_used() or bool(self._static or self._jwt)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         if not self.needs_keys:
-            return self._anonymous or ANYBODY
+            return self._anonymous or UNRESTRICTED
         try:
-            return self._known(_given(headers))
+            return self._authenticate(_read_key(headers))
         except Unauthorized:
             if self._anonymous is None:
                 raise
             return self._anonymous
 
-    def _known(self, given: bytes) -> Caller:
-        if self._signed is not None and given.count(b".") == 2:
-            return self._signed.caller(given)
-        hashed, found = digest(given), None
+    def _authenticate(self, key: bytes) -> Caller:
+        if self._jwt is not None and key.count(b".") == 2:
+            return self._jwt.caller(key)
+        hashed, found = digest(key), None
         for known, caller in self._static.items():
             if hmac.compare_digest(hashed, known):
                 found = caller
-        stored = self._stored.find(given, hashed)
+        stored = self._stored.find(key, hashed)
         found = found or stored
         if found is None:
-            raise Unauthorized("the API key is not valid here")
+            raise Unauthorized("invalid API key")
         return found
 
     def redact(self, text: str) -> str:
-        """A caller's text for the log, with API keys and signed tokens hidden."""
+        """Hide API keys and tokens in a client's text, for the log."""
         text = _TOKEN.sub("eyJ***", _STORED_KEY.sub(r"\1_***", text))
         return redact_secrets(text, self._secrets)
 
     def follow(self, before: "Access") -> None:
-        """Take over from an older configuration: whoever is still let in has used what it has used."""
+        """Replace an older configuration. Callers that remain keep what they have used of their quota."""
         for hashed, caller in self._static.items():
             if hashed in before._static:
-                caller.quota = kept(caller.quota, before._static[hashed].quota)
+                caller.quota = _merge_quotas(caller.quota, before._static[hashed].quota)
         if self._anonymous is not None and before._anonymous is not None:
-            self._anonymous.quota = kept(self._anonymous.quota, before._anonymous.quota)
-        if self._signed is not None and before._signed is not None:
-            self._signed.follow(before._signed)
+            self._anonymous.quota = _merge_quotas(self._anonymous.quota, before._anonymous.quota)
+        if self._jwt is not None and before._jwt is not None:
+            self._jwt.follow(before._jwt)
         self._stored.follow(before._stored)
         before.close()
 
@@ -105,102 +105,102 @@ class Access:
 def principal_of(key: str) -> str:
     """The principal of a static key: its name in logs, and the owner of its responses.
 
-    The operator chose the key, so it may be weak, and logs are read by others. A plain digest would let them test
-    guesses by the billion. Scrypt makes each guess cost about 8 MiB and 20 ms, and it runs once for each key.
+    The operator chose the key, so it may be weak, and other people read logs. A plain digest would let them test
+    billions of guesses. Scrypt makes each guess cost about 8 MiB and 20 ms, and it runs once for each key.
     """
     return f"key:{hashlib.scrypt(key.encode(), salt=b'dragoman static key', n=2**13, r=8, p=1, dklen=6).hex()}"
 
 
-def quota_for(limits: KeyLimits) -> Quota | None:
+def _make_quota(limits: KeyLimits) -> Quota | None:
     return None if limits == KeyLimits() else Quota(limits)
 
 
-def kept(fresh: Quota | None, used: Quota | None) -> Quota | None:
-    """What was used goes on being counted, by the new limits: requests that are under way hold on to it."""
-    if fresh is None or used is None:
-        return fresh
-    used.change(fresh.limits)
-    return used
+def _merge_quotas(new: Quota | None, old: Quota | None) -> Quota | None:
+    """The old quota with the new limits, because running requests refer to it."""
+    if new is None or old is None:
+        return new
+    old.change(new.limits)
+    return old
 
 
-class _Stored:
-    """The keys of the store as they were read last."""
+class _StoredKeys:
+    """The keys of the store, as last read."""
 
     def __init__(self, path: Path, limits: KeyLimits) -> None:
         self._path = path
         self._limits = limits
         self._reader = KeyReader(path)
         self._known: dict[bytes, tuple[Key, Caller]] = {}
-        self._looked = -LOOK_SECONDS
+        self._checked_at = -CHECK_SECONDS
         self._unreadable: StorageUnavailable | None = None
-        self._is_used = False
+        self._was_used = False
         try:
             self._read()
         except StorageUnavailable as error:
             raise ConfigError(f"the keys in {path} cannot be read: {error.__cause__}") from error
 
-    def follow(self, before: "_Stored") -> None:
+    def follow(self, before: "_StoredKeys") -> None:
         if self._path != before._path:
             return
-        self._is_used = self._is_used or before._is_used
+        self._was_used = self._was_used or before._was_used
         for key_id, (_, caller) in self._known.items():
             if key_id in before._known:
-                caller.quota = kept(caller.quota, before._known[key_id][1].quota)
+                caller.quota = _merge_quotas(caller.quota, before._known[key_id][1].quota)
 
-    def look(self) -> bool:
-        """Whether there has ever been a key here."""
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._look()
-        return self._is_used
+    def is_used(self) -> bool:
+        """Whether the store has ever contained a key."""
+        if time.monotonic() - self._checked_at >= CHECK_SECONDS:
+            self._refresh()
+        return self._was_used
 
-    def find(self, given: bytes, hashed: bytes) -> Caller | None:
-        form = FORM.fullmatch(given)
+    def find(self, sent: bytes, hashed: bytes) -> Caller | None:
+        form = FORM.fullmatch(sent)
         key_id = form[1] if form else b""
         if form and key_id not in self._known:
-            # To look costs about as much as to refuse; only what has changed is read.
-            self._look()
+            # The check is as cheap as a refusal: the store is read only if it has changed.
+            self._refresh()
         key, caller = self._known.get(key_id, (None, None))
-        is_same = hmac.compare_digest(hashed, NOBODY if key is None else key.digest)
+        is_same = hmac.compare_digest(hashed, _NO_DIGEST if key is None else key.digest)
         if key is None and form and self._unreadable is not None:
             raise self._unreadable
         return caller if is_same and key is not None and key.is_valid(time.time()) else None
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         before = self._unreadable
         try:
             self._read()
         except StorageUnavailable as error:
             self._unreadable = error
             if before is None:
-                log.error("the keys cannot be read, those known go on working: %s", error.__cause__)
+                log.error("cannot read the key store; known keys stay valid: %s", error.__cause__)
 
     def _read(self) -> None:
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         if self._reader.has_changed():
             keys = self._reader.keys()
             self._known = {key.id.encode(): (key, self._caller(key)) for key in keys}
-            self._is_used = self._is_used or bool(keys)
+            self._was_used = self._was_used or bool(keys)
         self._unreadable = None
 
     def _caller(self, key: Key) -> Caller:
-        """What it has used of its limits is remembered when other keys change."""
+        """Make the caller of a key. It keeps its quota when other keys change."""
         limits = key.limits.over(self._limits)
         _, before = self._known.get(key.id.encode(), (None, None))
-        quota = quota_for(limits) if before is None or before.quota is None else before.quota
+        quota = _make_quota(limits) if before is None or before.quota is None else before.quota
         if quota is not None:
             quota.change(limits)
-        return Caller(key.principal, routes_of(key.routes), key.models or None, quota)
+        return Caller(key.principal, allowed_scopes(key.routes), key.models or None, quota)
 
     def close(self) -> None:
         self._reader.close()
 
 
-def _given(headers: Mapping[bytes, bytes]) -> bytes:
+def _read_key(headers: Mapping[bytes, bytes]) -> bytes:
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     bearer = token.strip() if scheme.lower() == b"bearer" else b""
     header = headers.get(b"x-api-key", b"").strip()
     if bearer and header and not hmac.compare_digest(digest(bearer), digest(header)):
         raise Unauthorized("the Authorization and x-api-key headers carry different keys")
     if not (bearer or header):
-        raise Unauthorized("an API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+        raise Unauthorized("an API key is required: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
     return bearer or header

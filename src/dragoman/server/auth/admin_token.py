@@ -1,7 +1,7 @@
-"""The credential for `/admin` where no keys are configured: a random token in a file of the server's owner.
+"""The admin token: the credential for `/admin` if no keys are configured. It is stored in a file of the server's owner.
 
     $DRAGOMAN_HOME/run/HOST_PORT.token          for a server at an address
-    $DRAGOMAN_HOME/run/unix_DIGEST.token        for one at a Unix socket; the digest is that of its path
+    $DRAGOMAN_HOME/run/unix_DIGEST.token        for a server at a Unix socket; the digest is that of its path
 
 The origin of a connection proves nothing: a reverse proxy on the same machine connects from loopback, or to the same
 socket, on behalf of anyone. Only the owner can read the file. `dragoman models` and `dragoman drain` read it
@@ -32,7 +32,7 @@ HEADER = "X-Dragoman-Admin-Token"
 _HEADER_BYTES = HEADER.lower().encode()
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")  # noqa: S104 (names of files)
-LONGEST = 200
+MAX_LENGTH = 200
 """Characters of a host in a file name, and bytes of a token."""
 
 
@@ -59,13 +59,13 @@ class TokenFile:
         folder = self._path.parent
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_private(os.lstat(folder), "folder")
-        fresh = folder / f".{secrets.token_hex(8)}"
+        new_file = folder / f".{secrets.token_hex(8)}"
         try:
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            with os.fdopen(os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
                 file.write(self._token)
-            fresh.replace(self._path)
+            new_file.replace(self._path)
         finally:
-            fresh.unlink(missing_ok=True)
+            new_file.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the file, unless another server at the same address has replaced it."""
@@ -90,7 +90,7 @@ def _candidates(host: str, port: int) -> Iterator[Path]:
 
 
 def _address_path(host: str, port: int) -> Path:
-    return home() / "run" / f"{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:LONGEST]}_{port}.token"
+    return home() / "run" / f"{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:MAX_LENGTH]}_{port}.token"
 
 
 def _socket_path(socket: str) -> Path:
@@ -102,7 +102,7 @@ def _read(path: Path) -> str | None:
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             _check_private(os.fstat(file.fileno()), "file")
-            return file.read(LONGEST).decode("ascii")
+            return file.read(MAX_LENGTH).decode("ascii")
     except (OSError, ValueError):
         # The file does not exist, or other users can access it.
         return None

@@ -1,15 +1,14 @@
-"""Signed tokens as keys: what somebody else says of a caller, if it was signed with the key that is known here.
+"""Authenticates callers by JSON Web Tokens.
 
     claims := sub: principal or name, exp [, nbf] [, aud] [, iss] [, models: names and patterns*] [, routes: scopes*]
 
 Rules
-1. The algorithm and the key are the configuration's, whatever the head of a token says; so is what kind of key it is.
-2. A token without an end, or without a subject, is none. An audience and an issuer that are configured must be there.
-3. What a token says of models and routes only narrows what the configuration allows: a model fits one pattern of
-   each. An empty list allows nothing; whoever says nothing narrows nothing.
-4. The limits are those of the subject, whichever token it comes with.
-5. The principal is `jwt:` and the subject. So a token never shares a principal with a stored key: the issuer of tokens
-   and the operator may use the same name for different people.
+1. The configuration determines the algorithm, the key and its type. The token's header is ignored.
+2. `exp` and `sub` are required. `aud` and `iss` are required if the configuration sets them.
+3. `models` and `routes` restrict what the configuration allows: a model must match one pattern of each. An empty list
+   allows nothing; a missing claim restricts nothing.
+4. Limits apply per subject, across all its tokens.
+5. The principal is `jwt:` and the subject, so it never equals the principal of a stored key.
 """
 
 import logging
@@ -24,25 +23,25 @@ import msgspec
 from dragoman.config.sections import Jwt, KeyLimits, RouteScope
 from dragoman.core.errors import ConfigError, Unauthorized
 from dragoman.server.auth.quotas import Quota
-from dragoman.server.auth.scopes import Caller, routes_of
+from dragoman.server.auth.scopes import Caller, allowed_scopes
 from dragoman.storage.keys import checked_principal, digest
 
 log = logging.getLogger("dragoman.auth")
 
-REMEMBERED = 1024
-LONGEST_TOKEN = 8192
-LEAST_SECRET = 32
+CACHE_SIZE = 1024
+MAX_TOKEN_BYTES = 8192
+MIN_SECRET_BYTES = 32
 KEY_FILE = "keys.jwt.key_file"
 
 
-class Claims(msgspec.Struct, frozen=True):
+class JwtClaims(msgspec.Struct, frozen=True):
     sub: str
     exp: float
     models: tuple[str, ...] | None = None
     routes: tuple[RouteScope, ...] | None = None
 
 
-class Signed:
+class JwtVerifier:
     def __init__(self, settings: Jwt, limits: KeyLimits) -> None:
         try:
             import jwt
@@ -52,12 +51,12 @@ class Signed:
         self._settings = settings
         self._limits = settings.limits.over(limits)
         self._key = _read_key(settings)
-        self._known: OrderedDict[bytes, tuple[float, Caller]] = OrderedDict()
-        """By digest, those checked lately, each until it ends: a signature takes longer than all the rest."""
+        self._cache: OrderedDict[bytes, tuple[float, Caller]] = OrderedDict()
+        """Expiry and caller of recent tokens by digest: checking a signature is slow."""
         self._quotas: OrderedDict[str, Quota] = OrderedDict()
 
-    def follow(self, before: "Signed") -> None:
-        """What the subjects have used is remembered under a new configuration."""
+    def follow(self, before: "JwtVerifier") -> None:
+        """Replace an older configuration. Subjects keep what they have used of their quota."""
         if self._limits == KeyLimits():
             return
         for principal, quota in before._quotas.items():
@@ -65,20 +64,20 @@ class Signed:
             self._quotas[principal] = quota
 
     def caller(self, token: bytes) -> Caller:
-        if len(token) > LONGEST_TOKEN:
-            raise Unauthorized("the token is too long")
+        if len(token) > MAX_TOKEN_BYTES:
+            raise Unauthorized(f"the token is longer than {MAX_TOKEN_BYTES} bytes")
         hashed = digest(token)
-        ends, caller = self._known.get(hashed, (0.0, None))
-        if caller is not None and time.time() < ends:
+        expires, caller = self._cache.get(hashed, (0.0, None))
+        if caller is not None and time.time() < expires:
             return caller
-        claims = self._checked(token)
-        made = self._caller(claims)
-        self._known[hashed] = claims.exp + self._settings.leeway_seconds, made
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return made
+        claims = self._verify(token)
+        caller = self._make_caller(claims)
+        self._cache[hashed] = claims.exp + self._settings.leeway_seconds, caller
+        if len(self._cache) > CACHE_SIZE:
+            self._cache.popitem(last=False)
+        return caller
 
-    def _checked(self, token: bytes) -> Claims:
+    def _verify(self, token: bytes) -> JwtClaims:
         settings = self._settings
         required = ["exp", "sub", *(["aud"] if settings.audience else []), *(["iss"] if settings.issuer else [])]
         try:
@@ -91,23 +90,23 @@ class Signed:
                 leeway=settings.leeway_seconds,
                 options={"require": required},
             )
-            return msgspec.convert(claims, Claims, strict=False)
+            return msgspec.convert(claims, JwtClaims, strict=False)
         except self._jwt.ExpiredSignatureError as error:
             raise Unauthorized("the token has expired") from error
         except (self._jwt.PyJWTError, msgspec.ValidationError, ValueError, TypeError) as error:
-            # Whoever made the token up learns nothing; the operator may want to know.
-            log.info("a token was refused: %s", error or type(error).__name__)
-            raise Unauthorized("the token is not valid here") from error
+            # Only the operator learns the reason.
+            log.info("invalid token: %s", error or type(error).__name__)
+            raise Unauthorized("invalid token") from error
 
-    def _caller(self, claims: Claims) -> Caller:
+    def _make_caller(self, claims: JwtClaims) -> Caller:
         try:
             checked_principal(claims.sub)
         except ConfigError as error:
-            raise Unauthorized("the token's subject is not a name that is known here") from error
+            raise Unauthorized("the token's subject is not a valid name") from error
         principal = f"jwt:{claims.sub}"
-        allowed = routes_of(self._settings.routes)
+        allowed = allowed_scopes(self._settings.routes)
         if claims.routes is not None:
-            allowed &= routes_of(claims.routes) if claims.routes else frozenset()
+            allowed &= allowed_scopes(claims.routes) if claims.routes else frozenset()
         models: Sequence[str] | None = self._settings.models or None
         if claims.models is None:
             return Caller(principal, allowed, models, self._quota(principal))
@@ -118,17 +117,17 @@ class Signed:
             return None
         quota = self._quotas.pop(principal, None) or Quota(self._limits)
         self._quotas[principal] = quota
-        if len(self._quotas) > REMEMBERED:
-            # Whoever has used nothing lately is not missed.
+        if len(self._quotas) > CACHE_SIZE:
+            # An idle quota is the same as a new one.
             self._forget({name for name, known in self._quotas.items() if known.is_idle and known is not quota})
         return quota
 
     def _forget(self, principals: set[str]) -> None:
-        """Their tokens too, which would go on to count by what nobody else counts by."""
+        """Drop quotas, and the cached callers that refer to them."""
         for principal in principals:
             del self._quotas[principal]
-        for hashed in [hashed for hashed, (_, caller) in self._known.items() if caller.principal in principals]:
-            del self._known[hashed]
+        for hashed in [hashed for hashed, (_, caller) in self._cache.items() if caller.principal in principals]:
+            del self._cache[hashed]
 
 
 def _read_key(settings: Jwt) -> bytes:
@@ -138,9 +137,9 @@ def _read_key(settings: Jwt) -> bytes:
         raise ConfigError(f"{KEY_FILE}: {settings.key_file} cannot be read: {error.strerror}") from error
     is_pem = b"-----BEGIN" in key
     if settings.algorithm == "HS256" and is_pem:
-        raise ConfigError("keys.jwt.key_file: a PEM key is not a secret; with HS256 it is any text of 32 bytes or more")
-    if settings.algorithm == "HS256" and len(key) < LEAST_SECRET:
-        raise ConfigError(f"keys.jwt.key_file: a secret for HS256 has at least {LEAST_SECRET} bytes, not {len(key)}")
+        raise ConfigError(f"{KEY_FILE}: HS256 needs a secret of 32 bytes or more, not a PEM key")
+    if settings.algorithm == "HS256" and len(key) < MIN_SECRET_BYTES:
+        raise ConfigError(f"{KEY_FILE}: a secret for HS256 has at least {MIN_SECRET_BYTES} bytes, not {len(key)}")
     if settings.algorithm == "RS256" and (not is_pem or b"PRIVATE KEY" in key):
-        raise ConfigError("keys.jwt.key_file: RS256 needs the public key as PEM, and that one only")
+        raise ConfigError(f"{KEY_FILE}: RS256 needs a public key in PEM format")
     return key

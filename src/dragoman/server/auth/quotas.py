@@ -1,13 +1,13 @@
-"""What one key may still do: at once, and in a minute.
+"""Quotas of keys: concurrent requests, requests per minute, tokens per minute.
 
 Rules
-1. In any sixty seconds no more requests are let in, and no more tokens reserved, than the limit says.
-2. Tokens are reserved before a request runs, by an estimate, and settled when it has ended, however it ended: by the
-   true count, or by what was heard where nobody counted. What was too much goes back; what was too little counts from
-   then on. Where nobody is left who heard anything, what was reserved counts as spent.
-3. An estimate above the whole limit reserves the whole limit: such a request runs when nothing else has, not never.
-4. Nothing here waits, and nothing is done in two steps: on one event loop no race can exceed a limit.
-5. Time is monotonic. A clock that is set changes nothing.
+1. In any sixty seconds, at most the limit of requests enters, and at most the limit of tokens is reserved.
+2. Tokens are reserved by an estimate before a request runs, and settled when it ends: by the true count, or by the
+   received text if the engine reports no count. A surplus is returned; a shortfall counts from then on. If the result
+   is unknown, the reservation counts as used. Estimates are rather too high than too low.
+3. An estimate above the limit reserves the whole limit. Such a request runs when the window is empty.
+4. Every operation is a single synchronous step, so no race on the event loop can exceed a limit.
+5. Time is monotonic.
 """
 
 import math
@@ -16,40 +16,47 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import RateLimited, TokensLimited
 from dragoman.core.rate_limits import Rate
+from dragoman.core.request import GenerationRequest
 
 MINUTE = 60
+BYTES_PER_TOKEN = 3
+IMAGE_TOKENS = 1000
+REPLY_TOKENS = 1024
+"""For a reply without a limit."""
 Clock = Callable[[], float]
 
 
 class _Second:
-    """What was taken in one second: all of it is free again when the last of it is a minute old."""
+    """The amount taken in one second. It expires a minute after the last of it was taken."""
 
-    __slots__ = ("at", "ends", "taken")
+    __slots__ = ("at", "expires", "taken")
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.taken = 0
-        self.ends = math.inf
+        self.expires = math.inf
 
 
-class Window:
-    """What was taken in the last minute, second by second: as many numbers as there are seconds, however much it is."""
+class RateWindow:
+    """The amount taken in the last minute, stored per second."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._seconds: deque[_Second] = deque()
-        """The oldest first."""
+        """Oldest first."""
         self._taken = 0
 
-    def _forget(self, now: float) -> None:
-        while self._seconds and self._seconds[0].ends <= now:
+    def _expire(self, now: float) -> None:
+        while self._seconds and self._seconds[0].expires <= now:
             self._taken -= self._seconds.popleft().taken
 
     def left(self, now: float) -> int:
-        self._forget(now)
+        self._expire(now)
         return max(0, self.limit - self._taken)
 
     def take(self, amount: int, now: float) -> None:
@@ -58,10 +65,10 @@ class Window:
         if not self._seconds or self._seconds[-1].at != second:
             self._seconds.append(_Second(second))
         self._seconds[-1].taken += amount
-        self._seconds[-1].ends = now + MINUTE
+        self._seconds[-1].expires = now + MINUTE
 
     def give_back(self, amount: int, taken_at: float) -> None:
-        """Of what was taken then; nothing where it has been forgotten."""
+        """Return a part of what was taken at that time, if it has not expired."""
         second = math.floor(taken_at)
         for entry in reversed(self._seconds):
             if entry.at == second:
@@ -70,25 +77,25 @@ class Window:
                 return
 
     def wait(self, amount: int, now: float) -> float:
-        """Seconds until so much is free."""
-        self._forget(now)
+        """Seconds until this amount is available."""
+        self._expire(now)
         missing = self._taken + amount - self.limit
         if missing <= 0:
             return 0.0
         for second in self._seconds:
             missing -= second.taken
             if missing <= 0:
-                return _until(second.ends, now)
+                return _until(second.expires, now)
         return float(MINUTE)
 
     def rate(self, what: str, now: float) -> Rate:
         left = self.left(now)
-        reset = self._seconds[-1].ends - now if self._seconds else 0.0
+        reset = self._seconds[-1].expires - now if self._seconds else 0.0
         return Rate(what, self.limit, left, max(0.0, reset))
 
 
 def _until(then: float, now: float) -> float:
-    """So long that it is not still a rounding error too early."""
+    """The difference, increased so that `now + wait` is not below `then` by a rounding error."""
     wait = then - now
     while now + wait < then:
         wait = math.nextafter(wait, math.inf)
@@ -96,7 +103,7 @@ def _until(then: float, now: float) -> float:
 
 
 class Quota:
-    """One key's."""
+    """The quota of one key."""
 
     def __init__(self, limits: KeyLimits, clock: Clock = time.monotonic) -> None:
         self.clock = clock
@@ -107,33 +114,33 @@ class Quota:
         self.tokens = _window(limits.tokens_per_minute)
 
     def change(self, limits: KeyLimits) -> None:
-        """Other limits from now on; what was taken stays taken."""
+        """Apply new limits. What was taken stays taken."""
         self.limits = limits
         self.concurrency = limits.concurrency
-        self.requests = _changed(self.requests, limits.requests_per_minute)
-        self.tokens = _changed(self.tokens, limits.tokens_per_minute)
+        self.requests = _with_limit(self.requests, limits.requests_per_minute)
+        self.tokens = _with_limit(self.tokens, limits.tokens_per_minute)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody would notice if it were made anew."""
+        """Whether it is the same as a new quota."""
         now = self.clock()
         windows = [window for window in (self.requests, self.tokens) if window is not None]
         return not self.running and all(window.left(now) == window.limit for window in windows)
 
 
-def _window(limit: int | None) -> Window | None:
-    return None if limit is None else Window(limit)
+def _window(limit: int | None) -> RateWindow | None:
+    return None if limit is None else RateWindow(limit)
 
 
-def _changed(window: Window | None, limit: int | None) -> Window | None:
+def _with_limit(window: RateWindow | None, limit: int | None) -> RateWindow | None:
     if window is None or limit is None:
         return _window(limit)
     window.limit = limit
     return window
 
 
-class Holding(Protocol):
-    """What is told of a lease, wherever its quota is."""
+class QuotaUsage(Protocol):
+    """What one request uses of a quota, in this process or in the parent."""
 
     def settle(self, tokens: int) -> None: ...
 
@@ -141,50 +148,49 @@ class Holding(Protocol):
 
 
 class Lease:
-    """What one request has taken of a quota, from its first moment to its last. `limited` counts refusals, by the kind
-    of limit."""
+    """What one request uses of a quota. `limited` counts refusals by kind of limit."""
 
     def __init__(self, quota: Quota, limited: Counter[str]) -> None:
         self._quota = quota
         self._limited = limited
-        self._inside = False
+        self._is_entered = False
         self._reserved = 0
         self._reserved_at = 0.0
 
     def enter(self) -> None:
         quota, now = self._quota, self._quota.clock()
         if quota.concurrency is not None and quota.running >= quota.concurrency:
-            words = f"this key may have {quota.concurrency} requests at a time; wait until one has ended"
-            raise self._counted(RateLimited(words, retry_after=1))
+            message = f"this key may have {quota.concurrency} requests at a time; wait until one has ended"
+            raise self._count_refusal(RateLimited(message, retry_after=1))
         window = quota.requests
         if window is not None:
             if window.left(now) < 1:
                 wait = window.wait(1, now)
-                raise self._counted(RateLimited(_words("requests", window.limit, 1, wait), retry_after=wait))
+                raise self._count_refusal(RateLimited(_message("requests", window.limit, 1, wait), retry_after=wait))
             window.take(1, now)
         quota.running += 1
-        self._inside = True
+        self._is_entered = True
 
     def reserve(self, estimate: int) -> None:
         window, now = self._quota.tokens, self._quota.clock()
         if window is None:
             return
-        wanted = min(max(1, estimate), window.limit)
-        if window.left(now) < wanted:
-            wait = window.wait(wanted, now)
-            raise self._counted(TokensLimited(_words("tokens", window.limit, wanted, wait), retry_after=wait))
-        window.take(wanted, now)
-        self._reserved, self._reserved_at = wanted, now
+        needed = min(max(1, estimate), window.limit)
+        if window.left(now) < needed:
+            wait = window.wait(needed, now)
+            raise self._count_refusal(TokensLimited(_message("tokens", window.limit, needed, wait), retry_after=wait))
+        window.take(needed, now)
+        self._reserved, self._reserved_at = needed, now
 
-    def _counted(self, error: RateLimited) -> RateLimited:
+    def _count_refusal(self, error: RateLimited) -> RateLimited:
         self._limited[error.type] += 1
         return error
 
     def settle(self, tokens: int) -> None:
-        """The request has ended, and so many tokens is what it came to."""
-        if not self._inside:
+        """Settle the quota when the request has ended, with the tokens that it used."""
+        if not self._is_entered:
             return
-        self._inside = False
+        self._is_entered = False
         self._quota.running -= 1
         window = self._quota.tokens
         if window is None:
@@ -196,7 +202,7 @@ class Lease:
             window.give_back(-surplus, self._reserved_at)
 
     def abandon(self) -> None:
-        """The request has ended, and nobody knows what it came to."""
+        """Settle the quota when the request has ended with an unknown number of tokens."""
         self.settle(self._reserved)
 
     def rates(self) -> list[Rate]:
@@ -205,6 +211,35 @@ class Lease:
         return [window.rate(what, now) for what, window in kinds if window is not None]
 
 
-def _words(what: str, limit: int, wanted: int, wait: float) -> str:
-    asked = "" if what == "requests" else f", and this request may need {wanted}"
-    return f"rate limit reached: this key may have {limit} {what} per minute{asked}; try again in {math.ceil(wait)} s"
+def _message(what: str, limit: int, needed: int, wait: float) -> str:
+    need = "" if what == "requests" else f", and this request may need {needed}"
+    return f"rate limit reached: this key may have {limit} {what} per minute{need}; try again in {math.ceil(wait)} s"
+
+
+class Estimate(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that a request may use. `reply` is the request's limit for each of its `choices`, if it has one."""
+
+    prompt: int
+    choices: int
+    reply: int | None
+
+    def total(self, default: int | None) -> int:
+        """`default` is the model's limit for a reply."""
+        reply = default if self.reply is None else self.reply
+        return self.prompt + (REPLY_TOKENS if reply is None else reply) * self.choices
+
+
+def estimate_tokens(request: GenerationRequest, weight: int) -> Estimate:
+    """`weight` is the size of the body and of the stored items that it refers to."""
+    choices = max(request.choices, request.best_of) * max(1, len(request.prompts))
+    return Estimate(estimate_prompt_tokens(request, weight), choices, request.max_tokens)
+
+
+def estimate_prompt_tokens(request: GenerationRequest, weight: int) -> int:
+    images = [image for message in request.messages for image in message.images]
+    text = weight - sum(len(image.data) * 4 // 3 for image in images if image.data is not None)
+    return estimate_text_tokens(max(0, text)) + IMAGE_TOKENS * len(images)
+
+
+def estimate_text_tokens(size: int) -> int:
+    return -(-size // BYTES_PER_TOKEN)

@@ -1,4 +1,4 @@
-"""What a caller may ask for: routes by name, models by name or pattern."""
+"""Callers and what they may use: routes by scope, models by name or pattern."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -23,34 +23,34 @@ PATHS: tuple[tuple[str, RouteScope], ...] = (
     ("/stats", "stats"),
     ("/admin/", "admin"),
 )
-"""The scope of every route whose path begins like this."""
+"""The scope of each path prefix."""
 
-ALL: frozenset[RouteScope] = frozenset(get_args(RouteScope))
-USUAL = ALL - RESERVED
-NO_KEY = "anonymous"
-"""The principal of who has none, or none that is valid here."""
+ALL_SCOPES: frozenset[RouteScope] = frozenset(get_args(RouteScope))
+DEFAULT_SCOPES = ALL_SCOPES - RESERVED
+ANONYMOUS = "anonymous"
+"""The principal of a request without a valid key."""
 
 
 @lru_cache(maxsize=256)
-def scope_of(path: str) -> RouteScope | None:
-    """None: nothing that needs one."""
+def scope_for_path(path: str) -> RouteScope | None:
+    """The scope that a path requires; None if it requires none."""
     return next((scope for prefix, scope in PATHS if path.startswith(prefix)), None)
 
 
-def routes_of(named: Iterable[RouteScope]) -> frozenset[RouteScope]:
-    """Those that are named, or the usual ones; every caller may see which models there are for it."""
-    return frozenset(named) | {"models"} if named else USUAL
+def allowed_scopes(configured: Iterable[RouteScope]) -> frozenset[RouteScope]:
+    """The configured scopes, or the default ones. Every caller may list its models."""
+    return frozenset(configured) | {"models"} if configured else DEFAULT_SCOPES
 
 
 class Caller:
-    """Who is asking. `models` None: every model may be asked. `within`: which must fit one of these too."""
+    """The sender of a request. A model must match `models` and `within`; None matches every model."""
 
     __slots__ = ("models", "principal", "quota", "routes", "within")
 
     def __init__(
         self,
         principal: str,
-        routes: frozenset[RouteScope] = ALL,
+        routes: frozenset[RouteScope] = ALL_SCOPES,
         models: Sequence[str] | None = None,
         quota: Quota | None = None,
         within: Sequence[str] | None = None,
@@ -65,27 +65,27 @@ class Caller:
         if scope is None or scope in self.routes:
             return
         allowed = ", ".join(sorted(self.routes)) or "none"
-        if self.principal == NO_KEY:
-            raise PermissionDenied(f"{scope} needs a key that is for it; without one there is: {allowed}")
-        raise PermissionDenied(f"this key is not for {scope}; it is for: {allowed}")
+        if self.principal == ANONYMOUS:
+            raise PermissionDenied(f"{scope} routes need a key; without one this server allows: {allowed}")
+        raise PermissionDenied(f"this key may not use {scope} routes; it allows: {allowed}")
 
-    def may_ask(self, model: str) -> bool:
-        return all(patterns is None or _fits(model.lower(), patterns) for patterns in (self.models, self.within))
+    def may_use(self, model: str) -> bool:
+        return all(patterns is None or _matches(model.lower(), patterns) for patterns in (self.models, self.within))
 
     @property
     def allowed(self) -> str:
-        """The models that may be asked, in words."""
+        """The allowed models, for messages."""
         models = ", ".join(self.models or ()) or "none"
         return f"{models} (of {', '.join(self.within)})" if self.models and self.within is not None else models
 
     def check_model(self, model: str) -> None:
-        if not self.may_ask(model):
-            raise PermissionDenied(f"this key is not for model '{model}'; it is for: {self.allowed}", param="model")
+        if not self.may_use(model):
+            raise PermissionDenied(f"this key may not use model '{model}'; it allows: {self.allowed}", param="model")
 
 
-def _fits(name: str, patterns: Sequence[str]) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-ANYBODY = Caller(NO_KEY)
-"""Who asks where no key is needed."""
+UNRESTRICTED = Caller(ANONYMOUS)
+"""Every caller, if the server requires no keys."""

@@ -1,7 +1,6 @@
 """The door of a front end: what takes the most work is answered here, everything else by the parent."""
 
 import asyncio
-import math
 from collections.abc import Awaitable
 
 from dragoman.config.settings import Settings
@@ -65,10 +64,11 @@ class FrontEnd(Door):
         body = await exchange.decoded(self.settings.limits, bytes) if exchange.method == "POST" else b""
         question = Relay(exchange.record.id, exchange.plain_scope(), body)
         # How long it may take is the parent's to say.
-        exchange.is_relayed, exchange.due, exchange.deadline = True, math.inf, math.inf
+        exchange.is_relayed = True
+        exchange.timer.stop()
         try:
             answer = await relayed(self._parent, question)
         except asyncio.CancelledError:
             self._parent.send(Drop(question.id))
             raise
-        await exchange.pass_on(answer.status, answer.headers, answer.body)
+        await exchange.response.relay(answer.status, answer.headers, answer.body)

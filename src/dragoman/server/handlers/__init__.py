@@ -1,1 +1,1 @@
-"""The handlers of the routes, one module per subject."""
+"""Route handlers, one module per subject."""

@@ -1,61 +1,65 @@
-"""The operator's routes: which models are loaded, loading and unloading them, and a new configuration.
+"""Admin handlers: list, load and unload models, reload the configuration, drain upstream servers.
 
-They need a key with the scope `admin`. Where no keys are configured they need the server's own token (see
-`admin_token`): a connection from this machine is not enough.
+They need a key with the scope `admin`, or the admin token if no keys are configured (see `admin_token`). A connection
+from this machine is not enough.
 """
 
 import asyncio
 import math
 import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from dragoman.core.engine import Engine
-from dragoman.core.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized
+from dragoman.core.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized, quote
+from dragoman.engines.upstream.pool import PlaceState
 from dragoman.models import Host, Model
 from dragoman.protocols import admin as wire
 from dragoman.server.app import App
 from dragoman.server.auth.admin_token import HEADER, has_token
-from dragoman.server.auth.scopes import ANYBODY
+from dragoman.server.auth.scopes import UNRESTRICTED
 from dragoman.server.http_exchange import Exchange
+from dragoman.server.routing import not_found_error
 
 ROOT = "/admin/models"
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 UNLOAD_SECONDS = 5.0
-"""How long the answer waits for a model to go."""
+"""Time that the reply waits for a model to unload."""
 
 
 async def models(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     await app.catalog.look()
-    seen = [model for model in app.catalog.listed() if exchange.caller.may_ask(model.name)]
-    served = [await _served(app, model) for model in seen]
+    visible = [model for model in app.catalog.listed() if exchange.caller.may_use(model.name)]
+    served = [await _describe(app, model) for model in visible]
     # Models that share an engine share its memory.
-    used = {model.host.key: told.memory or 0 for model, told in zip(seen, served, strict=True)}
-    await exchange.reply_json(wire.encode_fleet(served, sum(used.values()), app.catalog.lifecycle.budget))
+    used = {model.host.key: status.memory or 0 for model, status in zip(visible, served, strict=True)}
+    await exchange.response.send_json(wire.encode_fleet(served, sum(used.values()), app.catalog.lifecycle.budget))
 
 
 async def change(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
-    # Its body means nothing; but no web page of another origin can send one that passes.
+    # The body is ignored, but its checks stop requests from web pages of other origins.
     await exchange.decoded(app.settings.limits, bytes)
     name, _, action = exchange.path.removeprefix(f"{ROOT}/").rpartition("/")
     if action not in ("load", "unload") or not name:
-        raise NotFound(f"there is nothing at {exchange.path[:100]}; try {ROOT}/NAME/load or {ROOT}/NAME/unload")
+        raise not_found_error(exchange, f"; try {ROOT}/NAME/load or {ROOT}/NAME/unload")
     model = await app.model(exchange, name)
     done = await (_load(model) if action == "load" else _unload(app, model))
-    await exchange.reply_json(wire.encode_served(await _served(app, model)), 200 if done else 202)
+    await exchange.response.send_json(wire.encode_served(await _describe(app, model)), 200 if done else 202)
 
 
 async def reload(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
     await exchange.decoded(app.settings.limits, bytes)
     try:
-        await exchange.reply_json(wire.encode_reloaded(await app.reload()))
+        await exchange.response.send_json(wire.encode_reloaded(await app.reload()))
     except ConfigError as error:
-        raise InvalidConfig(f"the configuration stays as it was: {error}") from error
+        raise InvalidConfig(f"configuration not reloaded: {error}") from error
 
 
 async def _load(model: Model) -> bool:
-    """Whether it is there, after waiting as long as a request would. One that has failed is tried again at once."""
+    """Load a model and wait as long as a request would. True if it is ready. A failed model is retried immediately."""
     try:
         if model.host.state == "failed":
             model.host.load()
@@ -63,29 +67,29 @@ async def _load(model: Model) -> bool:
     except ModelLoading:
         return False
     except ModelFailed as error:
-        # Who may ask for this may read the reason.
+        # The operator may see the reason.
         raise ModelFailed(model.host.failure or error.message, retry_after=error.retry_after or 1) from error
     return True
 
 
 async def _unload(app: App, model: Model) -> bool:
-    """Whether the model is unloaded. Its running requests finish first, however long they take; a load is aborted."""
+    """Unload a model; True if it is done. Running requests finish first. A load in progress is aborted."""
     host, before = model.host, model.host.engine
     app.catalog.lifecycle.dismiss(host)
-    patience = time.monotonic() + UNLOAD_SECONDS
-    while not (has_gone := _has_gone(host, before)) and time.monotonic() < patience:  # noqa: ASYNC110 (seldom)
-        await asyncio.sleep(LOOK_SECONDS)
-    return has_gone
+    deadline = time.monotonic() + UNLOAD_SECONDS
+    while not (is_gone := _is_unloaded(host, before)) and time.monotonic() < deadline:  # noqa: ASYNC110 (seldom)
+        await asyncio.sleep(POLL_SECONDS)
+    return is_gone
 
 
-def _has_gone(host: Host, before: Engine | None) -> bool:
-    """Whether it was out once since; for those who wait it may be on its way back."""
+def _is_unloaded(host: Host, before: Engine | None) -> bool:
+    """Whether the engine was unloaded. Waiting requests may already be loading the model again."""
     if host.state == "loading":
         return before is not None and host.engine is not before
     return host.state != "unloading" and (host.engine is None or host.engine is not before)
 
 
-async def _served(app: App, model: Model) -> wire.ServedModel:
+async def _describe(app: App, model: Model) -> wire.ServedModel:
     host = model.host
     seat = app.catalog.lifecycle.seat(host)
     is_here = host.engine is not None and not host.is_returning
@@ -108,9 +112,56 @@ async def _served(app: App, model: Model) -> wire.ServedModel:
 
 def check_operator(app: App, exchange: Exchange) -> None:
     """Require the admin token if no key is needed. The scope of a key has been checked already."""
-    if exchange.caller is not ANYBODY or has_token(exchange.headers, app.admin_token):
+    if exchange.caller is not UNRESTRICTED or has_token(exchange.headers, app.admin_token):
         return
     raise Unauthorized(
-        f"this route needs a key with the scope admin, or, since no keys are configured, the header {HEADER} with the "
-        "token that the server keeps in the folder run of its home; `dragoman models` and `dragoman drain` send it"
+        f"this route needs a key with the scope admin. As no keys are configured, it also accepts the header {HEADER} "
+        "with the token from the run directory of the server's home. `dragoman models` and `dragoman drain` send it."
     )
+
+
+@runtime_checkable
+class PooledEngine(Protocol):
+    """An engine with several upstream servers."""
+
+    def states(self) -> Sequence[PlaceState]: ...
+
+    def drain(self, url: str, drained: bool) -> None: ...
+
+
+async def upstreams(app: App, exchange: Exchange) -> None:
+    check_operator(app, exchange)
+    await exchange.response.send_json(wire.encode_upstreams(_list_upstreams(app)))
+
+
+async def drain(app: App, exchange: Exchange) -> None:
+    check_operator(app, exchange)
+    request = await exchange.decoded(app.settings.limits, wire.decode_drain)
+    engine = await (await app.model(exchange, request.model)).host.ready()
+    try:
+        if not isinstance(engine, PooledEngine):
+            raise ConfigError(f"model {quote(request.model)} has no upstream servers")
+        engine.drain(request.url, request.drain)
+    except ConfigError as error:
+        raise NotFound(str(error)) from error
+    await exchange.response.send_json(wire.encode_upstreams(_list_upstreams(app)))
+
+
+def is_out(engine: object) -> bool:
+    """Whether the engine has upstream servers, but none that accepts requests."""
+    states = _upstream_states(engine)
+    return bool(states) and all(server.state in ("out", "draining", "drained") for server in states)
+
+
+def _list_upstreams(app: App) -> list[wire.ListedPlace]:
+    return [
+        wire.ListedPlace(
+            model.name, server.url, server.state, server.running, server.failures, server.weight, server.rank
+        )
+        for model in app.catalog.models.values()
+        for server in _upstream_states(model.host.engine)
+    ]
+
+
+def _upstream_states(engine: object) -> Sequence[PlaceState]:
+    return engine.states() if isinstance(engine, PooledEngine) else ()

@@ -1,7 +1,7 @@
-"""The routes that make vectors: embeddings, and documents ranked by how alike they are to a query.
+"""Handlers for embeddings and reranking.
 
-A long list of texts goes to the engine in parts: one after the other, so that others have their turns in between, and
-a client that leaves stops the work.
+A long list of inputs goes to the engine in batches, one after the other. So other requests run in between, and a
+disconnect stops the work.
 """
 
 import asyncio
@@ -23,32 +23,32 @@ from dragoman.pipeline.generate import check
 from dragoman.protocols.embeddings import server as wire_embeddings
 from dragoman.protocols.rerank import server as wire_rerank
 from dragoman.server.app import App
-from dragoman.server.auth.token_estimate import estimated_text
-from dragoman.server.handlers.generation import silent_engine
+from dragoman.server.auth.quotas import estimate_text_tokens
+from dragoman.server.handlers.generation import stall_error
 from dragoman.server.http_exchange import Exchange
 
-PART_INPUTS = 64
-PART_SIZE = 8 * 1024
+BATCH_INPUTS = 64
+BATCH_SIZE = 8 * 1024
 """Characters or token ids."""
 INPUT = re.compile(r"input\[(?P<at>\d+)\]")
-"""As an engine names one."""
+"""The name of an input in an engine's error."""
 
 
 async def embeddings(app: App, exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
-    made = await _embed(app, exchange, model, request, partial(wire_embeddings.place, request))
-    await exchange.reply_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, made))
+    vectors = await _embed(app, exchange, model, request, partial(wire_embeddings.place, request))
+    await exchange.response.send_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, vectors))
 
 
 async def rerank(app: App, exchange: Exchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
-    made = await _embed(app, exchange, model, request, wire_rerank.place)
+    vectors = await _embed(app, exchange, model, request, wire_rerank.place)
     request_id = exchange.record.id
-    await exchange.reply_json(await asyncio.to_thread(wire_rerank.encode_reply, request, request_id, made))
+    await exchange.response.send_json(await asyncio.to_thread(wire_rerank.encode_reply, request, request_id, vectors))
 
 
 async def _embed(
@@ -56,73 +56,72 @@ async def _embed(
     exchange: Exchange,
     model: Model,
     request: EmbeddingRequest | RerankRequest,
-    place: Callable[[int], str],
+    field_of: Callable[[int], str],
 ) -> list[Embedding]:
-    """The vectors of all inputs; the request holds a slot of its model meanwhile, as a generation does. `place` tells
-    where an input stands in the request."""
+    """Compute the vectors of all inputs while holding a slot of the model. `field_of` names the field of an input."""
     lease = app.lease_of(exchange)
     if lease is not None:
-        lease.reserve(estimated_text(exchange.weight))
+        lease.reserve(estimate_text_tokens(exchange.weight))
     host = model.host
     engine = None if host.is_known else await host.enter()
     slots = Slots(host.admission, exchange.record.principal)
-    made: list[Embedding] = []
+    vectors: list[Embedding] = []
     try:
         if "embeddings" not in host.supports:
-            raise NotSupported(f"model '{model.name}' makes no embeddings", param="model")
+            raise NotSupported(f"model '{model.name}' does not support embeddings", param="model")
         ignored = check(model.name, request.asked, host.supports, app.is_strict(exchange))
         if ignored:
-            exchange.ignore(ignored)
+            exchange.response.ignore(ignored)
         await slots.first()
         engine = engine or await host.enter()
-        exchange.expect(app.settings.limits.stall_seconds, silent_engine)
-        for part in parts(request.inputs):
-            with _placed(place, len(made)):
-                made += await _made(engine.vectors_of(model.name), part)
+        exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
+        for batch in batches(request.inputs):
+            with _renamed_fields(field_of, len(vectors)):
+                vectors += await _embed_batch(engine.vectors_of(model.name), batch)
             if isinstance(request, EmbeddingRequest):
-                _check_dimensions(request, made[0])
-            exchange.note_progress()
+                _check_dimensions(request, vectors[0])
+            exchange.timer.note_progress()
     finally:
         slots.close()
         if engine is not None:
             host.leave()
-    exchange.record.count(Usage(prompt=sum(entry.tokens for entry in made)))
-    return made
+    exchange.record.count(Usage(prompt=sum(entry.tokens for entry in vectors)))
+    return vectors
 
 
 @contextmanager
-def _placed(place: Callable[[int], str], begin: int) -> Generator[None, None, None]:
-    """An engine counts what it was given; the caller knows all that was sent."""
+def _renamed_fields(field_of: Callable[[int], str], first: int) -> Generator[None, None, None]:
+    """In errors, replace the index within the batch, which starts at `first`, by the field of the request."""
     try:
         yield
     except BadRequest as error:
-        told = INPUT.fullmatch(error.param or "")
-        if told:
-            error.param = place(begin + int(told["at"]))
+        match = INPUT.fullmatch(error.param or "")
+        if match:
+            error.param = field_of(first + int(match["at"]))
         raise
 
 
-async def _made(make: MakeVectors, inputs: Sequence[Input]) -> Sequence[Embedding]:
-    made = await call(make, inputs)
-    if len(made) != len(inputs) or len({entry.dimensions for entry in made}) != 1 or not made[0].vector:
-        raise EngineFailed("the engine made something else than one vector for each input")
-    return made
+async def _embed_batch(embed: MakeVectors, inputs: Sequence[Input]) -> Sequence[Embedding]:
+    vectors = await call(embed, inputs)
+    if len(vectors) != len(inputs) or len({entry.dimensions for entry in vectors}) != 1 or not vectors[0].vector:
+        raise EngineFailed("the engine did not return one vector per input")
+    return vectors
 
 
-def _check_dimensions(request: EmbeddingRequest, made: Embedding) -> None:
-    if request.dimensions is not None and request.dimensions > made.dimensions:
-        words = f"dimensions: the vectors of model '{request.model}' have {made.dimensions}, not {request.dimensions}"
-        raise BadRequest(words, param="dimensions")
+def _check_dimensions(request: EmbeddingRequest, vector: Embedding) -> None:
+    if request.dimensions is not None and request.dimensions > vector.dimensions:
+        message = f"dimensions: model '{request.model}' has {vector.dimensions}, fewer than {request.dimensions}"
+        raise BadRequest(message, param="dimensions")
 
 
-def parts(inputs: Sequence[Input]) -> Iterator[Sequence[Input]]:
-    """The inputs in their order, a few at a time; one that is large by itself is a part of its own."""
-    part: list[Input] = []
+def batches(inputs: Sequence[Input]) -> Iterator[Sequence[Input]]:
+    """Split the inputs into batches, in order. An input larger than `BATCH_SIZE` is a batch of its own."""
+    batch: list[Input] = []
     size = 0
     for entry in inputs:
-        if part and (len(part) == PART_INPUTS or size + len(entry) > PART_SIZE):
-            yield part
-            part, size = [], 0
-        part.append(entry)
+        if batch and (len(batch) == BATCH_INPUTS or size + len(entry) > BATCH_SIZE):
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
         size += len(entry)
-    yield part
+    yield batch

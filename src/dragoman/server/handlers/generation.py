@@ -1,12 +1,12 @@
-"""From a generation's events to JSON or to a stream of frames.
+"""Handler for generation: turns the events of a model into JSON or a stream of frames.
 
 Rules
-1. The status goes out with the first event that says something, so that what fails before has a status of its own;
-   after a long silence, in the queue too, a stream begins without waiting for it.
-2. A failure after that is the protocol's error frame, and the stream ends without its normal end.
-3. Whatever is ready leaves in one write.
-4. Where a model cannot answer, the first that may stand in for it does. Once an engine has said something nobody
-   stands in for it. Where nobody can, the caller hears why the model that was asked for does not answer.
+1. The status is sent with the first event that has content, so an earlier failure has its own status. After a long
+   silence, also in the queue, a stream starts without waiting for it.
+2. A later failure becomes the protocol's error frame, and the stream ends without its normal end.
+3. Frames that are ready together leave in one write.
+4. If a model cannot answer, its fallbacks are tried in order, until one of them produces events. If all fail, the
+   client gets the error of the requested model.
 """
 
 import asyncio
@@ -24,196 +24,203 @@ from dragoman.core.reply import Collection
 from dragoman.core.request import GenerationRequest
 from dragoman.pipeline.generate import Take, cannot_honour, check_limits, generate
 from dragoman.protocols.registry import Encoder, Protocol, Telling
-from dragoman.server.auth.token_estimate import Estimate, estimated, estimated_prompt
+from dragoman.server.auth.quotas import Estimate, estimate_prompt_tokens, estimate_tokens
 from dragoman.server.base_app import Door
 from dragoman.server.http_exchange import Exchange
-from dragoman.server.model_lease import Engaging, Wish
+from dragoman.server.model_lease import ModelLeaseProtocol, Wish
 from dragoman.server.telemetry.meter import Meter
 
 log = logging.getLogger("dragoman.prompts")
-log_run = logging.getLogger("dragoman.server")
-Settle = Callable[[], Awaitable[None]]
-Begin = Callable[[GenerationRequest], Take]
-"""Gets ready to tell the reply to a request, which names the model that is asked for it."""
-OF_THE_MODEL = frozenset({429, 500, 502, 503, 504})
-"""Statuses of errors that another model may not have."""
+log_server = logging.getLogger("dragoman.server")
+Store = Callable[[], Awaitable[None]]
+MakeSink = Callable[[GenerationRequest], Take]
+"""Makes the receiver of the events for a request to one model."""
+FALLBACK_STATUSES = frozenset({429, 500, 502, 503, 504})
+"""Statuses of errors that a fallback model may not have."""
 
 
-async def answer(door: Door, exchange: Exchange, protocol: Protocol) -> None:
-    decoded = await exchange.decoded(door.settings.limits, protocol.decode)
-    await reply_to(door, exchange, decoded, protocol)
+async def answer(app: Door, exchange: Exchange, protocol: Protocol) -> None:
+    decoded = await exchange.decoded(app.settings.limits, protocol.decode)
+    await reply_to(app, exchange, decoded, protocol)
 
 
 async def reply_to(
-    door: Door, exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None = None
+    app: Door,
+    exchange: Exchange,
+    decoded: GenerationRequest,
+    reply_format: Telling,
+    store: Store | None = None,
 ) -> None:
-    """Generate, and tell it. `settle` is called when the reply is complete, just before the caller hears so."""
+    """Generate and send the reply. `store` is called when the reply is complete, before its end is sent."""
     if decoded.delivery.stream:
-        await _stream(door, exchange, decoded, telling, settle)
+        await _stream(app, exchange, decoded, reply_format, store)
         return
     collection = Collection()
-    request = await _run(door, exchange, decoded, lambda request: _collector(door, exchange, collection))
-    told = telling.encode_reply(request, int(time.time()), collection.reply())
-    if settle is not None:
-        await settle()
-    await exchange.reply_json(told)
+    request = await _run(app, exchange, decoded, lambda request: _collecting_sink(app, exchange, collection))
+    reply = reply_format.encode_reply(request, int(time.time()), collection.reply())
+    if store is not None:
+        await store()
+    await exchange.response.send_json(reply)
 
 
 def with_defaults(request: GenerationRequest, defaults: SamplingDefaults | None) -> GenerationRequest:
-    """What the request leaves open, as the configuration of its model has it."""
+    """Fill unset parameters with the defaults of the model's configuration."""
     if defaults is None:
         return request
-    most = defaults.max_tokens if request.max_tokens is None else request.max_tokens
-    return msgspec.structs.replace(request, sampling=defaults.fill(request.sampling), max_tokens=most)
+    limit = defaults.max_tokens if request.max_tokens is None else request.max_tokens
+    return msgspec.structs.replace(request, sampling=defaults.fill(request.sampling), max_tokens=limit)
 
 
-async def _run(door: Door, exchange: Exchange, decoded: GenerationRequest, begin: Begin) -> GenerationRequest:
-    """The generation, by the model or by one that stands in for it; the request as that one got it."""
-    engagement, record = door.engagement(exchange), exchange.record
-    estimate = None if exchange.lease is None else estimated(decoded, exchange.weight)
+async def _run(app: Door, exchange: Exchange, decoded: GenerationRequest, make_sink: MakeSink) -> GenerationRequest:
+    """Generate with the model or a fallback. Returns the request as that model got it."""
+    lease, record = app.engagement(exchange), exchange.record
+    estimate = None if exchange.lease is None else estimate_tokens(decoded, exchange.weight)
     try:
-        return await _run_by(door, exchange, engagement, decoded, begin, estimate)
+        return await _run_with(app, exchange, lease, decoded, make_sink, estimate)
     except DragomanError as error:
-        if not engagement.fallbacks or record.first_event_us is not None or error.status not in OF_THE_MODEL:
+        if not lease.fallbacks or record.first_event_us is not None or error.status not in FALLBACK_STATUSES:
             raise
         failure = error
-    for name in engagement.fallbacks:
-        words = "request %s: model %s cannot answer (%s); %s is asked"
-        log_run.warning(words, record.id, engagement.label, failure.message, name, extra={"request_id": record.id})
-        exchange.begin_again()
-        asked = msgspec.structs.replace(decoded, model=name)
+    for name in lease.fallbacks:
+        message = "request %s: model %s cannot answer (%s); trying %s"
+        log_server.warning(message, record.id, lease.label, failure.message, name, extra={"request_id": record.id})
+        exchange.response.clear_notes()
+        request = msgspec.structs.replace(decoded, model=name)
         try:
-            return await _run_by(door, exchange, door.engagement(exchange), asked, begin, None)
+            return await _run_with(app, exchange, app.engagement(exchange), request, make_sink, None)
         except DragomanError as error:
             if record.first_event_us is not None:
                 raise
-            if error.status not in OF_THE_MODEL:
+            if error.status not in FALLBACK_STATUSES:
                 break
-    record.model = engagement.label
+    record.model = lease.label
     raise failure
 
 
-async def _run_by(
-    door: Door,
+async def _run_with(
+    app: Door,
     exchange: Exchange,
-    engagement: Engaging,
+    lease: ModelLeaseProtocol,
     decoded: GenerationRequest,
-    begin: Begin,
+    make_sink: MakeSink,
     estimate: Estimate | None,
 ) -> GenerationRequest:
-    """The generation, from the moment the model is there and a slot is free."""
-    limits, record = door.settings.limits, exchange.record
+    """Generate with the model of a lease."""
+    limits, record = app.settings.limits, exchange.record
     try:
-        request = await _found(door, exchange, engagement, decoded, estimate)
+        request = await _prepare_request(app, exchange, lease, decoded, estimate)
         check_limits(request, limits.choices, limits.stop_strings)
-        take = begin(request)
-        # Only now may a silent stream begin with a comment: until here there was a status and a header to decide.
-        exchange.streaming = request.delivery.stream
-        metrics = door.telemetry.metrics.of(engagement.label or request.model)
-        exchange.meter = Meter(record, metrics, exchange.started, partial(estimated_prompt, request, exchange.weight))
-        engine = await engagement.start()
-        record.queue_us = engagement.queue_us
-        exchange.expect(limits.stall_seconds, silent_engine)
-        await generate(engine, request, engagement.turns, take, exchange.note_running)
-        begun = exchange.started + (record.first_event_us or 0) / 1e6
-        engagement.note_speed(record.completion_tokens, exchange.heard - begun)
+        sink = make_sink(request)
+        # Before this point the status and the headers could still change, so no comment may start the stream.
+        exchange.response.is_streaming = request.delivery.stream
+        prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
+        metrics = app.telemetry.metrics.of(lease.label or request.model)
+        exchange.meter = Meter(record, metrics, exchange.timer.started, prompt_tokens)
+        engine = await lease.start()
+        record.queue_us = lease.queue_us
+        exchange.timer.expect(limits.stall_seconds, stall_error)
+        await generate(engine, request, lease.turns, sink, exchange.timer.note_running)
+        first_event = exchange.timer.started + (record.first_event_us or 0) / 1e6
+        lease.note_speed(record.completion_tokens, exchange.timer.last_progress - first_event)
         return request
     finally:
-        engagement.close()
+        lease.close()
 
 
-async def _found(
-    door: Door, exchange: Exchange, engagement: Engaging, decoded: GenerationRequest, estimate: Estimate | None
+async def _prepare_request(
+    app: Door, exchange: Exchange, lease: ModelLeaseProtocol, decoded: GenerationRequest, estimate: Estimate | None
 ) -> GenerationRequest:
-    """The request as its model gets it."""
+    """Find the model and complete the request for it."""
     record = exchange.record
     try:
-        found = await engagement.find(Wish(decoded.model, decoded.asked, estimate, door.is_strict(exchange)))
+        info = await lease.find(Wish(decoded.model, decoded.asked, estimate, app.is_strict(exchange)))
     finally:
-        record.model = engagement.label
-    if found.ignored:
-        exchange.ignore(found.ignored)
-    if door.settings.telemetry.log_prompts:
-        asked = msgspec.json.encode(decoded.messages or decoded.prompts).decode()
-        log.info("request %s asks: %s", record.id, asked, extra={"request_id": record.id})
-    filled = with_defaults(decoded, found.sampling)
-    return msgspec.structs.replace(filled, id=record.id, model=found.model, principal=record.principal)
+        record.model = lease.label
+    if info.ignored:
+        exchange.response.ignore(info.ignored)
+    if app.settings.telemetry.log_prompts:
+        prompt = msgspec.json.encode(decoded.messages or decoded.prompts).decode()
+        log.info("request %s: prompt %s", record.id, prompt, extra={"request_id": record.id})
+    filled = with_defaults(decoded, info.sampling)
+    return msgspec.structs.replace(filled, id=record.id, model=info.model, principal=record.principal)
 
 
-def _collector(door: Door, exchange: Exchange, collection: Collection) -> Take:
-    def take(choice: int, events: Sequence[Event]) -> None:
-        _note(door, exchange, choice, events)
+def _collecting_sink(app: Door, exchange: Exchange, collection: Collection) -> Take:
+    def collect(choice: int, events: Sequence[Event]) -> None:
+        _record_events(app, exchange, choice, events)
         collection.add(choice, events)
 
-    return take
+    return collect
 
 
 async def _stream(
-    door: Door, exchange: Exchange, decoded: GenerationRequest, telling: Telling, settle: Settle | None
+    app: Door, exchange: Exchange, decoded: GenerationRequest, reply_format: Telling, store: Store | None
 ) -> None:
-    frames = _Frames(door, exchange, telling)
+    frames = _FrameSink(app, exchange, reply_format)
     failure: Exception | None
     try:
-        await _run(door, exchange, decoded, frames.begin)
+        await _run(app, exchange, decoded, frames.start)
         end = frames.encoder.end()
-        if settle is not None:
-            await settle()
+        if store is not None:
+            await store()
     except asyncio.CancelledError:
         failure = exchange.take_cancellation()
         if failure is None:
             raise
     except Exception as error:
         failure = error
-        if not exchange.begun:
+        if not exchange.response.is_started:
             raise
     else:
-        await exchange.end(end)
+        await exchange.response.end(end)
         return
-    if not exchange.begun:
+    if not exchange.response.is_started:
         raise failure
-    await exchange.end(frames.encoder.fail(exchange.told(failure)))
+    await exchange.response.end(frames.encoder.fail(exchange.public_error(failure)))
 
 
-class _Frames:
-    """The frames of a stream on their way out. Each model that is asked has an encoder of its own."""
+class _FrameSink:
+    """Encodes events as frames and writes them. Each model that is tried has its own encoder."""
 
     encoder: Encoder
 
-    def __init__(self, door: Door, exchange: Exchange, telling: Telling) -> None:
-        self._door = door
+    def __init__(self, app: Door, exchange: Exchange, reply_format: Telling) -> None:
+        self._app = app
         self._exchange = exchange
-        self._telling = telling
-        self._held = b""
+        self._response = exchange.response
+        self._format = reply_format
+        self._pending = b""
 
-    def begin(self, request: GenerationRequest) -> Take:
-        self.encoder = self._telling.encoder(request, int(time.time()))
-        return self._take
+    def start(self, request: GenerationRequest) -> Take:
+        self.encoder = self._format.encoder(request, int(time.time()))
+        return self._write_events
 
-    def _take(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
-        exchange = self._exchange
-        _note(self._door, exchange, choice, events)
+    def _write_events(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        response = self._response
+        _record_events(self._app, self._exchange, choice, events)
         frames = self.encoder.feed(choice, events)
-        if not exchange.begun and all(type(event) is Started for event in events):
-            self._held += frames
+        if not response.is_started and all(type(event) is Started for event in events):
+            self._pending += frames
             return None
-        if self._held:
-            frames, self._held = self._held + frames, b""
-        return None if not frames or exchange.write_now(frames) else exchange.write(frames)
+        if self._pending:
+            frames, self._pending = self._pending + frames, b""
+        return None if not frames or response.write_now(frames) else response.write(frames)
 
 
-def silent_engine(seconds: float) -> DragomanError:
-    return EngineTimeout(f"the engine was silent for {seconds:g} s")
+def stall_error(seconds: float) -> DragomanError:
+    return EngineTimeout(f"the engine produced nothing for {seconds:g} s")
 
 
-def _note(door: Door, exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
-    exchange.note_progress()
+def _record_events(app: Door, exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
+    timer = exchange.timer
+    timer.note_progress()
     assert exchange.meter is not None
-    exchange.meter.note(choice, events, exchange.heard)
+    exchange.meter.note(choice, events, timer.last_progress)
     first, last = events[0], events[-1]
     if type(first) is Started and first.ignored:
-        if door.is_strict(exchange):
+        if app.is_strict(exchange):
             raise cannot_honour(exchange.record.model or "", first.ignored[0])
-        exchange.ignore(first.ignored)
+        exchange.response.ignore(first.ignored)
     if type(last) is Finished:
-        for words in last.warnings:
-            exchange.warn(words)
+        for warning in last.warnings:
+            exchange.response.warn(warning)

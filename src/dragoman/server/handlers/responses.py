@@ -1,9 +1,9 @@
-"""The routes of responses: those that answer look up and keep, the others show what was kept.
+"""Handlers for the Responses API: create responses, and read, delete and cancel stored ones.
 
 Rules
-1. A response is kept when it is complete, before the caller hears that it is; one that failed is not.
-2. What belongs to another principal is not there.
-3. A conversation is no larger than a body may be, whether it was sent or kept.
+1. A complete response is stored before its end is sent. A failed one is not stored.
+2. The responses of another principal do not exist for a caller.
+3. The size limit of a body applies to the whole conversation, including stored items.
 """
 
 import time
@@ -28,77 +28,77 @@ from dragoman.protocols.json_body import LARGE_BODY
 from dragoman.server.app import App
 from dragoman.server.base_app import Door
 from dragoman.server.handlers.generation import reply_to
-from dragoman.server.handlers.prompts import count_prompt
+from dragoman.server.handlers.tokens import count_prompt
 from dragoman.server.http.bodies import run_in_body_thread
-from dragoman.server.http.websocket import RESPONSES_PATH, upgrade_required
 from dragoman.server.http_exchange import Exchange
+from dragoman.server.routing import RESPONSES_PATH, not_found_error, upgrade_required
 from dragoman.storage.base import KeptItem, KeptResponse
 
 INPUT_ITEMS, CANCEL = "input_items", "cancel"
 MANY_ITEMS = 500
-"""Small items take longer than their bytes tell."""
+"""Above this many items, work is done in a thread, even if they are small."""
 T = TypeVar("T")
 
 
-async def create(door: Door, exchange: Exchange) -> None:
-    question = await _question(door, exchange)
-    telling = responses.Telling(question.shown, time.time)
-    settle = partial(_settle, door, exchange, question.shown, telling)
+async def create(app: Door, exchange: Exchange) -> None:
+    question = await _read_question(app, exchange)
+    encoder = responses.Telling(question.shown, time.time)
+    store = partial(_store, app, exchange, question.shown, encoder)
     try:
-        await reply_to(door, exchange, question.request, telling, settle)
+        await reply_to(app, exchange, question.request, encoder, store)
     except ContextTooLong as error:
-        # An engine cannot know what the conversation is called here.
+        # The engine does not know the name of this field.
         error.param = "input"
         raise
 
 
 async def count(app: App, exchange: Exchange) -> None:
-    question = await _question(app, exchange)
-    await exchange.reply_json(responses.encode_count(await count_prompt(app, exchange, question.request)))
+    question = await _read_question(app, exchange)
+    await exchange.response.send_json(responses.encode_count(await count_prompt(app, exchange, question.request)))
 
 
-async def _question(door: Door, exchange: Exchange) -> responses.Question:
-    asking = await exchange.decoded(door.settings.limits, responses.read)
+async def _read_question(app: Door, exchange: Exchange) -> responses.Question:
+    body = await exchange.decoded(app.settings.limits, responses.read)
     principal = exchange.record.principal
     earlier: tuple[KeptItem, ...] = ()
-    previous = asking.fields.previous_response_id
+    previous = body.fields.previous_response_id
     if previous is not None:
-        kept = await door.responses.find(principal, previous)
-        if kept is None:
-            words = f"previous_response_id: no response {quote(previous)} is kept here; send the whole conversation"
-            raise PreviousResponseNotFound(words, param="previous_response_id")
-        earlier = kept.items
-    found = await door.responses.items(principal, asking.references)
-    # One item may be referred to many times, and is there as many times then.
-    exchange.weight += sum(len(found[item]) for item in asking.references if item in found)
+        stored = await app.responses.find(principal, previous)
+        if stored is None:
+            message = f"previous_response_id: response {quote(previous)} is not stored; send the whole conversation"
+            raise PreviousResponseNotFound(message, param="previous_response_id")
+        earlier = stored.items
+    referenced = await app.responses.items(principal, body.references)
+    # An item that is referenced several times counts each time.
+    exchange.weight += sum(len(referenced[item]) for item in body.references if item in referenced)
     exchange.weight += sum(len(item.body) for item in earlier)
-    if exchange.weight > door.settings.limits.body_bytes:
-        words = f"the conversation, with what it refers to, is larger than {door.settings.limits.body_bytes} bytes"
-        raise TooLarge(words, param="input")
-    given = asking.fields.input
-    count = len(earlier) + (len(given) if isinstance(given, list) else 1)
-    return await _made(exchange, count, partial(_decoded, asking, earlier, found))
+    if exchange.weight > app.settings.limits.body_bytes:
+        message = f"the conversation, including stored items, is larger than {app.settings.limits.body_bytes} bytes"
+        raise TooLarge(message, param="input")
+    sent = body.fields.input
+    count = len(earlier) + (len(sent) if isinstance(sent, list) else 1)
+    return await _run_maybe_in_thread(exchange, count, partial(_decode, body, earlier, referenced))
 
 
-async def _made(exchange: Exchange, items: int, make: Callable[[], T]) -> T:
-    """What is made of a large conversation is made in a thread, so that meanwhile others stream."""
+async def _run_maybe_in_thread(exchange: Exchange, items: int, make: Callable[[], T]) -> T:
+    """Call `make`, for a large conversation in a thread, so that other requests keep streaming."""
     return await run_in_body_thread(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
 
 
-def _decoded(asking: responses.Asking, earlier: Sequence[KeptItem], found: Mapping[str, bytes]) -> responses.Question:
-    referenced = {item: msgspec.json.decode(body) for item, body in found.items()}
-    return responses.decode(asking, [msgspec.json.decode(item.body) for item in earlier], referenced)
+def _decode(body: responses.Asking, earlier: Sequence[KeptItem], stored: Mapping[str, bytes]) -> responses.Question:
+    referenced = {item: msgspec.json.decode(encoded) for item, encoded in stored.items()}
+    return responses.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced)
 
 
-async def _settle(door: Door, exchange: Exchange, shown: responses.Shown, telling: responses.Telling) -> None:
-    response = telling.response
+async def _store(app: Door, exchange: Exchange, shown: responses.Shown, encoder: responses.Telling) -> None:
+    response = encoder.response
     if response is None or not shown.keep:
         return
-    make = partial(_to_keep, response, shown, exchange.record.principal)
-    await door.responses.keep(await _made(exchange, len(shown.items), make))
+    make = partial(_stored_response, response, shown, exchange.record.principal)
+    await app.responses.keep(await _run_maybe_in_thread(exchange, len(shown.items), make))
 
 
-def _to_keep(response: dict[str, Any], shown: responses.Shown, principal: str) -> KeptResponse:
+def _stored_response(response: dict[str, Any], shown: responses.Shown, principal: str) -> KeptResponse:
     return KeptResponse(
         id=response["id"],
         principal=principal,
@@ -113,54 +113,54 @@ def _items(items: list[dict[str, Any]]) -> tuple[KeptItem, ...]:
 
 
 async def show(app: App, exchange: Exchange) -> None:
-    """A response, or what it answered."""
-    response_id, below = _named(exchange)
+    """Send a stored response, or its input items."""
+    response_id, below = _parse_path(exchange)
     if below not in ("", INPUT_ITEMS):
-        raise NotFound(f"there is nothing at {exchange.path[:100]}")
-    kept = await _kept(app, exchange, response_id)
+        raise not_found_error(exchange)
+    stored = await _find(app, exchange, response_id)
     if below == INPUT_ITEMS:
         page = responses.decode_page(exchange.query())
-        await exchange.reply_json(responses.encode_page([(item.id, item.body) for item in kept.input], page))
+        await exchange.response.send_json(responses.encode_page([(item.id, item.body) for item in stored.input], page))
         return
     if exchange.query().get("stream") == "true":
-        raise NotSupported("stream: a response that was kept is shown whole", param="stream")
-    await exchange.reply_json(msgspec.Raw(kept.body))
+        raise NotSupported("stream: a stored response cannot be streamed", param="stream")
+    await exchange.response.send_json(msgspec.Raw(stored.body))
 
 
 async def delete(app: App, exchange: Exchange) -> None:
-    response_id, below = _named(exchange)
+    response_id, below = _parse_path(exchange)
     if below:
-        raise NotFound(f"there is nothing at {exchange.path[:100]}")
-    await _kept(app, exchange, response_id)
+        raise not_found_error(exchange)
+    await _find(app, exchange, response_id)
     await app.responses.delete(exchange.record.principal, response_id)
-    await exchange.reply_json(responses.encode_deleted(response_id))
+    await exchange.response.send_json(responses.encode_deleted(response_id))
 
 
 async def cancel(app: App, exchange: Exchange) -> None:
-    response_id, below = _named(exchange)
+    response_id, below = _parse_path(exchange)
     if below != CANCEL:
-        raise NotFound(f"there is nothing at {exchange.path[:100]}")
-    await _kept(app, exchange, response_id)
+        raise not_found_error(exchange)
+    await _find(app, exchange, response_id)
     raise BadRequest("only a background response can be cancelled, and this one is complete")
 
 
-def _named(exchange: Exchange) -> tuple[str, str]:
-    """The id in the path, and what follows it."""
+def _parse_path(exchange: Exchange) -> tuple[str, str]:
+    """The response id, and the rest of the path."""
     response_id, _, below = exchange.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
     return response_id, below
 
 
-async def _kept(app: App, exchange: Exchange, response_id: str) -> KeptResponse:
-    kept = await app.responses.find(exchange.record.principal, response_id)
-    if kept is None:
-        raise NotFound(f"no response {quote(response_id)} is kept here")
-    return kept
+async def _find(app: App, exchange: Exchange, response_id: str) -> KeptResponse:
+    stored = await app.responses.find(exchange.record.principal, response_id)
+    if stored is None:
+        raise NotFound(f"response {quote(response_id)} is not stored here")
+    return stored
 
 
 async def no_websocket(app: App, exchange: Exchange) -> None:
-    """A client that would rather talk through a WebSocket turns to HTTP when it hears this."""
+    """Refuse a WebSocket with 426; clients then use HTTP."""
     if exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
-        exchange.extra_headers.append((b"allow", b"POST"))
+        exchange.response.extra_headers.append((b"allow", b"POST"))
         raise MethodNotAllowed(f"{RESPONSES_PATH} takes POST, not {exchange.method}")
-    exchange.extra_headers.append((b"upgrade", b"HTTP/1.1"))
+    exchange.response.extra_headers.append((b"upgrade", b"HTTP/1.1"))
     raise upgrade_required(RESPONSES_PATH)

@@ -1,9 +1,9 @@
-"""The connections of one listening socket.
+"""Accepts the connections of one listening socket.
 
 Rules
-1. If the process or the system has no file descriptor left, connections wait in the socket's backlog. The server tries
-   again after `RETRY_SECONDS`, and logs one line per `LOG_SECONDS`. (uvloop's own server would drop them.)
-2. No more than `BATCH` connections are accepted in one turn of the event loop.
+1. Without a free file descriptor, connections wait in the socket's backlog. The acceptor retries after
+   `RETRY_SECONDS`, and logs one line per `LOG_SECONDS`. (uvloop's own server would drop them.)
+2. At most `BATCH` connections are accepted in one turn of the event loop.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Acceptor:
             self._listener.close()
 
     async def wait_closed(self) -> None:
-        """Returns at once. A connection that is still being opened is closed when it is open."""
+        """Return immediately. `_open` closes connections that finish opening later."""
 
     def _resume(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
@@ -71,8 +71,7 @@ class Acceptor:
         self._retry = self._loop.call_later(RETRY_SECONDS, self._resume)
         if time.monotonic() - self._logged_at >= LOG_SECONDS:
             self._logged_at = time.monotonic()
-            words = "new connections wait, because accepting one failed: %s; allow more open files (ulimit -n)"
-            log.error(words, error.strerror or error)
+            log.error("cannot accept connections: %s; allow more open files (ulimit -n)", error.strerror or error)
 
     async def _open(self, accepted: socket.socket) -> None:
         try:

@@ -1,10 +1,10 @@
-"""The decoding of request bodies: large ones one at a time, in a thread.
+"""Decodes request bodies, large ones in a thread.
 
 Rules
 1. A body with more elements than the limit is refused before it is decoded.
-2. One thread decodes all large bodies. Between two bodies, and while Python code runs, the event loop can run.
-3. The memory of a large body returns to the system as soon as it is freed.
-4. While a large body is decoded the garbage collector is off: it would visit the new values again and again.
+2. One thread decodes all large bodies, one at a time, so that the event loop keeps running.
+3. The memory of a large body returns to the system when it is freed.
+4. The garbage collector is off while a large body is decoded: it would visit the new values repeatedly.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-bodies")
 
 
 async def decode_body(body: bytes, limit: int, decode: Callable[[bytes], T]) -> T:
-    """What `decode` returns for the body. `limit` is the largest number of JSON elements."""
+    """Decode a body with at most `limit` JSON elements."""
 
     def checked() -> T:
         if has_more_elements(body, limit):
@@ -42,19 +42,19 @@ async def decode_body(body: bytes, limit: int, decode: Callable[[bytes], T]) -> 
 async def run_in_body_thread(make: Callable[[], T]) -> T:
     """Call `make` in the thread that decodes large bodies."""
     # The executor's future becomes part of a reference cycle, so it must not hold the result or the error.
-    made: list[T] = []
+    results: list[T] = []
     errors: list[Exception] = []
-    await asyncio.get_running_loop().run_in_executor(_thread, _run, make, made, errors)
+    await asyncio.get_running_loop().run_in_executor(_thread, _run, make, results, errors)
     if errors:
         raise errors.pop()
-    return made.pop()
+    return results.pop()
 
 
-def _run(make: Callable[[], T], made: list[T], errors: list[Exception]) -> None:
+def _run(make: Callable[[], T], results: list[T], errors: list[Exception]) -> None:
     is_enabled = gc.isenabled()
     gc.disable()
     try:
-        made.append(make())
+        results.append(make())
     except Exception as error:  # noqa: BLE001 (raised again by the caller)
         errors.append(error)
     finally:

@@ -1,15 +1,15 @@
-"""The framing of HTTP/1.1 requests, without I/O.
+"""Parses HTTP/1.1 request heads and bodies without I/O.
 
     request   := head body
     head      := request-line CRLF (field CRLF)* CRLF
-    body      := nothing | Content-Length bytes | chunk* last-chunk (field CRLF)* CRLF
+    body      := empty | Content-Length bytes | chunk* last-chunk (field CRLF)* CRLF
     chunk     := size [extensions] CRLF bytes CRLF
 
 Rules
 1. A head ends at its first empty line. llhttp gets exactly the bytes of one head. It does not see the body or the next
    request, so its handling of upgrades has no effect.
-2. Every `feed` consumes its input or returns the part behind the end. The same byte is never parsed twice.
-3. The head is bounded. Chunk extensions and trailers of one body together have the same bound. They are dropped: a
+2. Every `feed` consumes its input or returns the part after the end. No byte is parsed twice.
+3. The head is bounded. Chunk extensions and trailers of one body together have the same bound. They are discarded: a
    trailer never becomes a header.
 4. `chunked` is the only transfer coding. Another coding before it is a 501; anything else is a 400.
 """
@@ -25,7 +25,7 @@ from dragoman.core.errors import BadRequest, DragomanError, HeadersTooLarge, Not
 HEAD_END = b"\r\n\r\n"
 FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 VERSIONS = ("1.1", "1.0")
-LONGEST_SIZE_LINE = 20
+MAX_SIZE_LINE = 20
 """Bytes of a chunk's size line that do not count as extensions: 16 digits, CRLF, and two spare."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _PLAIN_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
@@ -40,19 +40,8 @@ class RequestHead:
     """One request head as it arrives."""
 
     __slots__ = (
-        "_codings",
-        "_expect",
-        "_limit",
-        "_parser",
-        "_size",
-        "_tail",
-        "content_length",
-        "headers",
-        "is_complete",
-        "keep_alive",
-        "method",
-        "url",
-        "version",
+        *("_codings", "_expect", "_limit", "_parser", "_size", "_tail"),
+        *("content_length", "headers", "is_complete", "keep_alive", "method", "url", "version"),
     )
 
     def __init__(self, limit: int) -> None:
@@ -98,7 +87,7 @@ class RequestHead:
         self._size += end
         self._parse(data[:end])
         if self._size > self._limit:
-            # It was parsed first: path and headers determine the format of the error.
+            # Parsed before refused: path and headers determine the error format.
             raise headers_too_large(self._limit)
         if self.is_complete != (found >= 0):
             raise BadRequest("this is not a valid HTTP request")
@@ -186,7 +175,7 @@ class ChunkedBody:
     __slots__ = ("_ends_chunk", "_extra", "_in_trailers", "_limit", "_line", "_size")
 
     left = None
-    """Its length is not known."""
+    """The length is unknown."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -213,7 +202,7 @@ class ChunkedBody:
                 continue
             whole = None if self._line or self._ends_chunk or self._in_trailers else _PLAIN_SIZE.match(data, at)
             if whole is not None:
-                # The usual chunk: no extensions, and all of it is here.
+                # The common case: no extensions, and the whole chunk has arrived.
                 start = whole.end()
                 stop = start + int(whole[1], 16)
                 if start < stop < end - 1 and data.startswith(b"\r\n", stop):
@@ -222,19 +211,19 @@ class ChunkedBody:
                     continue
             line_end = data.find(b"\n", at) + 1
             line = self._line + data[at : line_end or end]
-            if len(line) + self._extra > self._limit + LONGEST_SIZE_LINE:
+            if len(line) + self._extra > self._limit + MAX_SIZE_LINE:
                 raise headers_too_large(self._limit)
             if not line_end:
                 self._line = line
                 break
             self._line = b""
             at = line_end
-            if self._take(line):
+            if self._process_line(line):
                 return b"".join(pieces), data[at:]
         return b"".join(pieces), None
 
-    def _take(self, line: bytes) -> bool:
-        """Whether this line ends the body."""
+    def _process_line(self, line: bytes) -> bool:
+        """Process a size line, the end of a chunk, or a trailer. True if the body ends here."""
         if self._ends_chunk:
             if line != b"\r\n":
                 raise BadRequest("a chunk of the body is longer than its size")
@@ -244,7 +233,7 @@ class ChunkedBody:
             if match is None:
                 raise BadRequest("the size of a chunk of the body is not valid")
             self._size = int(match[1], 16)
-            self._extra += max(0, len(line) - LONGEST_SIZE_LINE)
+            self._extra += max(0, len(line) - MAX_SIZE_LINE)
             self._in_trailers = not self._size
         elif line == b"\r\n":
             return True

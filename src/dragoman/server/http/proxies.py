@@ -1,14 +1,14 @@
-"""Whose request it is, behind proxies.
+"""Finds the client of a request behind trusted proxies.
 
-    X-Forwarded-For   := address ("," address)*      the nearest proxy is the last to have added one
+    X-Forwarded-For   := address ("," address)*      the nearest proxy adds the last one
     X-Forwarded-Proto := scheme ("," scheme)*
 
-Several lines of a header are one list, in the order of the lines.
+Repeated header lines form one list, in order.
 
 Rules
-1. What a header says is believed only from an address that the configuration names, and so on from the right: the first
-   address that is none of the proxies is the client, whatever stands before it.
-2. What is no address is not believed, and neither is what stands before it.
+1. Addresses are read from the right while the sender is a trusted proxy. The first address that is not a trusted proxy
+   is the client.
+2. Reading stops at a value that is not an address.
 """
 
 import ipaddress
@@ -16,29 +16,29 @@ from collections.abc import Mapping, Sequence
 
 from dragoman.config.sections import UNIX, network
 
-LONGEST = 1000
+MAX_HEADER = 1000
 
 
-class Proxies:
+class TrustedProxies:
     def __init__(self, trusted: Sequence[str]) -> None:
         self._unix = UNIX in trusted
         self._networks = [known for entry in trusted if (known := network(entry)) is not None]
         self.is_empty = not trusted
 
     def client(self, peer: str | None, headers: Mapping[bytes, bytes]) -> str | None:
-        """The address of the client; None where it came by a Unix socket and nobody says more."""
-        found = peer
+        """The address of the client; None for a Unix socket without a forwarded address."""
+        client = peer
         forwarded = headers.get(b"x-forwarded-for", b"")
-        hops = forwarded[-LONGEST:].decode("latin-1").split(",")
-        if len(forwarded) > LONGEST:
-            # The first one may be cut.
+        hops = forwarded[-MAX_HEADER:].decode("latin-1").split(",")
+        if len(forwarded) > MAX_HEADER:
+            # The first value may be truncated.
             hops[0] = ""
-        while hops and self._trusts(found):
+        while hops and self._trusts(client):
             hop = _address(hops.pop())
             if hop is None:
                 break
-            found = hop
-        return found
+            client = hop
+        return client
 
     def scheme(self, peer: str | None, headers: Mapping[bytes, bytes]) -> str | None:
         """The scheme of the connection to the nearest proxy; None if the peer is not trusted or sends none."""
@@ -56,7 +56,7 @@ class Proxies:
 
 
 def _address(hop: str) -> str | None:
-    """Without the port that some proxies add."""
+    """The address without the port that some proxies add; None if it is invalid."""
     text = hop.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

@@ -1,10 +1,10 @@
-"""One request on its connection, and the writing of its response.
+"""Writes the response to one request of a connection.
 
 Rules
-1. The head leaves in one write with the beginning of the body: one system call and one packet less for each response.
-2. Nothing is written to a connection that is closing: uvloop raises where asyncio would drop the bytes.
-3. What need not wait for the client needs no coroutine: `take_body` for a body that has arrived, `reply` for a whole
-   response, `write` for a piece of a stream. Everything else goes by `receive` and `send`, which wait.
+1. The head and the first part of the body are one write, which saves a system call and a packet.
+2. Nothing is written to a connection that is closing: uvloop raises where asyncio drops the bytes.
+3. Three frequent operations are plain calls that fail instead of waiting: `take_body` for a body that has arrived,
+   `reply` for a whole response, `write` for a piece of a stream. `receive` and `send` wait.
 4. A body without a length is chunked. HTTP/1.0 has no chunks: there the end of the connection ends the body.
 5. 204, 304 and responses to HEAD have no body; 204 and 304 have no Content-Length either.
 """
@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, Protocol
+
+from dragoman.server.http.flow_control import ReadBuffer
 
 Headers = Iterable[tuple[bytes, bytes]]
 Message = Any
@@ -26,33 +28,34 @@ PHRASES = {status.value: status.phrase for status in HTTPStatus}
 STATUS_LINES = {status: f"HTTP/1.1 {status} {PHRASES.get(status, '')}\r\n".encode() for status in range(100, 600)}
 
 
-class News:
-    """What asyncio.Event is, for one who waits: few do, as most requests come in one piece."""
+class OneShotEvent:
+    """A cheap asyncio.Event for a single waiter. Most requests arrive in one piece and never wait."""
 
-    __slots__ = ("_has_come", "_waiter")
+    __slots__ = ("_is_set", "_waiter")
 
     def __init__(self) -> None:
-        self._has_come = False
+        self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        self._has_come = True
+        self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def clear(self) -> None:
-        self._has_come = False
+        self._is_set = False
 
     async def wait(self) -> None:
-        if not self._has_come:
+        if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
 
 class ClientConnection(Protocol):
-    """What a response needs of its connection."""
+    """The part of a connection that a response uses."""
 
     transport: asyncio.Transport
+    buffer: ReadBuffer
     writable: asyncio.Event
     """Cleared while the client does not read."""
 
@@ -61,9 +64,7 @@ class ClientConnection(Protocol):
 
     @property
     def can_drain(self) -> bool:
-        """Whether the rest of the request's body is small enough to be read and dropped."""
-
-    def resume_reading(self) -> None: ...
+        """Whether the rest of the request's body is small enough to be read and discarded."""
 
     def finish(self, response: "Response") -> None:
         """The response is complete."""
@@ -88,7 +89,7 @@ class Response:
         self.keep_alive = keep_alive
         self.body = bytearray()
         """The part of the request's body that has arrived and was not read."""
-        self.arrival = News()
+        self.arrival = OneShotEvent()
         """Set when more of the body has arrived, or the connection or the response has ended."""
         self._connection = connection
         self._expects_continue = expects_continue
@@ -100,16 +101,16 @@ class Response:
             self.arrival.set()
 
     def give_up(self) -> None:
-        """Nothing more will come: nobody is left waiting for it."""
+        """Close the connection because the app has ended without a complete response."""
         if not self.response_started:
-            words = b"Internal Server Error"
-            self.reply(500, [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(words))], words)
+            body = b"Internal Server Error"
+            self.reply(500, [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body))], body)
         self._connection.transport.close()
 
     async def receive(self) -> Message:
         if not (self.disconnected or self.response_complete):
             if self.more_body:
-                self._ask_for_body()
+                self._request_body()
             await self.arrival.wait()
             self.arrival.clear()
         if self.disconnected or self.response_complete:
@@ -117,19 +118,19 @@ class Response:
         body, self.body = bytes(self.body), bytearray()
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
-    def _ask_for_body(self) -> None:
+    def _request_body(self) -> None:
         if self._expects_continue:
             self._expects_continue = False
             if not self._connection.transport.is_closing():
                 self._connection.transport.write(CONTINUE)
-        self._connection.resume_reading()
+        self._connection.buffer.resume()
 
     def take_body(self) -> bytes | None:
         """The request's whole body, if it has arrived."""
         if self.more_body or self.disconnected:
             return None
         body, self.body = bytes(self.body), bytearray()
-        self._connection.resume_reading()
+        self._connection.buffer.resume()
         return body
 
     async def send(self, message: Message) -> None:
@@ -143,7 +144,7 @@ class Response:
             self._continue(message.get("body", b""), message.get("more_body", False))
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool:
-        """A whole response; False where it would have to wait."""
+        """Write a whole response; False if it would have to wait."""
         if self.disconnected or not self._connection.writable.is_set():
             return False
         self._begin(status, headers)
@@ -151,7 +152,7 @@ class Response:
         return True
 
     def write(self, data: bytes) -> bool:
-        """A piece of a stream that has begun; False where it would have to wait."""
+        """Write a piece of a started stream; False if it would have to wait."""
         if self.disconnected or not self._is_chunked or not self._connection.writable.is_set():
             return False
         self._put(CHUNK % (len(data), data))
@@ -170,7 +171,7 @@ class Response:
         lines = [STATUS_LINES[status]]
         for name, value in (*self._connection.default_headers, *headers):
             if name == b"connection":
-                # The only word this server has for it is `close`.
+                # The app sends no other value than `close`.
                 self.keep_alive = False
                 continue
             if name == b"content-length":

@@ -1,8 +1,8 @@
-"""How clients are listened to, in whichever process it is done, and how that ends.
+"""The HTTP server of one process: listening sockets, TLS and graceful shutdown.
 
 Rules
-1. Nothing new is taken; what runs has the grace time, and what is left then is told that it cannot finish.
-2. Who is in a hurry gives no grace time. Whoever does not read what it is told then is not waited for.
+1. On shutdown no new connections are accepted. Running requests have the grace time; the rest get an error.
+2. A forced shutdown skips the grace time, and does not wait for clients that do not read.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from dragoman.core.errors import ConfigError
 from dragoman.server.base_app import Door
 from dragoman.server.http.acceptor import Acceptor
 from dragoman.server.http.bodies import return_large_blocks
-from dragoman.server.http.connection import guarded
+from dragoman.server.http.connection import connection_class
 
 log = logging.getLogger("dragoman")
 
-TELL_SECONDS = 2
-"""Beyond the grace time, for those to be told that cannot finish."""
+ERROR_SECONDS = 2
+"""Time after the grace time to send errors to requests that cannot finish."""
 HURRY_SECONDS = 1.0
 
 
 class Listener(uvicorn.Server):
-    def __init__(self, door: Door) -> None:
-        super().__init__(_uvicorn_config(door))
-        self._grace = math.ceil(door.settings.grace_seconds)
+    def __init__(self, app: Door) -> None:
+        super().__init__(_uvicorn_config(app))
+        self._grace = math.ceil(app.settings.grace_seconds)
         self._is_closing = False
-        self._is_hurried = False
+        self._is_forced = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config = self.config
@@ -57,33 +57,33 @@ class Listener(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._is_closing = True
-        # Even without any grace it comes after the listeners have been closed, which uvicorn does first of all.
-        due = asyncio.get_running_loop().call_later(0 if self._is_hurried else self._grace, self._end_requests)
+        # Even without grace time this runs after uvicorn has closed the listeners.
+        timer = asyncio.get_running_loop().call_later(0 if self._is_forced else self._grace, self._end_requests)
         try:
             await super().shutdown(sockets)
         finally:
-            due.cancel()
+            timer.cancel()
         if self.force_exit:
             await self.lifespan.shutdown()
 
     def hurry(self) -> None:
-        """Who is told twice waits for nobody."""
-        if self._is_hurried:
-            self._leave()
-        self.should_exit = self._is_hurried = True
+        """Stop without grace time. A second call does not even wait for errors to be sent."""
+        if self._is_forced:
+            self._exit_now()
+        self.should_exit = self._is_forced = True
         if self._is_closing:
             self._end_requests()
 
     def _end_requests(self) -> None:
         running = list(self.server_state.tasks)
         if running:
-            log.info("requests that could not finish and are told so: %d", len(running))
+            log.info("cancelling %d requests that did not finish", len(running))
         for task in running:
             task.cancel()
-        if self._is_hurried:
-            asyncio.get_running_loop().call_later(HURRY_SECONDS, self._leave)
+        if self._is_forced:
+            asyncio.get_running_loop().call_later(HURRY_SECONDS, self._exit_now)
 
-    def _leave(self) -> None:
+    def _exit_now(self) -> None:
         self.force_exit = True
 
 
@@ -92,13 +92,13 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
     try:
         context.load_cert_chain(tls.certificate, tls.key)
     except OSError as error:
-        words = error.strerror or str(error)
-        raise ConfigError(f"tls: {tls.certificate} and {tls.key} cannot be used: {words}") from error
+        reason = error.strerror or str(error)
+        raise ConfigError(f"tls: {tls.certificate} and {tls.key} cannot be used: {reason}") from error
     return context
 
 
 def unix_socket(path: Path) -> socket.socket:
-    """For the owner and the group; nobody else, not even for a moment."""
+    """Bind a Unix socket that only its owner and group may access, from the first moment."""
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o117)
     try:
@@ -111,32 +111,32 @@ def unix_socket(path: Path) -> socket.socket:
 
 
 class SocketFile:
-    """The name of a Unix socket that has just been bound; None where clients come to a port.
+    """The file of a bound Unix socket; `path` is None for a TCP server.
 
-    It is removed while the socket is still open. So nobody who comes next finds it, and takes its place, before we
-    remove it; and where somebody has taken its place all the same, that is another file with another number.
+    It is removed while the socket is still open, so a new server cannot take its place before. A file that has
+    replaced it all the same has another inode and is not removed.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self._number = _number(path)
+        self._inode = _inode(path)
 
     def remove(self) -> None:
-        if self._path is not None and _number(self._path) == self._number:
+        if self._path is not None and _inode(self._path) == self._inode:
             Path(self._path).unlink(missing_ok=True)
         self._path = None
 
 
-def _number(path: str | None) -> tuple[int, int] | None:
+def _inode(path: str | None) -> tuple[int, int] | None:
     try:
-        found = None if path is None else os.lstat(path)
+        status = None if path is None else os.lstat(path)
     except OSError:
         return None
-    return None if found is None else (found.st_dev, found.st_ino)
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def bind_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.socket]:
-    """One socket for each address of the host. On Linux other processes may bind shared ones too."""
+    """Bind one socket for each address of the host. On Linux other processes can bind the same shared port."""
     bound: list[socket.socket] = []
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
@@ -147,32 +147,32 @@ def bind_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.s
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if bound:
-            # One port for all of them, also where any would do.
+            # With port 0, all sockets use the port that the first one got.
             address = (address[0], bound[0].getsockname()[1], *address[2:])
         try:
             listener.bind(address)
         except OSError as error:
-            raise ConfigError(bind_words(host, port, error)) from error
+            raise ConfigError(bind_error(host, port, error)) from error
         bound.append(listener)
     return bound
 
 
-def bind_words(host: str, port: int, error: OSError) -> str:
+def bind_error(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use; stop what runs there or choose another with --port"
     if error.errno == errno.EACCES:
-        return f"port {port} is not for ordinary users; choose one above 1023 with --port"
+        return f"port {port} needs root privileges; choose one above 1023 with --port"
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def _uvicorn_config(door: Door) -> uvicorn.Config:
-    settings = door.settings
+def _uvicorn_config(app: Door) -> uvicorn.Config:
+    settings = app.settings
     tls = settings.tls
     return uvicorn.Config(
-        door,
+        app,
         host=settings.host,
         port=settings.port,
-        http=guarded(settings.limits, door.telemetry),
+        http=connection_class(settings.limits, app.telemetry),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -181,13 +181,14 @@ def _uvicorn_config(door: Door) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + TELL_SECONDS,
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + ERROR_SECONDS,
         ssl_context_factory=None if tls is None else lambda config, default: tls_context(tls),
     )
 
 
 def settle() -> None:
-    """What exists now will stay: the garbage collector need not look at it again, nor so often at what is new."""
+    """Tune memory management after startup: existing objects are exempt from garbage collection, which runs less often,
+    and freed large blocks return to the system."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

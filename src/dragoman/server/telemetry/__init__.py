@@ -1,14 +1,13 @@
-"""What happened, for the operator. No prompt and no reply is in it, unless the operator asks for prompts in the log.
+"""Telemetry for the operator. It contains no prompts and no replies, except prompts in the log if configured.
 
-record      one request as it goes on
-meter       the tokens and the times of one request, as they come
+record      the record of one request
+meter       counts the tokens and measures the times of one request
 eventlog    a file of JSON lines: the run and every request
-metrics     counters and histograms, cheap to add to
-exposition  the same as Prometheus reads it, made when it is asked for
-logs        how log lines look
-traces      a span for every request, for OpenTelemetry
+metrics     counters and histograms
+exposition  the metrics in Prometheus format
+traces      an OpenTelemetry span for every request
 
-A request that has ended is handed to `Telemetry.request`, once, wherever it ended.
+`TelemetryRecorder.request` is called once for every request that has ended.
 """
 
 import logging
@@ -24,7 +23,7 @@ log = logging.getLogger("dragoman.requests")
 
 
 class Recorder(Protocol):
-    """Who is handed the requests that have ended."""
+    """Receives the record of every request that has ended."""
 
     metrics: Metrics
 
@@ -34,17 +33,17 @@ class Recorder(Protocol):
     def request(self, record: RequestRecord) -> None: ...
 
 
-class Telemetry:
+class TelemetryRecorder:
     def __init__(self, settings: Settings, event_log: str | None) -> None:
         self.events = EventLog(event_log)
         self.metrics = Metrics()
         self._logs_requests = settings.log_requests
         self._traces = None
         if settings.traces is not None:
-            # Imported only here: whoever traces nothing need not have it installed.
-            from dragoman.server.telemetry.traces import Traces
+            # OpenTelemetry is an optional dependency.
+            from dragoman.server.telemetry.traces import TraceExporter
 
-            self._traces = Traces(settings.traces)
+            self._traces = TraceExporter(settings.traces)
 
     @property
     def is_tracing(self) -> bool:

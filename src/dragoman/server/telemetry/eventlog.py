@@ -1,54 +1,59 @@
-"""What happened, as a file of JSON lines.
+"""The event log: a file of JSON lines.
 
     run_start  schema, time, host, version, models, engines, config (without secrets)
     request    id, time, route, scope, client, model, principal, status, tokens, times in microseconds (queue, first
                event, first token, duration), finish, error, number of warnings
     run_end    time, totals
 
-The id of a request is the id of its response and its `x-request-id` header. Every line is written at once: what is
-there when a process is killed stays there. A line that does not fit on the disk leaves no part of it.
+The id of a request is the id of its response and its `x-request-id` header. Every line is written immediately, so it
+survives the process. A line that does not fit on the disk is removed completely.
 """
 
 import errno
 import logging
 import os
 import platform
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
+from dragoman.core.urls import public
 from dragoman.core.version import __version__
 from dragoman.server.telemetry.record import RequestRecord
 
 SCHEMA = 1
+HIDDEN = "***"
+SECRET = re.compile(r"(?i)(secret|password|passwd|credential|api_?keys?|access_?token|auth_?token|bearer)")
 log = logging.getLogger("dragoman.server.telemetry")
 
 
 class EventLog:
-    """Nothing at all where no file is asked for."""
+    """Without a path it does nothing."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._file = _open(path) if path else None
 
     def reopen(self) -> None:
-        """Go on in the file that has the name now: somebody may have moved the one before away."""
+        """Open the path again, after log rotation has moved the old file."""
         if self._path is None:
             return
         try:
-            fresh = _open(self._path)
+            file = _open(self._path)
         except ConfigError as error:
-            log.error("%s; it goes on in the old file", error)
+            log.error("%s; writing to the old file", error)
             return
         if self._file is not None:
             self._file.close()
-        self._file = fresh
+        self._file = file
 
     def start(self, run: Mapping[str, Any]) -> None:
         self._write("run_start", {"schema": SCHEMA, "version": __version__, "host": _host(), **run})
@@ -58,7 +63,7 @@ class EventLog:
             self._write("request", msgspec.to_builtins(record))
 
     def close(self, totals: Mapping[str, int]) -> None:
-        """Written once, however often the end is told."""
+        """Write the last line. Further calls do nothing."""
         self._write("run_end", totals)
         self._path = None
         if self._file is not None:
@@ -71,14 +76,14 @@ class EventLog:
         try:
             _append(self._file, msgspec.json.encode({"event": event, "time": time.time(), **fields}) + b"\n")
         except OSError as error:
-            # Requests are more important than their record.
-            log.error("the event log cannot be written any more: %s", error.strerror)
+            # Requests are more important than the log, so it ends here.
+            log.error("stopped writing the event log: %s", error.strerror)
             self._file.close()
             self._file = None
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Write the whole line or none of it. On a full disk the system writes what fits, without an error."""
+    """Write the whole line or nothing. On a full disk the system writes a part, without an error."""
     written = file.write(line)
     if written < len(line):
         file.truncate(file.tell() - written)
@@ -100,3 +105,25 @@ def _open(path: str) -> FileIO:
         return Path(path).open("ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"the event log {path} cannot be written: {error.strerror}") from error
+
+
+def describe_run(settings: Settings, models: Sequence[str]) -> dict[str, Any]:
+    """The models and the configuration, for the first line of the event log."""
+    return {
+        "models": list(models),
+        "engines": {name: spec.engine for spec in settings.models for name in spec.names},
+        "config": without_secrets(settings),
+    }
+
+
+def without_secrets(settings: Settings) -> Any:
+    """The settings with the number of API keys in place of the keys, and without passwords in fields and URLs."""
+    return _hide_secrets(msgspec.to_builtins(settings)) | {"api_keys": len(settings.api_keys)}
+
+
+def _hide_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: HIDDEN if SECRET.search(str(name)) else _hide_secrets(inner) for name, inner in value.items()}
+    if isinstance(value, str):
+        return public(value)
+    return [_hide_secrets(inner) for inner in value] if isinstance(value, list | tuple) else value

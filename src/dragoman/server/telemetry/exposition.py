@@ -1,4 +1,4 @@
-"""The metrics as Prometheus reads them, made anew for everyone who asks."""
+"""Renders the metrics in Prometheus format."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -13,29 +13,29 @@ from dragoman.server.telemetry.metrics import TOKENS, Histogram, Metrics, ModelM
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """How a model stands at this moment; None where nobody can tell."""
+class ModelStatus(msgspec.Struct, frozen=True):
+    """The current state of a model. None means unknown."""
 
     state: str
     running: int = 0
     waiting: int = 0
     slots: int | None = None
     kv_used: float | None = None
-    """The part of the room for prompts and replies that is taken."""
+    """The fraction of the KV cache in use."""
     memory: int | None = None
-    """Bytes that its own process has."""
+    """Bytes of the model's own process."""
 
 
-def exposition(
-    metrics: Metrics, models: Mapping[str, Standing], memory: int | None, budget: int | None = None
+def render_metrics(
+    metrics: Metrics, models: Mapping[str, ModelStatus], memory: int | None, budget: int | None = None
 ) -> bytes:
-    """`memory` is that of the server's own process, `budget` what all models may take together."""
+    """`memory` is that of the server process, `budget` the limit for all models together."""
     registry = CollectorRegistry()
-    registry.register(_Page([*_counted(metrics), *_standing(models), *_server(metrics, memory, budget)]))
+    registry.register(_Families([*_counters(metrics), *_gauges(models), *_server(metrics, memory, budget)]))
     return generate_latest(registry)
 
 
-class _Page(Collector):
+class _Families(Collector):
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
@@ -43,7 +43,7 @@ class _Page(Collector):
         return self._families
 
 
-def _counted(metrics: Metrics) -> Iterator[Metric]:
+def _counters(metrics: Metrics) -> Iterator[Metric]:
     models = metrics.models
     requests = CounterMetricFamily(
         "dragoman_requests", "Requests that have ended.", labels=["model", "route", "status"]
@@ -53,19 +53,19 @@ def _counted(metrics: Metrics) -> Iterator[Metric]:
             requests.add_metric([name, scope, str(status)], count)
     yield requests
     errors = CounterMetricFamily(
-        "dragoman_errors", "Requests that failed, in mid-stream too.", labels=["model", "code"]
+        "dragoman_errors", "Requests that failed, including after the start of a stream.", labels=["model", "code"]
     )
     for name, one in [*models.items(), ("", metrics.others)]:
         for code, count in sorted(one.errors.items()):
             errors.add_metric([name, code], count)
     yield errors
-    tokens = CounterMetricFamily("dragoman_tokens", "Tokens as the engines count them.", labels=["model", "kind"])
+    tokens = CounterMetricFamily("dragoman_tokens", "Tokens as counted by the engines.", labels=["model", "kind"])
     for name, one in models.items():
         for kind in TOKENS:
             tokens.add_metric([name, kind], getattr(one, f"{kind}_tokens"))
     yield tokens
     yield from _histograms(models)
-    limited = CounterMetricFamily("dragoman_limited", "Requests that the limits of a key kept out.", labels=["limit"])
+    limited = CounterMetricFamily("dragoman_limited", "Requests refused by the limits of a key.", labels=["limit"])
     for kind, count in sorted(metrics.limited.items()):
         limited.add_metric([kind], count)
     yield limited
@@ -78,8 +78,8 @@ def _histograms(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
         ("queue", "Waiting for a slot.", lambda one: one.queue),
         ("request_duration", "From a request's arrival to its end.", lambda one: one.duration),
     )
-    for name, words, pick in kinds:
-        family = HistogramMetricFamily(f"dragoman_{name}_seconds", words, labels=["model"])
+    for name, text, pick in kinds:
+        family = HistogramMetricFamily(f"dragoman_{name}_seconds", text, labels=["model"])
         for model, one in models.items():
             histogram = pick(one)
             family.add_metric([model], _buckets(histogram), histogram.total)
@@ -87,40 +87,40 @@ def _histograms(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    so_far, buckets = 0, []
+    cumulative, buckets = 0, []
     for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
-        so_far += count
-        buckets.append((bound, float(so_far)))
+        cumulative += count
+        buckets.append((bound, float(cumulative)))
     return buckets
 
 
-def _standing(models: Mapping[str, Standing]) -> Iterator[Metric]:
-    gauges: tuple[tuple[str, str, Callable[[Standing], float | None]], ...] = (
-        ("slots", "Generations that a model takes at once.", lambda one: one.slots),
-        ("slots_busy", "Generations that run.", lambda one: one.running),
-        ("queue_length", "Requests that wait for a slot, or for the model.", lambda one: one.waiting),
-        ("kv_used_ratio", "The part of the room for tokens that is taken.", lambda one: one.kv_used),
-        ("model_memory_bytes", "Memory of the process that a model has of its own.", lambda one: one.memory),
+def _gauges(models: Mapping[str, ModelStatus]) -> Iterator[Metric]:
+    gauges: tuple[tuple[str, str, Callable[[ModelStatus], float | None]], ...] = (
+        ("slots", "Generations that a model can run at once.", lambda one: one.slots),
+        ("slots_busy", "Running generations.", lambda one: one.running),
+        ("queue_length", "Requests waiting for a slot or for the model.", lambda one: one.waiting),
+        ("kv_used_ratio", "Fraction of the KV cache in use.", lambda one: one.kv_used),
+        ("model_memory_bytes", "Memory of the model's own process.", lambda one: one.memory),
     )
-    for name, words, pick in gauges:
-        family = GaugeMetricFamily(f"dragoman_{name}", words, labels=["model"])
-        for model, standing in models.items():
-            value = pick(standing)
+    for name, text, pick in gauges:
+        family = GaugeMetricFamily(f"dragoman_{name}", text, labels=["model"])
+        for model, status in models.items():
+            value = pick(status)
             if value is not None:
                 family.add_metric([model], value)
         yield family
-    states = GaugeMetricFamily("dragoman_model_state", "1 for the state that a model is in.", labels=["model", "state"])
-    for model, standing in models.items():
-        states.add_metric([model, standing.state], 1)
+    states = GaugeMetricFamily("dragoman_model_state", "1 for the current state of a model.", labels=["model", "state"])
+    for model, status in models.items():
+        states.add_metric([model, status.state], 1)
     yield states
 
 
 def _server(metrics: Metrics, memory: int | None, budget: int | None) -> Iterator[Metric]:
-    info = GaugeMetricFamily("dragoman_info", "The version that runs.", labels=["version"])
+    info = GaugeMetricFamily("dragoman_info", "The running version.", labels=["version"])
     info.add_metric([__version__], 1)
     yield info
-    yield GaugeMetricFamily("dragoman_start_time_seconds", "When the run began.", value=metrics.began)
+    yield GaugeMetricFamily("dragoman_start_time_seconds", "Start time of the run.", value=metrics.began)
     if memory is not None:
-        yield GaugeMetricFamily("dragoman_memory_bytes", "Memory of the server's own process.", value=memory)
+        yield GaugeMetricFamily("dragoman_memory_bytes", "Memory of the server process.", value=memory)
     if budget is not None:
-        yield GaugeMetricFamily("dragoman_memory_budget_bytes", "What all models may take together.", value=budget)
+        yield GaugeMetricFamily("dragoman_memory_budget_bytes", "Memory limit for all models together.", value=budget)

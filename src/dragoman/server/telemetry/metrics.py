@@ -1,9 +1,8 @@
-"""Counters and histograms of a run, cheap to add to: plain numbers in lists that exist from the beginning.
+"""Counters and histograms of a run.
 
 Rules
-1. A model here is one that is served. Names that callers made up, paths and keys never become labels, so that there
-   are never more series than models times statuses.
-2. What costs something is done when somebody asks (`exposition`).
+1. Only served models become labels, never names sent by clients, paths or keys. So the number of series is bounded.
+2. Adding a value is cheap. Expensive work happens when the metrics are read (see `exposition`).
 """
 
 import time
@@ -11,14 +10,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-from dragoman.server.telemetry.record import CLIENT_LEFT, RequestRecord
+from dragoman.server.telemetry.record import CLIENT_DISCONNECTED, RequestRecord
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 RECENT_SECONDS = 60
 TOKENS = ("prompt", "completion", "cached", "reasoning", "unfinished")
-TOGETHER = 64
-"""Requests that have ended and may wait to be counted; whoever asks for the figures has them all."""
+BATCH = 64
+"""Ended requests are counted in batches of this size, and before every read."""
 
 
 class Histogram:
@@ -27,7 +26,7 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """Of each bound what is not above it nor within the one before; last, what is above all of them."""
+        """Number of values per bucket. The last bucket has the values above all bounds."""
         self.total = 0.0
 
     def add(self, value: float) -> None:
@@ -35,21 +34,21 @@ class Histogram:
         self.total += value
 
     def add_shared(self, value: float, parts: int) -> None:
-        """So many equal parts of a value."""
+        """Add a value as this many equal parts."""
         self.counts[bisect_left(self.bounds, value / parts)] += parts
         self.total += value
 
     def add_all(self, counts: Sequence[int], total: float) -> None:
-        """What another one with the same bounds has counted."""
+        """Add the counts of another histogram with the same bounds."""
         self.counts = [own + other for own, other in zip(self.counts, counts, strict=True)]
         self.total += total
 
     def taken(self) -> tuple[tuple[int, ...], float] | None:
-        """What it has counted, for another one; then it begins anew. None where that is nothing."""
+        """Take the counts out, for another histogram; None if it is empty."""
         if not any(self.counts):
             return None
         taken = tuple(self.counts), self.total
-        # In place: somebody may be holding on to the list.
+        # In place, because meters refer to the list.
         self.counts[:] = [0] * len(self.counts)
         self.total = 0.0
         return taken
@@ -59,38 +58,38 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float | None:
-        """About where it lies, as far as the buckets tell; None where nothing was added."""
-        wanted = share * self.count
+        """The quantile, interpolated within its bucket; None for an empty histogram."""
+        target = share * self.count
         so_far, below = 0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
-            if count and so_far + count >= wanted:
-                return below + (bound - below) * (wanted - so_far) / count
+            if count and so_far + count >= target:
+                return below + (bound - below) * (target - so_far) / count
             so_far, below = so_far + count, bound
         return self.bounds[-1] if self.count else None
 
 
-class Recent:
-    """How much there was in the last minute, second by second."""
+class RecentRate:
+    """The rate over the last minute, stored per second."""
 
     def __init__(self) -> None:
         self._amounts = [0] * RECENT_SECONDS
-        self._begun = self._last = int(time.monotonic())
+        self._began = self._last = int(time.monotonic())
 
     def add(self, amount: int) -> None:
         now = int(time.monotonic())
         if now != self._last:
-            self._forget(now)
+            self._expire(now)
         self._amounts[now % RECENT_SECONDS] += amount
 
-    def _forget(self, now: int) -> None:
+    def _expire(self, now: int) -> None:
         for second in range(max(self._last + 1, now - RECENT_SECONDS + 1), now + 1):
             self._amounts[second % RECENT_SECONDS] = 0
         self._last = now
 
     def per_second(self) -> float:
         now = int(time.monotonic())
-        self._forget(now)
-        return sum(self._amounts) / min(RECENT_SECONDS, max(1, now - self._begun))
+        self._expire(now)
+        return sum(self._amounts) / min(RECENT_SECONDS, max(1, now - self._began))
 
 
 class ModelMetrics:
@@ -98,7 +97,7 @@ class ModelMetrics:
         self.requests: Counter[tuple[str, int]] = Counter()
         """By scope and status."""
         self.errors: Counter[str] = Counter()
-        """By code, those in the middle of a stream too."""
+        """By code, including failures after the start of a stream."""
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -108,7 +107,7 @@ class ModelMetrics:
         self.gaps = Histogram(GAPS)
         self.queue = Histogram(SECONDS)
         self.duration = Histogram(SECONDS)
-        self.recent = Recent()
+        self.recent = RecentRate()
 
     def add(self, record: RequestRecord) -> None:
         self.requests[record.scope or "other", record.status] += 1
@@ -134,43 +133,43 @@ class Metrics:
         self._ended: list[RequestRecord] = []
         self._others = ModelMetrics()
         self.limited: Counter[str] = Counter()
-        """Requests that the limits of a key kept out, by kind."""
+        """Requests refused by the limits of a key, by kind."""
 
     def of(self, model: str) -> ModelMetrics:
-        """Of a model that is served, and of no other."""
-        found = self._models.get(model)
-        if found is None:
-            found = self._models[model] = ModelMetrics()
-        return found
+        """The metrics of a served model."""
+        metrics = self._models.get(model)
+        if metrics is None:
+            metrics = self._models[model] = ModelMetrics()
+        return metrics
 
     def add(self, record: RequestRecord) -> None:
-        """Many together cost a fraction of what they cost one by one, between everything else that a request takes."""
+        """Counting in batches is several times cheaper than counting one by one."""
         self._ended.append(record)
-        if len(self._ended) >= TOGETHER:
-            self._count()
+        if len(self._ended) >= BATCH:
+            self._count_ended()
 
-    def _count(self) -> None:
+    def _count_ended(self) -> None:
         ended, self._ended = self._ended, []
         for record in ended:
             (self._others if record.model is None else self.of(record.model)).add(record)
 
     @property
     def models(self) -> dict[str, ModelMetrics]:
-        self._count()
+        self._count_ended()
         return self._models
 
     @property
     def others(self) -> ModelMetrics:
-        """Requests that concern no model, or none that there is."""
-        self._count()
+        """Metrics of requests without a served model."""
+        self._count_ended()
         return self._others
 
     def totals(self) -> dict[str, int]:
-        everything = [*self.models.values(), self.others]
-        left = sum(count for one in everything for (_, status), count in one.requests.items() if status == CLIENT_LEFT)
+        all_metrics = [*self.models.values(), self.others]
+        statuses = [(status, count) for one in all_metrics for (_, status), count in one.requests.items()]
         return {
-            "requests": sum(one.requests.total() for one in everything),
-            "errors": sum(one.errors.total() for one in everything),
-            "cancelled": left,
-            **{f"{kind}_tokens": sum(getattr(one, f"{kind}_tokens") for one in everything) for kind in TOKENS},
+            "requests": sum(one.requests.total() for one in all_metrics),
+            "errors": sum(one.errors.total() for one in all_metrics),
+            "cancelled": sum(count for status, count in statuses if status == CLIENT_DISCONNECTED),
+            **{f"{kind}_tokens": sum(getattr(one, f"{kind}_tokens") for one in all_metrics) for kind in TOKENS},
         }

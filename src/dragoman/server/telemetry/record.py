@@ -1,17 +1,17 @@
-"""One request, as far as it is written down."""
+"""The record of one request."""
 
 import msgspec
 
 from dragoman.core.events import Usage
 
-CLIENT_LEFT = 499
-"""The status of a request whose client left before the end."""
+CLIENT_DISCONNECTED = 499
+"""The status of a request whose client disconnected before the end."""
 
 
 class RequestRecord(msgspec.Struct, omit_defaults=True):
-    """Written when the request has ended.
+    """Filled while the request runs, written when it has ended.
 
-    `scope` is what kind of route it was; `route` is the path as it came, and never becomes the name of anything.
+    `scope` is the kind of route. `route` is the path as sent; it is never used as a label.
     """
 
     id: str
@@ -20,7 +20,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     principal: str = "anonymous"
     client: str | None = None
     scheme: str | None = None
-    """Of the client's own connection, where a proxy that is trusted says it."""
+    """The scheme of the client's connection, if a trusted proxy reports it."""
     model: str | None = None
     status: int = 0
     prompt_tokens: int = 0
@@ -28,7 +28,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     unfinished_tokens: int = 0
-    """Of choices that broke off, or whose server tells no usage: nobody was told one that has them."""
+    """Tokens of choices that were cut off, or whose server reports no usage. No client gets this number."""
     queue_us: int | None = None
     first_event_us: int | None = None
     first_token_us: int | None = None
@@ -37,7 +37,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     error: str | None = None
     warnings: int = 0
     trace: str | None = None
-    """The caller's `traceparent`, where traces are made."""
+    """The client's `traceparent`, if tracing is on."""
 
     def count(self, usage: Usage) -> None:
         self.prompt_tokens += usage.prompt
@@ -50,7 +50,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
         return self.prompt_tokens + self.completion_tokens + self.unfinished_tokens
 
     def line(self) -> str:
-        """For people."""
+        """The record as a line of the log."""
         tokens = f"{self.prompt_tokens}+{self.completion_tokens} tokens"
         parts = (self.id, self.principal, self.route, self.model or "-", str(self.status), tokens)
         end = self.error or self.finish or "-"

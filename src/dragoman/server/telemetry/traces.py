@@ -1,8 +1,7 @@
-"""A span for every request that has ended, with the names of OpenTelemetry's conventions for generative AI.
+"""Exports a span for every request, with the names of OpenTelemetry's conventions for generative AI.
 
-The span is made when the request has ended, with the times that it had: nothing is done for it meanwhile. It belongs to
-the trace of the caller's `traceparent`, if there was one. Spans are sent by a thread, many at a time; what cannot be
-sent is dropped.
+The span is created when the request has ended, from its record. It belongs to the trace of the client's `traceparent`
+header, if it sent one. A thread sends spans in batches, and drops those that cannot be sent.
 """
 
 import time
@@ -32,7 +31,7 @@ OPERATIONS = {
 FLUSH_MILLISECONDS = 3000
 
 
-class Traces:
+class TraceExporter:
     def __init__(self, settings: Settings, exporter: SpanExporter | None = None) -> None:
         self._provider = TracerProvider(resource=Resource.create({"service.name": settings.service}))
         sender = exporter or OTLPSpanExporter(endpoint=settings.endpoint, timeout=2)
