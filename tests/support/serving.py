@@ -48,7 +48,7 @@ class Running:
 
     def fronts(self) -> list[int]:
         """Those of the children that clients talk to."""
-        return sorted(pid for pid in self.children() if b"fronts.main" in command_of(pid))
+        return sorted(pid for pid in self.children() if b"frontends.process" in command_of(pid))
 
     def workers(self) -> list[int]:
         """Those in which engines run."""

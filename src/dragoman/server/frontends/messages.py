@@ -1,22 +1,23 @@
-"""The messages between the parent and a front end: framed as those of a worker.
+"""Defines the messages between the parent and a front end, framed like those of a worker.
 
-    parent -> front   Begin, then Configured | Stopping | Stop | Hurry | Knock, answers and steps;
-                      the end of the socket means: end
-    front -> parent   Listening, Adopted after every Configured, Here after every Knock, and
-                      [Enter] [Engage (Generate | Cancel | Another | GiveBack | Hold)* Leave] Ended   for a request
-                      Relay [Drop]                                                                   for one passed on
-                      FindResponse | FindItems | KeepResponse                                        in between
+    parent -> front end   `Begin`, then `ApplyConfig` | `Stopping` | `GracefulStop` | `ForceStop` | `Knock`, answers and
+                          `Step`s; the end of the socket ends the front end
+    front end -> parent   `Listening`, `ConfigApplied` after every `ApplyConfig`, `Pong` after every `Knock`, and
+      per request         [`Enter`] [`Engage` (`Generate` | `Cancel` | `AcquireSlot` | `ReleaseSlot` | `Pause`)*
+                          `Leave`] `Ended`
+      per relay           `Relay` [`CancelRelay`]
+      at any time         `FindResponse` | `FindItems` | `StoreResponse`
 
-`id` is the request's, as it is in its record; `key` is a generation's, and no other front end ever has it.
+`id` is the id of the request, as in its record. `key` is the key of a generation, unique across all front ends.
 
-    Enter     -> Entered | Refused
-    Engage    -> [Waiting] Engaged | Refused     Waiting: nothing is wrong with it, only its turn has not come
-    Another   -> Granted | Refused
-    Generate  -> Step*, until one has its end
-    Relay     -> Relayed | Refused
-    Find...   -> Kept | Refused
+    `Enter`        -> `Entered` | `Refused`
+    `Engage`       -> [`LeaseQueued`] `LeaseGranted` | `Refused`
+    `AcquireSlot`  -> `Granted` | `Refused`
+    `Generate`     -> `Step`*, until one with the end
+    `Relay`        -> `Relayed` | `Refused`
+    `FindResponse`, `FindItems`, `StoreResponse` -> `Kept` | `Refused`
 
-An answer that cannot be read, because of what an engine of one's own says of itself, is read as `Refused`.
+An answer that cannot be decoded, because a custom engine describes itself wrongly, is decoded as `Refused`.
 """
 
 import logging
@@ -42,33 +43,33 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
     settings: Settings
 
 
-class Configured(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A new configuration, for what may change while the server runs."""
+class ApplyConfig(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """New settings; those that can change at run time are applied."""
 
     settings: Settings
 
 
-class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What was configured holds."""
+class ConfigApplied(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
 
 
 class Stopping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Soon: requests that are cancelled from now on are so because the server ends."""
+    """The server will stop: requests cancelled from now on get that as the reason."""
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Now: nothing new is taken, what runs has its time to finish."""
+class GracefulStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Accept no new requests; running ones have the grace time."""
 
 
-class Hurry(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The same without the time to finish: what runs is told now."""
+class ForceStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop without the grace time; running requests are cancelled now."""
 
 
 class Knock(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Whether anybody is there."""
+    """Check that the front end still answers."""
 
 
-class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
@@ -77,7 +78,7 @@ class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Enter(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Somebody whose key has limits. What tells who it is goes along: quotas are the parent's."""
+    """Count a request against the quota of its key, which the parent holds."""
 
     id: str
     authorization: bytes
@@ -96,7 +97,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     fallbacks: tuple[str, ...] = ()
     rates: tuple[Rate, ...] = ()
     cause: str | None = None
-    """What is behind it, for the log."""
+    """The underlying error, for the log."""
 
     def error(self) -> DragomanError:
         error = self.failure.error()
@@ -106,8 +107,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`models` and `within` are those that the caller may ask (see `scopes`); None: all. `via`: by whom the request
-    came (see `hops`)."""
+    """`models` and `within` limit the models that the caller may use (see `scopes`); None: all. `via` is the header
+    that detects loops (see `loop_guard`)."""
 
     id: str
     principal: str
@@ -117,14 +118,16 @@ class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     via: bytes | None
 
 
-class Waiting(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LeaseQueued(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The request is valid and waits for a slot."""
+
     id: str
     found: Found
     rates: tuple[Rate, ...] = ()
 
 
-class Engaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Of the engine only what the stages must know."""
+class LeaseGranted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Describes the engine as far as the pipeline needs it."""
 
     id: str
     found: Found
@@ -135,14 +138,14 @@ class Engaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rates: tuple[Rate, ...] = ()
 
 
-class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag="Generate"):
     id: str
     key: int
     request: GenerationRequest
 
 
 class PassedGenerate(msgspec.Struct, frozen=True, array_like=True, tag="Generate"):
-    """A `Generate` as the parent reads it: the request is mostly another process's to read."""
+    """A `Generate` as the parent reads it, with the request still encoded for the worker."""
 
     id: str
     key: int
@@ -154,15 +157,15 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     key: int
 
 
-class Hold(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The reader of a generation cannot keep up, or can again: an engine that can wait for it should."""
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Pause or resume the engine of a generation whose reader lags behind, if the engine can wait."""
 
     id: str
     key: int
-    held: bool
+    is_paused: bool
 
 
-class Another(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AcquireSlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
 
 
@@ -170,21 +173,20 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
 
 
-class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ReleaseSlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Everything that the request held of its model is given back. `tokens` in `seconds`: how fast it was, where it
-    came to its end."""
+    """Release everything that the request holds of its model. A finished reply had `tokens` in `seconds`."""
 
     id: str
     tokens: int = 0
     seconds: float = 0.0
 
 
-class Gaps(msgspec.Struct, frozen=True, array_like=True):
-    """Times between tokens, as they were counted since the last were told."""
+class TokenGaps(msgspec.Struct, frozen=True, array_like=True):
+    """Histogram of the times between tokens since the last report."""
 
     counts: tuple[int, ...]
     total: float
@@ -192,7 +194,7 @@ class Gaps(msgspec.Struct, frozen=True, array_like=True):
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     record: RequestRecord
-    gaps: Gaps | None = None
+    gaps: TokenGaps | None = None
 
     @property
     def id(self) -> str:
@@ -200,7 +202,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Relay(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request as it came, for the parent to answer."""
+    """An unchanged request for the parent to answer."""
 
     id: str
     scope: dict[str, Any]
@@ -214,8 +216,8 @@ class Relayed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     body: bytes
 
 
-class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody waits for the answer any more."""
+class CancelRelay(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The client has gone."""
 
     id: str
 
@@ -232,7 +234,7 @@ class FindItems(msgspec.Struct, frozen=True, array_like=True, tag=True):
     items: tuple[str, ...]
 
 
-class KeepResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class StoreResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     response: KeptResponse
 
@@ -243,54 +245,54 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, tag=True):
     items: dict[str, bytes] = {}
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
     progress: tuple[Progress, ...]
 
 
-class PassedStep(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
-    """A `Step` as the parent sends it."""
+class RawProgressBatch(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
+    """A `Step` as the parent sends it, with encoded parts."""
 
     progress: tuple[msgspec.Raw, ...]
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """How any message with something in it begins."""
+class MessageHead(msgspec.Struct, frozen=True, array_like=True):
+    """The tag and the first field of any message with fields."""
 
     tag: str
     first: msgspec.Raw
 
 
-Question = FindResponse | FindItems | KeepResponse
+StoreQuery = FindResponse | FindItems | StoreResponse
 ToParent = (
     Listening
-    | Adopted
-    | Here
+    | ConfigApplied
+    | Pong
     | Enter
     | Engage
     | PassedGenerate
     | Cancel
-    | Hold
-    | Another
-    | GiveBack
+    | Pause
+    | AcquireSlot
+    | ReleaseSlot
     | Leave
     | Ended
     | Relay
-    | Drop
-    | Question
+    | CancelRelay
+    | StoreQuery
 )
-Answer = Entered | Waiting | Engaged | Refused | Granted | Relayed | Kept
-ANSWERS = frozenset(one.__name__ for one in get_args(Answer))
-ToFront = Begin | Configured | Stopping | Stop | Hurry | Knock | Answer | Step
+Answer = Entered | LeaseQueued | LeaseGranted | Refused | Granted | Relayed | Kept
+ANSWERS = frozenset(message.__name__ for message in get_args(Answer))
+ToFront = Begin | ApplyConfig | Stopping | GracefulStop | ForceStop | Knock | Answer | Step
 
 _encoder = msgspec.msgpack.Encoder()
 _to_front = msgspec.msgpack.Decoder(ToFront)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
-_passed_step = msgspec.msgpack.Decoder(PassedStep)
-_head = msgspec.msgpack.Decoder(Head)
+_passed_step = msgspec.msgpack.Decoder(RawProgressBatch)
+_head = msgspec.msgpack.Decoder(MessageHead)
 _request = msgspec.msgpack.Decoder(GenerationRequest)
 
 
-def encode(message: ToFront | ToParent | Generate | PassedStep) -> bytes:
+def encode(message: ToFront | ToParent | Generate | RawProgressBatch) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
@@ -300,12 +302,12 @@ def decode_to_front(body: memoryview) -> ToFront:
     return message
 
 
-def decode_in_parts(body: memoryview, error: Exception) -> PassedStep | Refused:
-    """What could not be decoded as a whole, because of an error."""
+def decode_in_parts(body: memoryview, error: Exception) -> RawProgressBatch | Refused:
+    """Decode a message that failed to decode as a whole with `error`."""
     head = _head.decode(body)
     if head.tag not in ANSWERS:
         return _passed_step.decode(body)
-    log.error("what the engine says of itself cannot be read", exc_info=error)
+    log.error("the engine's description of itself cannot be decoded", exc_info=error)
     return Refused(msgspec.msgpack.decode(head.first, type=str), Failure.of(failed(error)))
 
 

@@ -1,4 +1,4 @@
-"""A request that the parent answers for a front end: the app is called as a server would call it."""
+"""Answers requests that a front end relays to the parent, by calling the app as an ASGI server would."""
 
 import asyncio
 from typing import Any
@@ -6,31 +6,33 @@ from typing import Any
 from dragoman.server.frontends.messages import Relay, Relayed
 
 
-class Passing:
-    def __init__(self, question: Relay) -> None:
-        self.question = question
+class RelayedRequest:
+    def __init__(self, message: Relay) -> None:
         self.task: asyncio.Task[None] | None = None
-        self._given = False
-        self._left = asyncio.Event()
+        self._message = message
+        self._is_body_read = False
+        self._disconnected = asyncio.Event()
         self._status = 500
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
 
-    def leave(self) -> None:
-        self._left.set()
+    def disconnect(self) -> None:
+        self._disconnected.set()
 
-    async def receive(self) -> dict[str, Any]:
-        if not self._given:
-            self._given = True
-            return {"type": "http.request", "body": self.question.body, "more_body": False}
-        await self._left.wait()
+    async def answer(self, app: Any) -> Relayed:
+        scope = self._message.scope | {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
+        await app(scope, self._receive, self._send)
+        return Relayed(self._message.id, self._status, self._headers, b"".join(self._body))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._is_body_read:
+            self._is_body_read = True
+            return {"type": "http.request", "body": self._message.body, "more_body": False}
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Any) -> None:
+    async def _send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self._status, self._headers = message["status"], list(message.get("headers", ()))
         else:
             self._body.append(message.get("body", b""))
-
-    def answer(self) -> Relayed:
-        return Relayed(self.question.id, self._status, self._headers, b"".join(self._body))
