@@ -186,12 +186,16 @@ ToParent = Loading | Ready | Broken | Step | Answer
 ToForwarder = Loading | Ready | Broken | PackedStep | Answer
 
 _encoder = msgspec.msgpack.Encoder()
-_to_child = msgspec.msgpack.Decoder(ToChild)
-_to_parent = msgspec.msgpack.Decoder(ToParent)
-_to_forwarder = msgspec.msgpack.Decoder(ToForwarder)
-_progress = msgspec.msgpack.Decoder(Progress)
-_head = msgspec.msgpack.Decoder(ProgressHead)
-_parts = msgspec.msgpack.Decoder(PackedStep | AnswerHead)
+_to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+_to_parent: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+_to_forwarder: msgspec.msgpack.Decoder[ToForwarder] = msgspec.msgpack.Decoder(ToForwarder)
+_parts: msgspec.msgpack.Decoder[PackedStep | AnswerHead] = msgspec.msgpack.Decoder(PackedStep | AnswerHead)
+decode_to_child = _to_child.decode
+decode_to_parent = _to_parent.decode
+decode_to_passer = _to_forwarder.decode
+"""Decodes a message but leaves the parts of a step encoded."""
+decode_progress_head = msgspec.msgpack.Decoder(ProgressHead).decode
+unpack = msgspec.msgpack.Decoder(Progress).decode
 
 
 def encode(message: ToChild | ToParent | PackedStep | UnpackedStep | RawGenerate) -> bytes:
@@ -203,20 +207,12 @@ def pack(progress: Portion | Progress) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(progress))
 
 
-def unpack(progress: msgspec.Raw) -> Progress:
-    return _progress.decode(progress)
-
-
 def readable(progress: msgspec.Raw) -> Progress:
     """Decode a part; an invalid one becomes the failed end of its generation."""
     try:
         return unpack(progress)
     except DECODE_ERRORS as error:
         return Progress(decode_progress_head(progress).id, ended=True, failure=_decode_failure(error))
-
-
-def decode_progress_head(progress: msgspec.Raw) -> ProgressHead:
-    return _head.decode(progress)
 
 
 def _decode_failure(error: Exception) -> Failure:
@@ -229,23 +225,7 @@ def _encodable(text: str) -> str:
     return str(text).encode("utf-8", "replace").decode()
 
 
-def decode_to_child(body: bytes) -> ToChild:
-    message: ToChild = _to_child.decode(body)
-    return message
-
-
-def decode_to_parent(body: bytes) -> ToParent:
-    message: ToParent = _to_parent.decode(body)
-    return message
-
-
-def decode_to_passer(body: bytes) -> ToForwarder:
-    """Decode a message but leave the parts of a step encoded."""
-    message: ToForwarder = _to_forwarder.decode(body)
-    return message
-
-
 def decode_in_parts(body: bytes, error: Exception) -> PackedStep | Answer:
     """Decode a message that failed to decode as a whole with `error`."""
-    message: PackedStep | AnswerHead = _parts.decode(body)
+    message = _parts.decode(body)
     return message if isinstance(message, PackedStep) else Answer(message.id, failure=_decode_failure(error))

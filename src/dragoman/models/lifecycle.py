@@ -75,24 +75,15 @@ class HostTasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def estimate_memory(self, host: Host) -> None:
-        self._spawn(self._estimate_memory(host))
-
-    def load(self, host: Host) -> None:
-        load = self._spawn(self._load(host))
+    def start_load(self, host: Host) -> None:
+        load = self.spawn(self._load(host))
         if load is not None:
             self._loads[host.key] = load
-
-    def abort(self, host: Host) -> None:
-        self._spawn(self._abort(host))
-
-    def unload(self, host: Host) -> None:
-        self._spawn(self._unload(host))
 
     def forget(self, key: str) -> None:
         self._loads.pop(key, None)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         """Start a task, unless the server is stopping."""
         if self.is_stopping:
             work.close()
@@ -102,7 +93,7 @@ class HostTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _estimate_memory(self, host: Host) -> None:
+    async def estimate_memory(self, host: Host) -> None:
         try:
             need = await run_in_daemon_thread(host.estimate_memory)
         except Exception as error:  # noqa: BLE001 (a custom engine may raise anything; it is logged)
@@ -120,7 +111,7 @@ class HostTasks:
         self._feed(residency.ModelLoaded(host.key, size))
         await asyncio.to_thread(host.remember_memory, size)
 
-    async def _abort(self, host: Host) -> None:
+    async def abort(self, host: Host) -> None:
         """Cancel the load and kill its process."""
         load = self._loads[host.key]
         load.cancel()
@@ -129,7 +120,7 @@ class HostTasks:
         await host.unload()
         self._feed(residency.ModelUnloaded(host.key))
 
-    async def _unload(self, host: Host) -> None:
+    async def unload(self, host: Host) -> None:
         await host.measure()
         # Growth beyond the budget did not prevent this load and must not prevent the next one.
         budget = self._residency.budget
@@ -232,15 +223,15 @@ class Lifecycle:
     def _perform(self, effect: residency.Effect) -> None:
         host = self._hosts[effect.key]
         if isinstance(effect, residency.EstimateMemory):
-            self._tasks.estimate_memory(host)
+            self._tasks.spawn(self._tasks.estimate_memory(host))
         elif isinstance(effect, residency.LoadModel):
-            self._tasks.load(host)
+            self._tasks.start_load(host)
         elif isinstance(effect, residency.AbortLoad):
             log.info("model %s: loading is cancelled: an unload was requested", host.key)
-            self._tasks.abort(host)
+            self._tasks.spawn(self._tasks.abort(host))
         elif isinstance(effect, residency.UnloadModel):
             log.info("model %s: unloading: %s", host.key, effect.reason)
-            self._tasks.unload(host)
+            self._tasks.spawn(self._tasks.unload(host))
         elif isinstance(effect, residency.AdmitRequests):
             self._entries.admit(effect.tickets, lambda: self.leave(host))
         elif isinstance(effect, residency.RefuseRequests):

@@ -6,8 +6,9 @@ from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec, SamplingDefaults
 from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import ConfigError, DragomanError
 from dragoman.files.discovery import Found
+from dragoman.models import static_info
 from dragoman.models.model_host import Host
-from dragoman.models.static_info import Foreseen, foreseen
+from dragoman.models.static_info import Foreseen
 
 
 class Model:
@@ -55,13 +56,13 @@ class Model:
     async def foreseen(self) -> Foreseen:
         """Return what is known before the load; reads the file once, in a thread."""
         if self._static_info is None:
-            self._static_info = await asyncio.to_thread(_static_info, self.spec)
+            self._static_info = await asyncio.to_thread(_read_static_info, self.spec)
         return self._static_info
 
 
-def _static_info(spec: ModelSpec | None) -> Foreseen:
+def _read_static_info(spec: ModelSpec | None) -> Foreseen:
     try:
-        return Foreseen() if spec is None else foreseen(spec)
+        return Foreseen() if spec is None else static_info.foreseen(spec)
     except ConfigError:
         # A request for the model reports the error.
         return Foreseen()

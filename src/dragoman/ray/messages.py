@@ -38,28 +38,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_request = msgspec.msgpack.Decoder(GenerationRequest)
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_event_batch = msgspec.msgpack.Decoder(EventBatch)
-_answer = msgspec.msgpack.Decoder(Answer)
-_engine_info = msgspec.msgpack.Decoder(EngineInfo)
-
-
-def decode_request(body: bytes) -> GenerationRequest:
-    return _request.decode(body)
-
-
-def decode_question(body: bytes) -> Question:
-    return _question.decode(body)
-
-
-def decode_event_batch(body: bytes) -> EventBatch:
-    return _event_batch.decode(body)
-
-
-def decode_answer(body: bytes) -> Answer:
-    return _answer.decode(body)
-
-
-def decode_engine_info(body: bytes) -> EngineInfo:
-    return _engine_info.decode(body)
+decode_question = _question.decode
+decode_request = msgspec.msgpack.Decoder(GenerationRequest).decode
+decode_event_batch = msgspec.msgpack.Decoder(EventBatch).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_engine_info = msgspec.msgpack.Decoder(EngineInfo).decode

@@ -38,60 +38,65 @@ from dragoman.storage.base import KeptResponse
 log = logging.getLogger("dragoman.fronts")
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class FrontEndMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class RequestMessage(FrontEndMessage, frozen=True):
+    id: str
+
+
+class Begin(FrontEndMessage, frozen=True):
     number: int
     settings: Settings
 
 
-class ApplyConfig(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ApplyConfig(FrontEndMessage, frozen=True):
     """New settings; those that can change at run time are applied."""
 
     settings: Settings
 
 
-class ConfigApplied(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ConfigApplied(FrontEndMessage, frozen=True):
     pass
 
 
-class Stopping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Stopping(FrontEndMessage, frozen=True):
     """The server will stop: requests cancelled from now on get that as the reason."""
 
 
-class GracefulStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class GracefulStop(FrontEndMessage, frozen=True):
     """Accept no new requests; running ones have the grace time."""
 
 
-class ForceStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ForceStop(FrontEndMessage, frozen=True):
     """Stop without the grace time; running requests are cancelled now."""
 
 
-class Knock(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Knock(FrontEndMessage, frozen=True):
     """Check that the front end still answers."""
 
 
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Pong(FrontEndMessage, frozen=True):
     pass
 
 
-class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Listening(FrontEndMessage, frozen=True):
     pass
 
 
-class Enter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Enter(RequestMessage, frozen=True):
     """Count a request against the quota of its key, which the parent holds."""
 
-    id: str
     authorization: bytes
     api_key: bytes
 
 
-class Entered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Entered(RequestMessage, frozen=True):
     rates: tuple[Rate, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Refused(RequestMessage, frozen=True):
     failure: Failure
     label: str | None = None
     fallbacks: tuple[str, ...] = ()
@@ -106,11 +111,10 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return error
 
 
-class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Engage(RequestMessage, frozen=True):
     """`models` and `within` limit the models that the caller may use (see `scopes`); None: all. `via` is the header
     that detects loops (see `loop_guard`)."""
 
-    id: str
     principal: str
     models: tuple[str, ...] | None
     wish: Wish
@@ -118,18 +122,16 @@ class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     via: bytes | None
 
 
-class LeaseQueued(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LeaseQueued(RequestMessage, frozen=True):
     """The request is valid and waits for a slot."""
 
-    id: str
     found: Found
     rates: tuple[Rate, ...] = ()
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LeaseGranted(RequestMessage, frozen=True):
     """Describes the engine as far as the pipeline needs it."""
 
-    id: str
     found: Found
     format: str
     staged: frozenset[str]
@@ -138,49 +140,44 @@ class LeaseGranted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rates: tuple[Rate, ...] = ()
 
 
-class Generate(msgspec.Struct, frozen=True, array_like=True, tag="Generate"):
-    id: str
+class Generate(RequestMessage, frozen=True, tag="Generate"):
     key: int
     request: GenerationRequest
 
 
-class PassedGenerate(msgspec.Struct, frozen=True, array_like=True, tag="Generate"):
+class PassedGenerate(RequestMessage, frozen=True, tag="Generate"):
     """A `Generate` as the parent reads it, with the request still encoded for the worker."""
 
-    id: str
     key: int
     request: msgspec.Raw
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Cancel(RequestMessage, frozen=True):
     key: int
 
 
-class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Pause(RequestMessage, frozen=True):
     """Pause or resume the engine of a generation whose reader lags behind, if the engine can wait."""
 
-    id: str
     key: int
     is_paused: bool
 
 
-class AcquireSlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class AcquireSlot(RequestMessage, frozen=True):
+    pass
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Granted(RequestMessage, frozen=True):
+    pass
 
 
-class ReleaseSlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class ReleaseSlot(RequestMessage, frozen=True):
+    pass
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Leave(RequestMessage, frozen=True):
     """Release everything that the request holds of its model. A finished reply had `tokens` in `seconds`."""
 
-    id: str
     tokens: int = 0
     seconds: float = 0.0
 
@@ -192,7 +189,7 @@ class TokenGaps(msgspec.Struct, frozen=True, array_like=True):
     total: float
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Ended(FrontEndMessage, frozen=True):
     record: RequestRecord
     gaps: TokenGaps | None = None
 
@@ -201,55 +198,47 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return self.record.id
 
 
-class Relay(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Relay(RequestMessage, frozen=True):
     """An unchanged request for the parent to answer."""
 
-    id: str
     scope: dict[str, Any]
     body: bytes
 
 
-class Relayed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Relayed(RequestMessage, frozen=True):
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
 
-class CancelRelay(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CancelRelay(RequestMessage, frozen=True):
     """The client has gone."""
 
-    id: str
 
-
-class FindResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class FindResponse(RequestMessage, frozen=True):
     principal: str
     response: str
 
 
-class FindItems(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class FindItems(RequestMessage, frozen=True):
     principal: str
     items: tuple[str, ...]
 
 
-class StoreResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class StoreResponse(RequestMessage, frozen=True):
     response: KeptResponse
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Kept(RequestMessage, frozen=True):
     response: KeptResponse | None = None
     items: dict[str, bytes] = {}
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
+class Step(FrontEndMessage, frozen=True, tag="Step"):
     progress: tuple[Progress, ...]
 
 
-class RawProgressBatch(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
+class RawProgressBatch(FrontEndMessage, frozen=True, tag="Step"):
     """A `Step` as the parent sends it, with encoded parts."""
 
     progress: tuple[msgspec.Raw, ...]
@@ -285,11 +274,13 @@ ANSWERS = frozenset(message.__name__ for message in get_args(Answer))
 ToFront = Begin | ApplyConfig | Stopping | GracefulStop | ForceStop | Knock | Answer | Step
 
 _encoder = msgspec.msgpack.Encoder()
-_to_front = msgspec.msgpack.Decoder(ToFront)
-_to_parent = msgspec.msgpack.Decoder(ToParent)
-_passed_step = msgspec.msgpack.Decoder(RawProgressBatch)
-_head = msgspec.msgpack.Decoder(MessageHead)
-_request = msgspec.msgpack.Decoder(GenerationRequest)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+_to_parent: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+_decode_raw_batch = msgspec.msgpack.Decoder(RawProgressBatch).decode
+_decode_head = msgspec.msgpack.Decoder(MessageHead).decode
+decode_to_front = _to_front.decode
+decode_to_parent = _to_parent.decode
+decode_request = msgspec.msgpack.Decoder(GenerationRequest).decode
 
 
 def encode(message: ToFront | ToParent | Generate | RawProgressBatch) -> bytes:
@@ -297,24 +288,10 @@ def encode(message: ToFront | ToParent | Generate | RawProgressBatch) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def decode_to_front(body: memoryview) -> ToFront:
-    message: ToFront = _to_front.decode(body)
-    return message
-
-
 def decode_in_parts(body: memoryview, error: Exception) -> RawProgressBatch | Refused:
     """Decode a message that failed to decode as a whole with `error`."""
-    head = _head.decode(body)
+    head = _decode_head(body)
     if head.tag not in ANSWERS:
-        return _passed_step.decode(body)
+        return _decode_raw_batch(body)
     log.error("the engine's description of itself cannot be decoded", exc_info=error)
     return Refused(msgspec.msgpack.decode(head.first, type=str), Failure.of(failed(error)))
-
-
-def decode_to_parent(body: memoryview) -> ToParent:
-    message: ToParent = _to_parent.decode(body)
-    return message
-
-
-def decode_request(request: msgspec.Raw) -> GenerationRequest:
-    return _request.decode(request)

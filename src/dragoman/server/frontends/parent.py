@@ -21,49 +21,11 @@ from typing import Any
 import msgspec
 
 from dragoman.config.settings import Settings
-from dragoman.core.engine import Engine
-from dragoman.core.errors import DragomanError, EngineFailed
-from dragoman.core.rate_limits import Rate
 from dragoman.ipc.link import Link
-from dragoman.ipc.worker_messages import Failure
-from dragoman.pipeline.generate import STAGED
 from dragoman.server.app import App
-from dragoman.server.auth.scopes import Caller
-from dragoman.server.frontends.messages import (
-    AcquireSlot,
-    ApplyConfig,
-    Begin,
-    Cancel,
-    CancelRelay,
-    ConfigApplied,
-    Ended,
-    Engage,
-    Enter,
-    Entered,
-    FindItems,
-    FindResponse,
-    Granted,
-    Kept,
-    Knock,
-    LeaseGranted,
-    LeaseQueued,
-    Leave,
-    Listening,
-    PassedGenerate,
-    Pause,
-    Pong,
-    RawProgressBatch,
-    Refused,
-    Relay,
-    ReleaseSlot,
-    StoreResponse,
-    ToFront,
-    decode_to_parent,
-    encode,
-)
-from dragoman.server.frontends.relay import RelayedRequest
-from dragoman.server.frontends.request_state import GenerationRunner, RequestState
-from dragoman.server.model_lease import Engagement, Found
+from dragoman.server.frontends import messages
+from dragoman.server.frontends.relay import AppCallHandlers
+from dragoman.server.frontends.request_state import Handler, RequestHandlers
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -72,13 +34,11 @@ PING_SECONDS = 2.0
 MOST_PINGS = 5
 LISTEN_SECONDS = 60.0
 
-Handler = Callable[[Any], object]
-
 
 class FrontEndMonitor:
     """Detects a front end that does not listen or does not answer, and calls `kill` once."""
 
-    def __init__(self, send: Callable[[ToFront], None], kill: Callable[[], None]) -> None:
+    def __init__(self, send: Callable[[messages.ToFront], None], kill: Callable[[], None]) -> None:
         self._send = send
         self._kill = kill
         self._loop = asyncio.get_running_loop()
@@ -115,7 +75,7 @@ class FrontEndMonitor:
             self.kill(f"has not answered for {MOST_PINGS * PING_SECONDS:g} s")
             return
         self._unanswered += 1
-        self._send(Knock())
+        self._send(messages.Knock())
         self._timer = self._loop.call_later(PING_SECONDS, self._ping)
 
 
@@ -136,26 +96,26 @@ class FrontEndConnection:
         self._batch: list[msgspec.Raw] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._handlers: dict[type, Handler] = {
-            Listening: self._note_listening,
-            ConfigApplied: self._note_config_applied,
-            Pong: lambda _: self.monitor.note_pong(),
+            messages.Listening: self._note_listening,
+            messages.ConfigApplied: self._note_config_applied,
+            messages.Pong: lambda _: self.monitor.note_pong(),
             **self._requests.handlers(),
             **self._app_calls.handlers(),
         }
 
     def begin(self, number: int, settings: Settings) -> None:
-        self.send(Begin(number, _without_models(settings)))
+        self.send(messages.Begin(number, _without_models(settings)))
         self.monitor.start()
 
     def configure(self, settings: Settings) -> "asyncio.Future[None]":
         """Send new settings; the future is done when the front end has applied them."""
         applied: asyncio.Future[None] = self._loop.create_future()
         self._pending_configs.append(applied)
-        self.send(ApplyConfig(_without_models(settings)))
+        self.send(messages.ApplyConfig(_without_models(settings)))
         return applied
 
-    def send(self, message: ToFront) -> None:
-        self.link.send(encode(message))
+    def send(self, message: messages.ToFront) -> None:
+        self.link.send(messages.encode(message))
 
     def put(self, progress: msgspec.Raw) -> None:
         if not self._batch:
@@ -164,7 +124,7 @@ class FrontEndConnection:
 
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
-        self.link.send(encode(RawProgressBatch(tuple(batch))))
+        self.link.send(messages.encode(messages.RawProgressBatch(tuple(batch))))
         if self.link.unsent > MOST_UNSENT:
             self.monitor.kill(f"has not read {self.link.unsent / 1e6:.0f} MB of output")
 
@@ -173,7 +133,7 @@ class FrontEndConnection:
         self.link.close()
         self.monitor.stop()
         while self._pending_configs:
-            self._note_config_applied(ConfigApplied())
+            self._note_config_applied(messages.ConfigApplied())
         return self._requests.close() + self._app_calls.close()
 
     def spawn(
@@ -193,214 +153,25 @@ class FrontEndConnection:
             self._requests.refuse(request_id, error)
 
     def _receive(self, body: memoryview) -> None:
-        message = decode_to_parent(body)
+        message = messages.decode_to_parent(body)
         try:
             self._handlers[type(message)](message)
         except Exception as error:
-            if isinstance(message, Listening | ConfigApplied | Pong):
+            if isinstance(message, messages.Listening | messages.ConfigApplied | messages.Pong):
                 # These belong to no request.
                 raise
             self._requests.refuse(message.id, error)
 
-    def _note_listening(self, message: Listening) -> None:
+    def _note_listening(self, message: messages.Listening) -> None:
         if not self.monitor.is_killed:
             self.is_listening = True
             self._on_listening()
             self.monitor.start_pings()
 
-    def _note_config_applied(self, message: ConfigApplied) -> None:
+    def _note_config_applied(self, message: messages.ConfigApplied) -> None:
         applied = self._pending_configs.popleft()
         if not applied.done():
             applied.set_result(None)
-
-
-class RequestHandlers:
-    """Handles the messages of requests that use models."""
-
-    def __init__(self, app: App, connection: FrontEndConnection) -> None:
-        self._app = app
-        self._connection = connection
-        self._states: dict[str, RequestState] = {}
-        self._generations = GenerationRunner(connection)
-
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            Enter: self._enter_quota,
-            Engage: self._acquire_lease,
-            PassedGenerate: self._generate,
-            Cancel: self._cancel,
-            Pause: self._pause,
-            AcquireSlot: self._acquire_slot,
-            ReleaseSlot: self._release_slot,
-            Leave: self._release_lease,
-            Ended: self._finish,
-        }
-
-    def close(self) -> int:
-        """Release all requests; return their number."""
-        count = len(self._states)
-        for state in self._states.values():
-            state.release(ended=False)
-            if state.quota_lease is not None:
-                state.quota_lease.abandon()
-        self._states.clear()
-        return count
-
-    def refuse(self, request_id: str, error: Exception) -> None:
-        state = self._states.get(request_id) or RequestState()
-        lease = state.model_lease
-        label, fallbacks = (None, ()) if lease is None else (lease.label, lease.fallbacks)
-        if not isinstance(error, DragomanError):
-            log.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
-            error = EngineFailed("an internal error; the server's log says more")
-        cause = None if error.__cause__ is None else str(error.__cause__)
-        self._connection.send(Refused(request_id, Failure.of(error), label, fallbacks, state.rates(), cause))
-
-    def _enter_quota(self, message: Enter) -> None:
-        state = self._states.setdefault(message.id, RequestState())
-        headers = {b"authorization": message.authorization, b"x-api-key": message.api_key}
-        try:
-            state.quota_lease = lease = self._app.lease_for(headers)
-            if lease is not None:
-                lease.enter()
-        except DragomanError as error:
-            self.refuse(message.id, error)
-            return
-        self._connection.send(Entered(message.id, state.rates()))
-
-    def _acquire_lease(self, message: Engage) -> None:
-        state = self._states.setdefault(message.id, RequestState())
-        caller = Caller(message.principal, models=message.models, within=message.within)
-        state.via = message.via
-        state.model_lease = lease = self._app.engagement_of(caller, state.quota_lease)
-        self._connection.spawn(message.id, self._start_lease(message, state, lease), state.tasks)
-
-    async def _start_lease(self, message: Engage, state: RequestState, lease: Engagement) -> None:
-        try:
-            info = await lease.find(message.wish)
-            engine = lease.start_now()
-            if engine is None:
-                self._connection.send(LeaseQueued(message.id, info, state.rates()))
-                engine = await lease.start()
-        except asyncio.CancelledError:
-            lease.close()
-            raise
-        state.engine = engine
-        self._connection.send(_lease_granted(message.id, info, engine, lease.queue_us, state.rates()))
-
-    def _generate(self, message: PassedGenerate) -> None:
-        if (state := self._states.get(message.id)) is not None:
-            self._generations.start(message, state)
-
-    def _cancel(self, message: Cancel) -> None:
-        if (state := self._states.get(message.id)) is not None:
-            state.cancel(message.key, ended=False)
-
-    def _pause(self, message: Pause) -> None:
-        if (state := self._states.get(message.id)) is not None:
-            self._generations.pause(message, state)
-
-    def _acquire_slot(self, message: AcquireSlot) -> None:
-        state = self._states.get(message.id)
-        if state is not None and state.model_lease is not None:
-            self._connection.spawn(message.id, self._grant_slot(message.id, state.model_lease), state.tasks)
-
-    async def _grant_slot(self, request_id: str, lease: Engagement) -> None:
-        await lease.turns.another()
-        self._connection.send(Granted(request_id))
-
-    def _release_slot(self, message: ReleaseSlot) -> None:
-        state = self._states.get(message.id)
-        if state is not None and state.model_lease is not None:
-            state.model_lease.turns.give_back()
-
-    def _release_lease(self, message: Leave) -> None:
-        if (state := self._states.get(message.id)) is None:
-            return
-        if state.model_lease is not None:
-            state.model_lease.note_speed(message.tokens, message.seconds)
-        state.release(ended=True)
-
-    def _finish(self, message: Ended) -> None:
-        record = message.record
-        state = self._states.pop(record.id, None)
-        if state is not None:
-            state.release(ended=True)
-            if state.quota_lease is not None:
-                state.quota_lease.settle(record.spent_tokens)
-        telemetry = self._app.telemetry
-        if message.gaps is not None and record.model is not None:
-            telemetry.metrics.of(record.model).gaps.add_all(message.gaps.counts, message.gaps.total)
-        telemetry.request(record)
-
-
-class AppCallHandlers:
-    """Handles relayed requests and queries of stored responses."""
-
-    def __init__(self, app: App, connection: FrontEndConnection) -> None:
-        self._app = app
-        self._connection = connection
-        self._relays: dict[str, RelayedRequest] = {}
-
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            Relay: self._relay,
-            CancelRelay: self._cancel_relay,
-            FindResponse: self._in_task(self._find_response),
-            FindItems: self._in_task(self._find_items),
-            StoreResponse: self._in_task(self._store_response),
-        }
-
-    def _in_task(self, handle: Callable[[Any], Coroutine[Any, Any, None]]) -> Handler:
-        return lambda message: self._connection.spawn(message.id, handle(message))
-
-    def close(self) -> int:
-        """Disconnect all relayed requests; return their number."""
-        count = len(self._relays)
-        for relay in self._relays.values():
-            relay.disconnect()
-        self._relays.clear()
-        return count
-
-    def _relay(self, message: Relay) -> None:
-        self._relays[message.id] = relay = RelayedRequest(message)
-        relay.task = self._connection.spawn(message.id, self._answer(message.id, relay))
-
-    async def _answer(self, request_id: str, relay: RelayedRequest) -> None:
-        try:
-            answer = await relay.answer(self._app)
-        finally:
-            is_wanted = self._relays.pop(request_id, None) is not None
-        if is_wanted:
-            self._connection.send(answer)
-
-    def _cancel_relay(self, message: CancelRelay) -> None:
-        relay = self._relays.pop(message.id, None)
-        if relay is None or relay.task is None:
-            return
-        if self._app.is_stopping:
-            relay.task.cancel()
-        else:
-            relay.disconnect()
-
-    async def _find_response(self, message: FindResponse) -> None:
-        response = await self._app.responses.find(message.principal, message.response)
-        self._connection.send(Kept(message.id, response))
-
-    async def _find_items(self, message: FindItems) -> None:
-        items = await self._app.responses.items(message.principal, message.items)
-        self._connection.send(Kept(message.id, items=dict(items)))
-
-    async def _store_response(self, message: StoreResponse) -> None:
-        await self._app.responses.keep(message.response)
-        self._connection.send(Kept(message.id))
-
-
-def _lease_granted(
-    request_id: str, info: Found, engine: Engine, queue_us: int, rates: tuple[Rate, ...]
-) -> LeaseGranted:
-    format_name = next((model.format for model in engine.models() if model.name == info.model), "plain")
-    return LeaseGranted(request_id, info, format_name, engine.supports() & STAGED, engine.tells_calls, queue_us, rates)
 
 
 def _without_models(settings: Settings) -> Settings:

@@ -18,45 +18,7 @@ from dragoman.core.request import GenerationRequest
 from dragoman.ipc.link import Link
 from dragoman.ipc.worker_messages import KEY_BITS, decode_progress_head, readable
 from dragoman.ipc.worker_process import UNSENDABLE
-from dragoman.server.frontends.messages import (
-    AcquireSlot,
-    Answer,
-    ApplyConfig,
-    Begin,
-    Cancel,
-    Ended,
-    Engage,
-    Enter,
-    Entered,
-    FindItems,
-    FindResponse,
-    ForceStop,
-    Generate,
-    GracefulStop,
-    Granted,
-    Kept,
-    Knock,
-    LeaseGranted,
-    LeaseQueued,
-    Leave,
-    Pause,
-    Pong,
-    RawProgressBatch,
-    Refused,
-    Relay,
-    Relayed,
-    ReleaseSlot,
-    Step,
-    Stopping,
-    StoreQuery,
-    StoreResponse,
-    ToFront,
-    TokenGaps,
-    ToParent,
-    decode_in_parts,
-    decode_to_front,
-    encode,
-)
+from dragoman.server.frontends import messages
 from dragoman.server.http_exchange import Exchange
 from dragoman.server.model_lease import Found, Wish
 from dragoman.server.telemetry import RequestRecord
@@ -66,8 +28,9 @@ from dragoman.storage.base import KeptResponse
 BACKLOG = 1024
 """Unread events of one generation before its engine is paused."""
 
-Command = Begin | ApplyConfig | Stopping | GracefulStop | ForceStop
-Query = Enter | StoreQuery | Relay
+Command = messages.Begin | messages.ApplyConfig | messages.Stopping | messages.GracefulStop | messages.ForceStop
+LeaseAnswer = messages.LeaseQueued | messages.LeaseGranted | messages.Refused
+Query = messages.Enter | messages.StoreQuery | messages.Relay
 
 
 class _Stream:
@@ -87,7 +50,7 @@ class ParentConnection:
     def __init__(self, on_command: Callable[[Command], None], on_lost: Callable[[], None]) -> None:
         self.link = Link(self._receive, on_lost)
         self._on_command = on_command
-        self._listeners: dict[str, Callable[[Answer], None]] = {}
+        self._listeners: dict[str, Callable[[messages.Answer], None]] = {}
         self._streams: dict[int, _Stream] = {}
         self._keys = itertools.count()
 
@@ -96,25 +59,25 @@ class ParentConnection:
         self._keys = itertools.count(number << KEY_BITS)
 
     def _receive(self, body: memoryview) -> None:
-        message: ToFront | RawProgressBatch
+        message: messages.ToFront | messages.RawProgressBatch
         try:
-            message = decode_to_front(body)
+            message = messages.decode_to_front(body)
         except DECODE_ERRORS as error:
-            message = decode_in_parts(body, error)
-        if isinstance(message, Step):
+            message = messages.decode_in_parts(body, error)
+        if isinstance(message, messages.Step):
             self._deliver(message)
-        elif isinstance(message, RawProgressBatch):
+        elif isinstance(message, messages.RawProgressBatch):
             self._deliver_parts(message.progress)
         elif isinstance(message, Command):
             self._on_command(message)
-        elif isinstance(message, Knock):
-            self.send(Pong())
+        elif isinstance(message, messages.Knock):
+            self.send(messages.Pong())
         else:
             listener = self._listeners.get(message.id)
             if listener is not None:
                 listener(message)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: messages.Step) -> None:
         streams = self._streams
         for progress in step.progress:
             stream = streams.get(progress.id)
@@ -130,7 +93,7 @@ class ParentConnection:
                     mailbox.fail(progress.failure.error())
             elif len(mailbox) > BACKLOG and not stream.is_paused:
                 stream.is_paused = True
-                self.send(Pause(stream.id, progress.id, is_paused=True))
+                self.send(messages.Pause(stream.id, progress.id, is_paused=True))
 
     def _deliver_parts(self, parts: Iterable[msgspec.Raw]) -> None:
         """Deliver a step that cannot be decoded as a whole; an invalid part fails its own generation."""
@@ -140,26 +103,26 @@ class ParentConnection:
             if stream is None:
                 continue
             progress = readable(part)
-            self._deliver(Step((progress,)))
+            self._deliver(messages.Step((progress,)))
             if progress.ended and not head.ended:
-                self.send(Cancel(stream.id, head.id))
+                self.send(messages.Cancel(stream.id, head.id))
 
-    def send(self, message: ToParent | Generate) -> None:
+    def send(self, message: messages.ToParent | messages.Generate) -> None:
         try:
-            encoded = encode(message)
+            encoded = messages.encode(message)
         except ENCODE_ERRORS as error:
             raise BadRequest(UNSENDABLE) from error
         self.link.send(encoded)
 
-    def add_listener(self, request_id: str, listener: Callable[[Answer], None]) -> None:
+    def add_listener(self, request_id: str, listener: Callable[[messages.Answer], None]) -> None:
         self._listeners[request_id] = listener
 
     def remove_listener(self, request_id: str) -> None:
         self._listeners.pop(request_id, None)
 
-    async def ask(self, query: Query) -> Answer:
+    async def ask(self, query: Query) -> messages.Answer:
         """Send a query and return its answer; a request has one query at a time."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[messages.Answer] = asyncio.get_running_loop().create_future()
         self.add_listener(query.id, lambda message: None if answer.done() else answer.set_result(message))
         try:
             self.send(query)
@@ -169,17 +132,17 @@ class ParentConnection:
 
     async def generate(self, request_id: str, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         key = next(self._keys)
-        self.send(Generate(request_id, key, request))
+        self.send(messages.Generate(request_id, key, request))
         self._streams[key] = stream = _Stream(request_id)
         try:
             while events := await stream.mailbox.take():
                 if stream.is_paused:
                     stream.is_paused = False
-                    self.send(Pause(request_id, key, is_paused=False))
+                    self.send(messages.Pause(request_id, key, is_paused=False))
                 yield events
         finally:
             if self._streams.pop(key, None) is not None:
-                self.send(Cancel(request_id, key))
+                self.send(messages.Cancel(request_id, key))
 
 
 class RemoteQuotaLease:
@@ -197,10 +160,10 @@ class RemoteQuotaLease:
     async def enter(self, parent: ParentConnection, exchange: Exchange) -> None:
         headers = exchange.headers
         credentials = (headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
-        answer = await parent.ask(Enter(exchange.record.id, *credentials))
-        assert isinstance(answer, Entered | Refused)
+        answer = await parent.ask(messages.Enter(exchange.record.id, *credentials))
+        assert isinstance(answer, messages.Entered | messages.Refused)
         self.known = answer.rates
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise answer.error()
 
 
@@ -209,7 +172,7 @@ class RemoteEngine(Engine):
 
     streams_events = True
 
-    def __init__(self, parent: ParentConnection, granted: LeaseGranted) -> None:
+    def __init__(self, parent: ParentConnection, granted: messages.LeaseGranted) -> None:
         self._parent = parent
         self._id = granted.id
         self._info = ModelInfo(granted.found.model, format=granted.format)
@@ -238,8 +201,8 @@ class RemoteModelLease:
         self._exchange = exchange
         self._id = exchange.record.id
         loop = asyncio.get_running_loop()
-        self._found: asyncio.Future[LeaseQueued | LeaseGranted | Refused] = loop.create_future()
-        self._started: asyncio.Future[LeaseGranted | Refused] = loop.create_future()
+        self._found: asyncio.Future[LeaseAnswer] = loop.create_future()
+        self._started: asyncio.Future[messages.LeaseGranted | messages.Refused] = loop.create_future()
         self._pending_slots: deque[asyncio.Future[None]] = deque()
         self._is_open = False
         self._speed = (0, 0.0)
@@ -249,9 +212,9 @@ class RemoteModelLease:
         self._parent.add_listener(self._id, self._receive)
         self._is_open = True
         via = self._exchange.headers.get(loop_guard.HEADER_BYTES)
-        self._parent.send(Engage(self._id, caller.principal, caller.models, wish, caller.within, via))
+        self._parent.send(messages.Engage(self._id, caller.principal, caller.models, wish, caller.within, via))
         answer = await self._found
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             self.label, self.fallbacks = answer.label, answer.fallbacks
             raise answer.error()
         self.label, self.fallbacks = answer.found.label, answer.found.fallbacks
@@ -259,30 +222,30 @@ class RemoteModelLease:
 
     async def start(self) -> Engine:
         answer = await self._started
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise answer.error()
         self.queue_us = answer.queue_us
         return RemoteEngine(self._parent, answer)
 
-    def _receive(self, message: Answer) -> None:
-        if isinstance(message, Granted):
+    def _receive(self, message: messages.Answer) -> None:
+        if isinstance(message, messages.Granted):
             if self._pending_slots:
                 slot = self._pending_slots.popleft()
                 if not slot.done():
                     slot.set_result(None)
             return
-        assert isinstance(message, LeaseQueued | LeaseGranted | Refused)
-        if isinstance(message, Refused):
+        assert isinstance(message, LeaseAnswer)
+        if isinstance(message, messages.Refused):
             self._fail_pending_slots(message)
         lease = self._exchange.lease
         if isinstance(lease, RemoteQuotaLease) and message.rates:
             lease.known = message.rates
         if not self._found.done():
             self._found.set_result(message)
-        if not isinstance(message, LeaseQueued) and not self._started.done():
+        if not isinstance(message, messages.LeaseQueued) and not self._started.done():
             self._started.set_result(message)
 
-    def _fail_pending_slots(self, message: Refused) -> None:
+    def _fail_pending_slots(self, message: messages.Refused) -> None:
         while self._pending_slots:
             slot = self._pending_slots.popleft()
             if not slot.done():
@@ -295,11 +258,11 @@ class RemoteModelLease:
     async def another(self) -> None:
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending_slots.append(slot)
-        self._parent.send(AcquireSlot(self._id))
+        self._parent.send(messages.AcquireSlot(self._id))
         await slot
 
     def give_back(self) -> None:
-        self._parent.send(ReleaseSlot(self._id))
+        self._parent.send(messages.ReleaseSlot(self._id))
 
     def note_speed(self, tokens: int, seconds: float) -> None:
         self._speed = (tokens, seconds)
@@ -308,7 +271,7 @@ class RemoteModelLease:
         if self._is_open:
             self._is_open = False
             self._parent.remove_listener(self._id)
-            self._parent.send(Leave(self._id, *self._speed))
+            self._parent.send(messages.Leave(self._id, *self._speed))
             # Flushed before the reply ends: a client that retries at once, on another front end, gets the slot.
             self._parent.link.flush()
 
@@ -321,20 +284,20 @@ class RemoteResponses:
         self._numbers = itertools.count()
 
     async def keep(self, response: KeptResponse) -> None:
-        await self._ask(lambda key: StoreResponse(key, response))
+        await self._ask(lambda key: messages.StoreResponse(key, response))
 
     async def find(self, principal: str, response_id: str) -> KeptResponse | None:
-        return (await self._ask(lambda key: FindResponse(key, principal, response_id))).response
+        return (await self._ask(lambda key: messages.FindResponse(key, principal, response_id))).response
 
     async def items(self, principal: str, ids: Iterable[str]) -> Mapping[str, bytes]:
         item_ids = tuple(ids)
-        return (await self._ask(lambda key: FindItems(key, principal, item_ids))).items if item_ids else {}
+        return (await self._ask(lambda key: messages.FindItems(key, principal, item_ids))).items if item_ids else {}
 
-    async def _ask(self, query: Callable[[str], StoreQuery]) -> Kept:
+    async def _ask(self, query: Callable[[str], messages.StoreQuery]) -> messages.Kept:
         answer = await self._parent.ask(query(f"store-{next(self._numbers)}"))
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise answer.error()
-        assert isinstance(answer, Kept)
+        assert isinstance(answer, messages.Kept)
         return answer
 
 
@@ -350,13 +313,13 @@ class RemoteTelemetry:
         gaps = None
         if record.model is not None:
             counted = self.metrics.of(record.model).gaps.taken()
-            gaps = None if counted is None else TokenGaps(*counted)
-        self._parent.send(Ended(record, gaps))
+            gaps = None if counted is None else messages.TokenGaps(*counted)
+        self._parent.send(messages.Ended(record, gaps))
 
 
-async def relay_request(parent: ParentConnection, message: Relay) -> Relayed:
+async def relay_request(parent: ParentConnection, message: messages.Relay) -> messages.Relayed:
     answer = await parent.ask(message)
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         raise answer.error()
-    assert isinstance(answer, Relayed)
+    assert isinstance(answer, messages.Relayed)
     return answer

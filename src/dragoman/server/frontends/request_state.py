@@ -1,8 +1,8 @@
-"""Holds what the requests of a front end use in the parent, and runs their generations."""
+"""Holds what the requests of a front end use in the parent, and handles their messages."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -10,17 +10,24 @@ import msgspec
 
 from dragoman.core import loop_guard
 from dragoman.core.engine import Engine
+from dragoman.core.errors import DragomanError, EngineFailed
 from dragoman.core.rate_limits import Rate
 from dragoman.core.request import GenerationRequest
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.ipc.worker_main import to_failure
 from dragoman.ipc.worker_messages import Failure, Progress, pack
 from dragoman.pipeline.event_stream import run
+from dragoman.pipeline.generate import STAGED
+from dragoman.server.app import App
 from dragoman.server.auth.quotas import Lease
-from dragoman.server.frontends.messages import PassedGenerate, Pause, decode_request
-from dragoman.server.model_lease import Engagement
+from dragoman.server.auth.scopes import Caller
+from dragoman.server.frontends import messages
+from dragoman.server.model_lease import Engagement, Found
 
 log = logging.getLogger("dragoman.fronts")
+
+
+Handler = Callable[[Any], object]
 
 
 class RequestState:
@@ -75,8 +82,10 @@ class LocalGeneration:
         self.running = running
 
 
-class GenerationOutput(Protocol):
-    """The connection to the front end, as generations see it."""
+class FrontEndOutput(Protocol):
+    """The connection to the front end, as the handlers of its messages see it."""
+
+    def send(self, message: messages.ToFront) -> None: ...
 
     def put(self, progress: msgspec.Raw) -> None: ...
 
@@ -88,10 +97,10 @@ class GenerationOutput(Protocol):
 class GenerationRunner:
     """Runs the generations of a front end in workers or in this process."""
 
-    def __init__(self, output: GenerationOutput) -> None:
+    def __init__(self, output: FrontEndOutput) -> None:
         self._output = output
 
-    def start(self, message: PassedGenerate, state: RequestState) -> None:
+    def start(self, message: messages.PassedGenerate, state: RequestState) -> None:
         if state.engine is None:
             return
         try:
@@ -99,12 +108,12 @@ class GenerationRunner:
         except Exception as error:  # noqa: BLE001 (reported to the front end and logged)
             self._end(message.key, to_failure(error))
 
-    def _open(self, message: PassedGenerate, state: RequestState, engine: Engine) -> None:
+    def _open(self, message: messages.PassedGenerate, state: RequestState, engine: Engine) -> None:
         key = message.key
         if not isinstance(engine, WorkerEngine):
             running = asyncio.Event()
             running.set()
-            work = self._run_local(key, engine, decode_request(message.request), running, state)
+            work = self._run_local(key, engine, messages.decode_request(message.request), running, state)
             state.local[key] = LocalGeneration(self._output.spawn(message.id, work), running)
             return
         if not engine.forward_now(self._output, key, message.request):
@@ -139,10 +148,138 @@ class GenerationRunner:
     def _end(self, key: int, failure: Failure | None) -> None:
         self._output.put(pack(Progress(key, ended=True, failure=failure)))
 
-    def pause(self, message: Pause, state: RequestState) -> None:
+    def pause(self, message: messages.Pause, state: RequestState) -> None:
         """Pause or resume a local generation; workers cannot be paused."""
         generation = state.local.get(message.key)
         if generation is not None and message.is_paused:
             generation.running.clear()
         elif generation is not None:
             generation.running.set()
+
+
+class RequestHandlers:
+    """Handles the messages of requests that use models."""
+
+    def __init__(self, app: App, connection: FrontEndOutput) -> None:
+        self._app = app
+        self._connection = connection
+        self._states: dict[str, RequestState] = {}
+        self._generations = GenerationRunner(connection)
+
+    def handlers(self) -> dict[type, Handler]:
+        return {
+            messages.Enter: self._enter_quota,
+            messages.Engage: self._acquire_lease,
+            messages.PassedGenerate: self._generate,
+            messages.Cancel: self._cancel,
+            messages.Pause: self._pause,
+            messages.AcquireSlot: self._acquire_slot,
+            messages.ReleaseSlot: self._release_slot,
+            messages.Leave: self._release_lease,
+            messages.Ended: self._finish,
+        }
+
+    def close(self) -> int:
+        """Release all requests; return their number."""
+        count = len(self._states)
+        for state in self._states.values():
+            state.release(ended=False)
+            if state.quota_lease is not None:
+                state.quota_lease.abandon()
+        self._states.clear()
+        return count
+
+    def refuse(self, request_id: str, error: Exception) -> None:
+        state = self._states.get(request_id) or RequestState()
+        lease = state.model_lease
+        label, fallbacks = (None, ()) if lease is None else (lease.label, lease.fallbacks)
+        if not isinstance(error, DragomanError):
+            log.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
+            error = EngineFailed("an internal error; the server's log says more")
+        cause = None if error.__cause__ is None else str(error.__cause__)
+        self._connection.send(messages.Refused(request_id, Failure.of(error), label, fallbacks, state.rates(), cause))
+
+    def _enter_quota(self, message: messages.Enter) -> None:
+        state = self._states.setdefault(message.id, RequestState())
+        headers = {b"authorization": message.authorization, b"x-api-key": message.api_key}
+        try:
+            state.quota_lease = lease = self._app.lease_for(headers)
+            if lease is not None:
+                lease.enter()
+        except DragomanError as error:
+            self.refuse(message.id, error)
+            return
+        self._connection.send(messages.Entered(message.id, state.rates()))
+
+    def _acquire_lease(self, message: messages.Engage) -> None:
+        state = self._states.setdefault(message.id, RequestState())
+        caller = Caller(message.principal, models=message.models, within=message.within)
+        state.via = message.via
+        state.model_lease = lease = self._app.engagement_of(caller, state.quota_lease)
+        self._connection.spawn(message.id, self._start_lease(message, state, lease), state.tasks)
+
+    async def _start_lease(self, message: messages.Engage, state: RequestState, lease: Engagement) -> None:
+        try:
+            info = await lease.find(message.wish)
+            engine = lease.start_now()
+            if engine is None:
+                self._connection.send(messages.LeaseQueued(message.id, info, state.rates()))
+                engine = await lease.start()
+        except asyncio.CancelledError:
+            lease.close()
+            raise
+        state.engine = engine
+        self._connection.send(_lease_granted(message.id, info, engine, lease.queue_us, state.rates()))
+
+    def _generate(self, message: messages.PassedGenerate) -> None:
+        if (state := self._states.get(message.id)) is not None:
+            self._generations.start(message, state)
+
+    def _cancel(self, message: messages.Cancel) -> None:
+        if (state := self._states.get(message.id)) is not None:
+            state.cancel(message.key, ended=False)
+
+    def _pause(self, message: messages.Pause) -> None:
+        if (state := self._states.get(message.id)) is not None:
+            self._generations.pause(message, state)
+
+    def _acquire_slot(self, message: messages.AcquireSlot) -> None:
+        state = self._states.get(message.id)
+        if state is not None and state.model_lease is not None:
+            self._connection.spawn(message.id, self._grant_slot(message.id, state.model_lease), state.tasks)
+
+    async def _grant_slot(self, request_id: str, lease: Engagement) -> None:
+        await lease.turns.another()
+        self._connection.send(messages.Granted(request_id))
+
+    def _release_slot(self, message: messages.ReleaseSlot) -> None:
+        state = self._states.get(message.id)
+        if state is not None and state.model_lease is not None:
+            state.model_lease.turns.give_back()
+
+    def _release_lease(self, message: messages.Leave) -> None:
+        if (state := self._states.get(message.id)) is None:
+            return
+        if state.model_lease is not None:
+            state.model_lease.note_speed(message.tokens, message.seconds)
+        state.release(ended=True)
+
+    def _finish(self, message: messages.Ended) -> None:
+        record = message.record
+        state = self._states.pop(record.id, None)
+        if state is not None:
+            state.release(ended=True)
+            if state.quota_lease is not None:
+                state.quota_lease.settle(record.spent_tokens)
+        telemetry = self._app.telemetry
+        if message.gaps is not None and record.model is not None:
+            telemetry.metrics.of(record.model).gaps.add_all(message.gaps.counts, message.gaps.total)
+        telemetry.request(record)
+
+
+def _lease_granted(
+    request_id: str, info: Found, engine: Engine, queue_us: int, rates: tuple[Rate, ...]
+) -> messages.LeaseGranted:
+    format_name = next((model.format for model in engine.models() if model.name == info.model), "plain")
+    features = engine.supports() & STAGED
+    return messages.LeaseGranted(request_id, info, format_name, features, engine.tells_calls, queue_us, rates)
