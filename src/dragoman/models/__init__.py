@@ -12,10 +12,10 @@ process_memory.py   how much memory processes have
 static_info.py      what is known about a model before it is loaded
 """
 
-from dragoman.models.catalog import Catalog
-from dragoman.models.engine_factory import MakeOf, local_engine
-from dragoman.models.model_host import Host
-from dragoman.models.served_model import Model
-from dragoman.models.static_info import Foreseen, foreseen
-
-__all__ = ["Catalog", "Foreseen", "Host", "MakeOf", "Model", "foreseen", "local_engine"]
+from dragoman.models.catalog import Catalog as Catalog
+from dragoman.models.engine_factory import MakeOf as MakeOf
+from dragoman.models.engine_factory import local_engine as local_engine
+from dragoman.models.model_host import Host as Host
+from dragoman.models.served_model import Model as Model
+from dragoman.models.static_info import Foreseen as Foreseen
+from dragoman.models.static_info import foreseen as foreseen
