@@ -52,7 +52,7 @@ class Running:
 
     def workers(self) -> list[int]:
         """Those in which engines run."""
-        return sorted(pid for pid in self.children() if b"worker.child" in command_of(pid))
+        return sorted(pid for pid in self.children() if b"ipc.worker_main" in command_of(pid))
 
     def stop(self, timeout: float = 100) -> int:
         self.process.send_signal(signal.SIGTERM)
