@@ -112,7 +112,7 @@ def server(workers: int, tokens: int) -> Iterator[tuple[int, int, list[int]]]:
 
 def fronts_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in children if b"fronts.main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [int(one) for one in children if b"frontends.process" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
 
 async def streamed(port: int, streams: int) -> int:

@@ -8,7 +8,6 @@ import random
 import socket
 
 FIRST_PORT, LAST_PORT = 15_000, 31_999
-_reservations: list[socket.socket] = []
 
 
 def free_port() -> int:
@@ -23,5 +22,6 @@ def free_port() -> int:
         except OSError:
             reservation.close()
             continue
-        _reservations.append(reservation)
+        # The descriptor stays open until the process ends.
+        reservation.detach()
         return port

@@ -111,14 +111,12 @@ def test_more_than_a_model_or_the_machine_has(tmp_path: Path, smollm2_path: Path
     first, second, third, fourth, fifth = done.stderr.splitlines()
     begin = "dragoman: warning: dragoman.yaml:"
     assert first == (
-        f"{begin}4: models.a.context: this model was made for 8192 tokens; what it writes beyond them is of little use"
+        f"{begin}4: models.a.context: this model was trained for 8192 tokens; its output beyond them is of poor quality"
     )
-    assert second.startswith(f"{begin}7: models.a.threads: 512 threads for ")
-    assert third == (
-        f"{begin}10: models.b.context: this model was made for 512 tokens; longer texts are refused all the same"
-    )
-    assert fourth.startswith(f"{begin}13: models.c.context: this model was made for 8192 tokens")
-    assert fifth.startswith(f"{begin}13: models.c.context: so many tokens for each slot need ")
+    assert second.startswith(f"{begin}7: models.a.threads: 512 threads on ")
+    assert third == (f"{begin}10: models.b.context: this model was trained for 512 tokens; longer inputs are refused")
+    assert fourth.startswith(f"{begin}13: models.c.context: this model was trained for 8192 tokens")
+    assert fifth.startswith(f"{begin}13: models.c.context: the slots need ")
     assert run(tmp_path, "serve", "--port", "0", standing=True).stderr == done.stderr
 
 
@@ -137,7 +135,12 @@ def test_adapters_that_would_not_be_loaded(tmp_path: Path, smollm2_path: Path) -
         range(6, 10),
         told,
         "bcde",
-        ("does not begin with GGUF", "it is cut off", "architecture qwen2, and this one is llama", "no LoRA adapter"),
+        (
+            "does not begin with GGUF",
+            "it is cut off",
+            "architecture qwen2, but this model is llama",
+            "not a LoRA adapter",
+        ),
         strict=True,
     ):
         assert line.startswith(f"dragoman: dragoman.yaml:{at}: models.base.adapters.{name}: "), line

@@ -41,7 +41,7 @@ from dragoman.core.request import (
     ToolResult,
 )
 from dragoman.protocols import responses
-from dragoman.protocols.messages.signature import sign
+from dragoman.protocols.messages.blocks import sign
 from dragoman.protocols.registry import PROTOCOLS as SERVED
 from dragoman.protocols.responses.decode import Question, decode, read
 from tests.client.playing import REQUEST, collected, play

@@ -374,7 +374,7 @@ def test_every_mistake_in_an_adapter_has_its_place_and_its_name() -> None:
     assert told[2:] == [
         "9: models.smollm2.adapters.z.scale: expected float, got str",
         "10: models.smollm2.adapters.z.strength: unknown key; keys: path, scale",
-        "11: models.smollm2.adapters.inf: scale: expected a number that is finite",
+        "11: models.smollm2.adapters.inf: scale: expected a finite number",
     ]
 
 

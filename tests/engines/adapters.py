@@ -1,4 +1,4 @@
-"""Adapters of chance: small files that change what SmolLM2 says."""
+"""Writes random LoRA adapters for SmolLM2."""
 
 import struct
 from pathlib import Path
@@ -8,20 +8,20 @@ import numpy as np
 from tests.files.test_gguf import pair, text
 
 WIDTH = 576
-"""Of SmolLM2-135M."""
+"""Embedding width of SmolLM2-135M."""
 RANK = 4
 STRING, FLOAT = 8, 6
 ALIGNMENT = 32
 
 
 def write_adapter(path: Path, *, architecture: str = "llama", seed: int = 1, width: int = WIDTH) -> Path:
-    """Changes to what four of the layers attend to, large enough to be heard."""
-    chance = np.random.default_rng(seed)
+    """Write an adapter for the attention of four layers, strong enough to change replies."""
+    rng = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for layer in (5, 10, 15, 20):
         name = f"blk.{layer}.attn_output.weight"
-        tensors[f"{name}.lora_a"] = chance.normal(size=(RANK, width)).astype(np.float32)
-        tensors[f"{name}.lora_b"] = chance.normal(size=(width, RANK)).astype(np.float32)
+        tensors[f"{name}.lora_a"] = rng.normal(size=(RANK, width)).astype(np.float32)
+        tensors[f"{name}.lora_b"] = rng.normal(size=(width, RANK)).astype(np.float32)
     pairs = [
         pair("general.type", STRING, text("adapter")),
         pair("general.architecture", STRING, text(architecture)),

@@ -3,12 +3,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.laying import home, made, small, taken, tried
+from tests.engines.layout_fixtures import accept_any_copy, home, q8_copy, small, tried_home
 from tests.engines.running import halves_path, with_engine, with_halves
 from tests.engines.vllm_stand_in import STAND_IN
 from tests.support.bad_server import BadServer
 
-__all__ = ["halves_path", "home", "made", "small", "taken", "tried", "with_engine", "with_halves"]
+__all__ = [
+    "accept_any_copy",
+    "halves_path",
+    "home",
+    "q8_copy",
+    "small",
+    "tried_home",
+    "with_engine",
+    "with_halves",
+]
 
 
 @pytest.fixture

@@ -1,18 +1,19 @@
-"""A llama engine with the real model, in the process of the tests, and ways to ask it."""
+"""A llama engine with a real model in the test process, and helpers to send requests to it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import msgspec
+import numpy as np
 import pytest
 
 from dragoman.core.events import Finished, Started, TextDelta, TokenLogprob
 from dragoman.core.request import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from tests.engines.halves import write_halves
 
 GREEDY = Sampling(temperature=0)
 FRANCE = "The capital of France is"
@@ -48,8 +49,29 @@ def with_engine(smollm2_path: Path) -> "Run":
 @pytest.fixture(scope="session")
 def halves_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("halves") / "smollm2.gguf"
-    write_halves(smollm2_path, path)
+    _write_halves(smollm2_path, path)
     return path
+
+
+def _write_halves(source: Path, target: Path) -> None:
+    """Convert the weights to f16, for tests that compare log probabilities.
+
+    With weights of few bits llama.cpp rounds to eight bits before each matrix, and two orders of addition differ by 0.2
+    in a log probability. With f16 they differ by 0.01, so that one wrong token is noticed.
+    """
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture", "general.file_type")):
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, values.astype(np.float16 if len(tensor.shape) > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.fixture
@@ -58,10 +80,10 @@ def with_halves(halves_path: Path) -> "Run":
 
 
 def _with_engine(path: Path) -> "Run":
-    def run(test: Test, **options_given: Any) -> None:
+    def run(test: Test, **overrides: Any) -> None:
         async def main() -> None:
-            given = {"path": str(path), "slots": 2, "context": 512, "layout": "as-is", **options_given}
-            options = LlamaOptions(**given)
+            fields = {"path": str(path), "slots": 2, "context": 512, "layout": "as-is", **overrides}
+            options = LlamaOptions(**fields)
             engine = LlamaEngine("smollm2", options)
             await engine.start()
             try:
@@ -95,19 +117,19 @@ async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
     return Collected(started, tuple(delta for delta in deltas if isinstance(delta, TextDelta)), finished)
 
 
-async def idle(engine: LlamaEngine) -> None:
-    """Until the runner has nothing left; every sequence is then nobody's."""
+async def wait_until_idle(engine: LlamaEngine) -> None:
+    """Wait until the runner is idle, and check that no sequence is occupied."""
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
     async with asyncio.timeout(60):
-        while not scheduler.idle:  # noqa: ASYNC110  (it becomes so in another thread)
+        while not scheduler.idle:  # noqa: ASYNC110  (changes in another thread)
             await asyncio.sleep(0.01)
-    assert not scheduler.sequences.taken
+    assert not scheduler.sequences.occupied
     assert not scheduler.promised.ends
 
 
-async def reading(engine: LlamaEngine) -> None:
-    """Until the first part of a prompt is in memory."""
+async def wait_for_prefill(engine: LlamaEngine) -> None:
+    """Wait until the first chunk of a prompt is in memory."""
     assert engine.loaded is not None
     scheduler = engine.loaded.runner.scheduler
     async with asyncio.timeout(60):

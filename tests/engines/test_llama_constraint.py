@@ -1,4 +1,4 @@
-"""Replies of a real model that are kept to a shape: they fit it, always, whatever else is asked for."""
+"""Constrained replies of a real model always match their schema, regex or grammar."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ from dragoman.core.request import (
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.sampling import Allowed, Picker
+from dragoman.engines.llama.sampling import TokenMask, TokenPicker
 from dragoman.grammar.masks import Guide
 from dragoman.prompt import ChatTemplate
 from tests.engines.running import IM_END, IM_START, Collected, Run, chat, collect, completion
@@ -52,8 +52,8 @@ def few(items: Any, least: int = 0) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": least, "maxItems": least + 1}
 
 
-def varied() -> list[dict[str, Any]]:
-    """A hundred schemas, no two alike."""
+def make_schemas() -> list[dict[str, Any]]:
+    """Return a hundred different schemas."""
     values: list[dict[str, Any]] = [
         SHORT,
         SMALL,
@@ -89,13 +89,13 @@ def fits(schema: Any, answer: Collected) -> bool:
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_replies_fit_a_hundred_schemas(with_engine: Run, temperature: float) -> None:
+def test_replies_match_a_hundred_schemas(with_engine: Run, temperature: float) -> None:
     async def test(engine: LlamaEngine) -> None:
-        schemas = varied()
+        schemas = make_schemas()
         assert len({json.dumps(schema) for schema in schemas}) == 100
         sampling = Sampling(temperature=temperature, seed=7)
         if not temperature:
-            # The likeliest tokens are mostly the same ones: half of the schemas will do.
+            # Greedy replies vary little, so half of the schemas suffice.
             schemas = schemas[::2]
         answers = await asyncio.gather(
             *(
@@ -129,7 +129,7 @@ def is_valid(call: Any) -> bool:
     return set(call) == {"name", "arguments"} and bool(Draft202012Validator(schema).is_valid(call["arguments"]))
 
 
-def test_calls_that_must_be_made_are_made_right(with_engine: Run) -> None:
+def test_forced_tool_calls_match_their_schemas(with_engine: Run) -> None:
     cities = ["Rome", "Paris", "Oslo", "Lima", "Cairo", "Delhi"]
 
     async def test(engine: LlamaEngine) -> None:
@@ -160,8 +160,8 @@ def test_calls_that_must_be_made_are_made_right(with_engine: Run) -> None:
     with_engine(test, slots=8, context=512)
 
 
-def test_a_call_that_is_free_to_start_follows_its_schema(with_engine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Picker.pick
+def test_optional_tool_call_matches_its_schema(with_engine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TokenPicker.pick
 
     async def test(engine: LlamaEngine) -> None:
         free = await collect(engine, chat("Say hello.", tools=(ROLL,), max_tokens=12))
@@ -169,13 +169,13 @@ def test_a_call_that_is_free_to_start_follows_its_schema(with_engine: Run, monke
         assert "<tool_call>" not in free.text
         begun = list(await engine.tokenize("Sure. <tool_call>", special=False))
 
-        def led(picker: Picker, context: Context, row: int, allowed: Allowed | None = None) -> int:
+        def pick_forced(picker: TokenPicker, context: Context, row: int, allowed: TokenMask | None = None) -> int:
             picked = real(picker, context, row, allowed)
             assert allowed is not None
             assert not begun or allowed[begun[0]]
             return begun.pop(0) if begun else picked
 
-        monkeypatch.setattr(Picker, "pick", led)
+        monkeypatch.setattr(TokenPicker, "pick", pick_forced)
         answer = await collect(
             engine, chat("Roll!", tools=(ROLL,), tool_choice=ToolChoice(parallel=False), max_tokens=60)
         )
@@ -187,7 +187,7 @@ def test_a_call_that_is_free_to_start_follows_its_schema(with_engine: Run, monke
     with_engine(test)
 
 
-def test_shapes_of_all_kinds(with_engine: Run) -> None:
+def test_all_kinds_of_constraints(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         async def answer(constraint: Any) -> str:
             found = await collect(engine, chat("Answer.", constraint=constraint, max_tokens=60))
@@ -204,7 +204,7 @@ def test_shapes_of_all_kinds(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_whatever_else_is_asked_the_shape_wins(with_engine: Run) -> None:
+def test_constraint_overrides_other_parameters(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         schema = closed(n=SMALL)
         brace, quote = [await engine.tokenize(text, special=False) for text in ("}", '"')]
@@ -225,18 +225,18 @@ def test_whatever_else_is_asked_the_shape_wins(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_logprobs_are_the_models_own_whatever_the_shape(with_engine: Run) -> None:
+def test_logprobs_do_not_depend_on_the_constraint(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         free = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=2)))
-        kept = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=2), constraint=Regex("Q+")))
-        assert kept.text.startswith("Q")
-        assert kept.logprobs[0].top == free.logprobs[0].top
-        assert (kept.logprobs[0].logprob or 0) < (free.logprobs[0].logprob or 0)
+        constrained = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=2), constraint=Regex("Q+")))
+        assert constrained.text.startswith("Q")
+        assert constrained.logprobs[0].top == free.logprobs[0].top
+        assert (constrained.logprobs[0].logprob or 0) < (free.logprobs[0].logprob or 0)
 
     with_engine(test)
 
 
-def test_too_few_tokens_cut_the_object_and_say_so(with_engine: Run) -> None:
+def test_token_limit_truncates_a_constrained_reply(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         cut = await collect(engine, chat("JSON.", constraint=JsonSchema(closed(a=SHORT, b=SHORT)), max_tokens=4))
         assert cut.finished.reason == "length"
@@ -246,7 +246,7 @@ def test_too_few_tokens_cut_the_object_and_say_so(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_a_keyword_that_is_not_enforced_is_reported_and_looked_at(with_engine: Run) -> None:
+def test_unenforced_keyword_is_reported_and_checked(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         asked = (Asked("constraint", "response_format"),)
         for pattern, fine in (("^(?=[a-z]*$)", True), ("^(?=[0-9]{9}$)", False)):
@@ -259,7 +259,7 @@ def test_a_keyword_that_is_not_enforced_is_reported_and_looked_at(with_engine: R
     with_engine(test)
 
 
-def test_mistakes_are_refused_and_others_go_on(with_engine: Run) -> None:
+def test_invalid_constraints_do_not_affect_other_requests(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         other = asyncio.create_task(collect(engine, completion(max_tokens=40)))
         for constraint in (JsonSchema({"type": "any"}), JsonSchema({"$ref": "#"}), Regex("("), Grammar("start: x")):
@@ -272,7 +272,7 @@ def test_mistakes_are_refused_and_others_go_on(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_a_grammar_that_fails_fails_its_own_request(with_engine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_grammar_fails_only_its_request(with_engine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Guide.take
 
     def failing(guide: Guide, token: int) -> None:
@@ -294,11 +294,11 @@ def test_a_grammar_that_fails_fails_its_own_request(with_engine: Run, monkeypatc
     with_engine(test)
 
 
-def test_thinking_and_then_the_shape(with_engine: Run) -> None:
+def test_thinking_before_a_constrained_reply(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         schema = closed(n=SMALL)
         opener = (await engine.tokenize("<think>", special=False))[0]
-        # A model that was not trained to think is led to it, and out of it by its budget.
+        # The bias makes the model think, and the budget ends the thinking.
         lead = Sampling(temperature=0, logit_bias={opener: 30})
         asked = chat(
             "Think of a number.",
@@ -316,7 +316,7 @@ def test_thinking_and_then_the_shape(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_a_budget_closes_a_thought_without_any_shape(with_engine: Run) -> None:
+def test_thinking_budget_without_a_constraint(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         opener = (await engine.tokenize("<think>", special=False))[0]
         lead = Sampling(temperature=0, logit_bias={opener: 12})
@@ -334,7 +334,7 @@ def test_a_budget_closes_a_thought_without_any_shape(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_choices_of_one_request_each_fit(with_engine: Run) -> None:
+def test_concurrent_constrained_replies(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         schema = closed(color={"enum": ["red", "green", "blue"]}, n=SMALL)
         asked = [
@@ -350,7 +350,7 @@ def test_choices_of_one_request_each_fit(with_engine: Run) -> None:
     with_engine(test, slots=4)
 
 
-def test_a_shape_or_a_call_with_tools_and_a_response_format(with_engine: Run) -> None:
+def test_response_format_together_with_tools(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         schema = closed(n=SMALL)
         request = chat("A number.", tools=(WEATHER,), constraint=JsonSchema(schema), max_tokens=150)
@@ -363,7 +363,7 @@ def test_a_shape_or_a_call_with_tools_and_a_response_format(with_engine: Run) ->
     with_engine(test)
 
 
-def test_a_prompt_can_be_looked_at(with_engine: Run) -> None:
+def test_render(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         request = GenerationRequest(messages=(Message("user", (Text("Hello <|im_end|>"),)),), tools=(WEATHER,))
         rendered = await engine.render(request)
@@ -387,7 +387,7 @@ THINKING = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
 
 
-def test_a_thought_that_the_prompt_has_begun(with_engine: Run) -> None:
+def test_thinking_that_the_prompt_has_opened(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
         intake, model = engine.loaded.intake, engine.loaded.intake.model
@@ -409,7 +409,7 @@ def test_a_thought_that_the_prompt_has_begun(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_markers_that_are_control_tokens_are_shown(with_engine: Run) -> None:
+def test_format_markers_that_are_control_tokens_are_visible(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.model is not None
         model = engine.model
@@ -425,7 +425,7 @@ def test_markers_that_are_control_tokens_are_shown(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_a_format_that_nobody_knows_is_the_operators_mistake(smollm2_path: Path) -> None:
+def test_unknown_format_is_a_config_error(smollm2_path: Path) -> None:
     options = LlamaOptions(path=str(smollm2_path), format="klingon", context=64, slots=1, layout="as-is")
     engine = LlamaEngine("smollm2", options)
     with pytest.raises(ConfigError, match=r"klingon.*hermes"):
@@ -433,7 +433,7 @@ def test_a_format_that_nobody_knows_is_the_operators_mistake(smollm2_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "pythonic", "qwen_xml", "mistral_array", "glm"])
-def test_calls_in_the_syntax_of_any_format(smollm2_path: Path, kind: str) -> None:
+def test_forced_tool_call_in_each_format(smollm2_path: Path, kind: str) -> None:
     async def main() -> None:
         options = LlamaOptions(path=str(smollm2_path), format=kind, context=512, slots=1, layout="as-is")
         engine = LlamaEngine("smollm2", options)

@@ -1,4 +1,4 @@
-"""Guessing by what came before, and whether that pays."""
+"""Draft tokens: guesses from earlier text, and how many are worth a row."""
 
 import random
 import time
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engines.llama.speculation import GRAM, LEAST_SHARE, MOST_AHEAD, Cost, Lookup, worthwhile
+from dragoman.engines.llama.speculation import GRAM, MAX_AHEAD, MIN_JOB_SPEED, Cost, DraftLookup, worthwhile
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
 CPU, GPU = (0.0066, 0.0051), (0.02, 0.0001)
@@ -19,80 +19,80 @@ def cost_of(fixed: float, row: float) -> Cost:
     return cost
 
 
-def read(prompt: list[int], reply: list[int]) -> Lookup:
-    lookup = Lookup(prompt)
+def read(prompt: list[int], reply: list[int]) -> DraftLookup:
+    lookup = DraftLookup(prompt)
     for token in reply:
         lookup.append(token)
     return lookup
 
 
 @given(prompt=TEXTS, reply=TEXTS)
-def test_a_guess_is_what_followed_the_same_tokens_before(prompt: list[int], reply: list[int]) -> None:
+def test_guess_continues_an_earlier_match(prompt: list[int], reply: list[int]) -> None:
     lookup = read(prompt, reply)
     text = prompt + reply
     assert lookup.tokens == text
-    places = [at for at in range(GRAM, len(text)) if text[at - GRAM : at] == text[-GRAM:]]
-    assert bool(lookup.hopes(9)) == bool(places)
-    if places:
-        assert lookup.at in places
+    matches = [at for at in range(GRAM, len(text)) if text[at - GRAM : at] == text[-GRAM:]]
+    assert bool(lookup.hopes(9)) == bool(matches)
+    if matches:
+        assert lookup.match in matches
         guessed = lookup.guess(9)
-        assert guessed == tuple((text + list(guessed))[lookup.at + ahead] for ahead in range(9))
+        assert guessed == tuple((text + list(guessed))[lookup.match + ahead] for ahead in range(9))
 
 
 @given(prompt=TEXTS, reply=TEXTS, most=st.integers(-1, 9))
-def test_hopes_fall_and_never_go_beyond_what_is_wanted(prompt: list[int], reply: list[int], most: int) -> None:
+def test_probabilities_decrease_and_respect_the_limit(prompt: list[int], reply: list[int], most: int) -> None:
     hopes = read(prompt, reply).hopes(most)
-    assert len(hopes) <= max(min(most, MOST_AHEAD), 0)
+    assert len(hopes) <= max(min(most, MAX_AHEAD), 0)
     assert hopes == sorted(hopes, reverse=True)
     assert all(0 <= hope <= 1 for hope in hopes)
 
 
-def test_a_guess_that_comes_true_is_followed_whatever_lies_later() -> None:
+def test_confirmed_match_is_kept_despite_a_later_one() -> None:
     first, decoy = [1, 2, 3, 4, 5, 6, 7], [9, 4, 5, 6, 8]
     lookup = read([*first, *decoy], [1, 2, 3, 4, 5, 6])
     assert lookup.guess(1) == (7,)
     assert lookup.confirmed == 3
 
 
-def test_a_text_that_repeats_its_end_is_taken_to_go_on() -> None:
+def test_match_at_the_end_of_the_text_repeats() -> None:
     assert read([1, 2, 1, 2, 1, 2], []).guess(5) == (1, 2, 1, 2, 1)
 
 
-def test_chances_are_learnt_without_drafts() -> None:
-    chance = random.Random(1)
-    prompt = [chance.randrange(1000) for _ in range(300)]
+def test_hit_rates_are_learnt_without_drafts() -> None:
+    rng = random.Random(1)
+    prompt = [rng.randrange(1000) for _ in range(300)]
     copying = read(prompt, prompt[20:60])
     assert copying.hopes(1)[0] > 0.9
     misled = (token for at in range(60) for token in (1, 2, 3, 100 + at))
     astray = read([], list(misled))
-    assert astray.found.value < 0.1
+    assert astray.new_match_rate.value < 0.1
 
 
-def test_a_token_costs_the_same_however_long_the_text_is() -> None:
-    lookup = Lookup(())
+def test_constant_time_per_token() -> None:
+    lookup = DraftLookup(())
     times = []
     for _ in range(2):
         begun = time.thread_time()
         for at in range(100_000):
             lookup.append(at * 7919 % 5000)
-            lookup.guess(MOST_AHEAD) if lookup.hopes(MOST_AHEAD) else None
+            lookup.guess(MAX_AHEAD) if lookup.hopes(MAX_AHEAD) else None
         times.append(time.thread_time() - begun)
     assert times[1] < 3 * times[0] + 0.1
 
 
 @pytest.mark.parametrize(("fixed", "row"), [CPU, GPU, (0.0, 0.01), (0.1, 0.0)])
-def test_the_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> None:
-    chance = random.Random(2)
+def test_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> None:
+    rng = random.Random(2)
     cost = Cost()
     for _ in range(400):
-        rows = chance.choice([1, 1, 2, 5, 8])
-        noise = 10 if chance.random() < 0.01 else chance.uniform(0.95, 1.05)
+        rows = rng.choice([1, 1, 2, 5, 8])
+        noise = 10 if rng.random() < 0.01 else rng.uniform(0.95, 1.05)
         cost.took(rows, rows - 1, (fixed + row * rows) * noise)
     for rows in (1, 8):
         assert cost.seconds(rows) == pytest.approx(fixed + row * rows, rel=0.25)
 
 
-def test_a_wrong_belief_about_rows_is_forgotten_where_nothing_is_drafted() -> None:
+def test_wrong_row_cost_is_forgotten_without_drafts() -> None:
     certain = [0.98**ahead for ahead in range(1, 8)]
     cost = cost_of(0.0, 0.012)
     assert worthwhile(cost, {0: certain}, 0.15) == {}
@@ -102,33 +102,33 @@ def test_a_wrong_belief_about_rows_is_forgotten_where_nothing_is_drafted() -> No
     assert worthwhile(cost, {0: certain}, 0.15)[0] >= 2
 
 
-def test_a_busy_machine_says_nothing_about_rows() -> None:
-    chance = random.Random(3)
+def test_busy_machine_does_not_change_the_row_cost() -> None:
+    rng = random.Random(3)
     cost = cost_of(*CPU)
     for _ in range(300):
-        cost.took(1, 0, chance.choice([0.005, 0.012, 0.05]))
+        cost.took(1, 0, rng.choice([0.005, 0.012, 0.05]))
     assert 0.4 < cost.row / cost.seconds(1) < 0.6
 
 
-def test_nothing_is_drafted_before_anything_is_known() -> None:
+def test_no_drafts_before_the_first_measurement() -> None:
     assert worthwhile(Cost(), {0: [0.9]}, 0.15) == {}
     assert worthwhile(cost_of(*CPU), {}, 0.15) == {}
 
 
-def test_a_likely_guess_pays_and_an_unlikely_one_only_where_rows_are_cheap() -> None:
+def test_unlikely_guess_pays_only_if_rows_are_cheap() -> None:
     certain, doubtful = [0.98**ahead for ahead in range(1, 8)], [0.4**ahead for ahead in range(1, 8)]
     assert worthwhile(cost_of(*CPU), {0: certain}, 0.15) == {0: 7}
     assert worthwhile(cost_of(*CPU), {0: doubtful}, 0.15) == {}
     assert worthwhile(cost_of(*GPU), {0: doubtful}, 0.15)[0] >= 4
 
 
-def test_a_full_batch_leaves_nothing_to_gain() -> None:
+def test_no_drafts_in_a_full_batch_on_a_cpu() -> None:
     likely = {0: [0.9, 0.8], **{job: [] for job in range(1, 16)}}
     assert worthwhile(cost_of(*CPU), likely, 0.15) == {}
     assert worthwhile(cost_of(*GPU), likely, 0.15) == {0: 2}
 
 
-def test_one_that_repeats_does_not_slow_down_one_that_does_not() -> None:
+def test_drafts_do_not_slow_down_other_jobs() -> None:
     certain = [0.99**ahead for ahead in range(1, 8)]
     assert worthwhile(cost_of(*CPU), {0: certain, 1: []}, 0.15).get(0, 0) < 2
     assert worthwhile(cost_of(*CPU), {0: certain, 1: certain}, 0.15) == {0: 7, 1: 7}
@@ -144,7 +144,7 @@ HOPES = st.lists(st.floats(0, 1), max_size=7).map(lambda found: sorted(found, re
     gap=st.floats(0.001, 0.5),
     most=st.integers(0, 40),
 )
-def test_what_is_drafted_pays_for_all_and_costs_nobody_much(
+def test_drafts_pay_in_total_and_cost_each_job_little(
     fixed: float, row: float, texts: list[list[float]], gap: float, most: int
 ) -> None:
     cost, hopes = cost_of(fixed, row), dict(enumerate(texts))
@@ -157,5 +157,5 @@ def test_what_is_drafted_pays_for_all_and_costs_nobody_much(
     plain, seconds = cost.seconds(len(texts)), cost.seconds(len(texts) + drafted)
     tokens = {job: 1 + sum(hopes[job][: counts.get(job, 0)]) for job in hopes}
     assert sum(tokens.values()) / seconds > len(texts) / plain
-    assert min(tokens.values()) / seconds >= LEAST_SHARE / plain * 0.999
-    assert len(texts) == 1 or seconds <= max(gap, plain / LEAST_SHARE) * 1.001
+    assert min(tokens.values()) / seconds >= MIN_JOB_SPEED / plain * 0.999
+    assert len(texts) == 1 or seconds <= max(gap, plain / MIN_JOB_SPEED) * 1.001

@@ -1,4 +1,4 @@
-"""Vectors from real models: a sentence model against its reference, and a chat model."""
+"""Embeddings of real models: an embedding model compared with a reference, and a chat model."""
 
 import asyncio
 import base64
@@ -17,8 +17,8 @@ from dragoman.core.embeddings import Embedding
 from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.compute_thread import Turns
-from dragoman.engines.llama.embedder import READ_ANYWAY
-from dragoman.engines.llama.engine import EMBEDDED_AT_ONCE, LlamaEngine
+from dragoman.engines.llama.embedder import MAX_UNCHECKED_BYTES
+from dragoman.engines.llama.engine import EMBEDDING_SEQUENCES, LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from tests.engines.running import Run, chat, collect, completion
 
@@ -27,7 +27,7 @@ CLS, SEP = 101, 102
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """What sentence-transformers made of the same weights: half floats, one row after the other."""
+    """Embeddings by sentence-transformers with the same weights: rows of half floats."""
 
     made_by: str
     sentences: list[str]
@@ -57,8 +57,8 @@ def with_minilm(minilm_path: Path) -> Callable[[Callable[[LlamaEngine], Awaitabl
     return run
 
 
-def stacked(made: Sequence[Embedding]) -> Vectors:
-    return np.array([entry.values for entry in made])
+def stacked(embeddings: Sequence[Embedding]) -> Vectors:
+    return np.array([entry.values for entry in embeddings])
 
 
 def cosines(one: Vectors, other: Vectors) -> Vectors:
@@ -67,32 +67,32 @@ def cosines(one: Vectors, other: Vectors) -> Vectors:
     return found
 
 
-def test_it_agrees_with_the_reference(with_minilm: Run, reference: Reference) -> None:
+def test_embeddings_match_the_reference(with_minilm: Run, reference: Reference) -> None:
     async def test(engine: LlamaEngine) -> None:
-        made = await engine.embed(reference.sentences)
-        expected = np.frombuffer(base64.b64decode(reference.vectors), "<f2").reshape(len(made), -1).astype(float)
-        assert len(made) == 50
-        assert stacked(made).shape == expected.shape == (50, 384)
-        assert cosines(stacked(made), expected).min() > 0.9999
-        assert [entry.tokens for entry in made] == reference.tokens
-        assert np.linalg.norm(stacked(made), axis=1) == pytest.approx(np.ones(50), abs=1e-5)
+        embeddings = await engine.embed(reference.sentences)
+        expected = np.frombuffer(base64.b64decode(reference.vectors), "<f2").reshape(len(embeddings), -1).astype(float)
+        assert len(embeddings) == 50
+        assert stacked(embeddings).shape == expected.shape == (50, 384)
+        assert cosines(stacked(embeddings), expected).min() > 0.9999
+        assert [entry.tokens for entry in embeddings] == reference.tokens
+        assert np.linalg.norm(stacked(embeddings), axis=1) == pytest.approx(np.ones(50), abs=1e-5)
 
     with_minilm(test)
 
 
-def test_a_text_has_the_same_vector_in_any_company(with_minilm: Run, reference: Reference) -> None:
+def test_embedding_does_not_depend_on_other_texts(with_minilm: Run, reference: Reference) -> None:
     async def test(engine: LlamaEngine) -> None:
         texts = reference.sentences[:6] + reference.sentences[-2:]
         together = stacked(await engine.embed(texts))
         alone = stacked([(await engine.embed([text]))[0] for text in texts])
         crowd = await asyncio.gather(*(engine.embed([text]) for text in texts * 3))
         assert cosines(together, alone).min() > 0.99999
-        assert cosines(np.tile(together, (3, 1)), stacked([made for (made,) in crowd])).min() > 0.99999
+        assert cosines(np.tile(together, (3, 1)), stacked([embedding for (embedding,) in crowd])).min() > 0.99999
 
     with_minilm(test)
 
 
-def test_tokens_are_taken_as_they_are(with_minilm: Run) -> None:
+def test_token_ids_are_used_unchanged(with_minilm: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         words = await engine.tokenize("hello world", False)
         text, framed, bare = await engine.embed(["hello world", (CLS, *words, SEP), tuple(words)])
@@ -105,21 +105,21 @@ def test_tokens_are_taken_as_they_are(with_minilm: Run) -> None:
     with_minilm(test)
 
 
-def test_names_of_control_tokens_in_a_text_are_content(with_minilm: Run) -> None:
+def test_control_token_names_in_a_text_are_content(with_minilm: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        (made,) = await engine.embed(["[SEP] [MASK]"])
-        assert made.tokens > 2 + 2
+        (embedding,) = await engine.embed(["[SEP] [MASK]"])
+        assert embedding.tokens > 2 + 2
 
     with_minilm(test)
 
 
-def test_the_longest_text(with_minilm: Run) -> None:
+def test_longest_input(with_minilm: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         (info,) = engine.models()
         assert info.context == 512
-        made = await engine.embed(["word " * 510] * 3)
-        assert [entry.tokens for entry in made] == [512] * 3
-        blank = await engine.embed([" " * READ_ANYWAY])
+        embeddings = await engine.embed(["word " * 510] * 3)
+        assert [entry.tokens for entry in embeddings] == [512] * 3
+        blank = await engine.embed([" " * MAX_UNCHECKED_BYTES])
         assert blank[0].tokens == 2
         for text in ("word " * 511, "word " * 100_000, tuple([2000] * 513)):
             with pytest.raises(ContextTooLong, match="maximum context length is 512 tokens"):
@@ -128,7 +128,7 @@ def test_the_longest_text(with_minilm: Run) -> None:
     with_minilm(test)
 
 
-def test_a_shorter_context(with_minilm: Run) -> None:
+def test_configured_context_limits_the_input(with_minilm: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert (await engine.embed(["word " * 14]))[0].tokens == 16
         with pytest.raises(ContextTooLong):
@@ -137,7 +137,7 @@ def test_a_shorter_context(with_minilm: Run) -> None:
     with_minilm(test, context=16)
 
 
-def test_it_writes_nothing(with_minilm: Run) -> None:
+def test_embedding_model_does_not_generate(with_minilm: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.supports() == {"embeddings", "tokenize"}
         text = await engine.detokenize(await engine.tokenize("Hello world", False))
@@ -148,26 +148,26 @@ def test_it_writes_nothing(with_minilm: Run) -> None:
     with_minilm(test)
 
 
-def test_who_leaves_frees(with_minilm: Run) -> None:
+def test_cancelled_requests_free_their_sequences(with_minilm: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         await engine.embed(["warm"])
         embedder = engine.embedder
         assert embedder is not None
-        # This would take minutes.
+        # These would take minutes.
         tasks = [asyncio.create_task(engine.embed(["word " * 400] * 400)) for _ in range(3)]
-        while not embedder.seats:  # noqa: ASYNC110 (another thread takes them)
+        while not embedder.active:  # noqa: ASYNC110 (changes in another thread)
             await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
         async with asyncio.timeout(60):
             assert await engine.embed(["hello"])
-        assert (list(embedder.jobs), embedder.seats) == ([], [])
-        assert sorted(embedder.free) == list(range(EMBEDDED_AT_ONCE))
+        assert (list(embedder.jobs), embedder.active) == ([], [])
+        assert sorted(embedder.free_sequences) == list(range(EMBEDDING_SEQUENCES))
 
     with_minilm(test)
 
 
-def test_a_stop_fails_what_is_under_way(with_minilm: Run) -> None:
+def test_stop_fails_running_requests(with_minilm: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         task = asyncio.create_task(engine.embed(["word " * 500] * 40))
         await asyncio.sleep(0.2)
@@ -179,7 +179,7 @@ def test_a_stop_fails_what_is_under_way(with_minilm: Run) -> None:
 
 
 @pytest.mark.parametrize("fault", ["code", "exception", "number"])
-def test_what_fails_once_does_not_fail_twice(with_minilm: Run, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_embedder_recovers_from_failures(with_minilm: Run, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     def explode(*_: object) -> int:
         raise RuntimeError("secret")
 
@@ -192,8 +192,8 @@ def test_what_fails_once_does_not_fail_twice(with_minilm: Run, monkeypatch: pyte
             with pytest.raises(EngineFailed) as failure:
                 await engine.embed(["one", "two", "three"])
             assert "secret" not in failure.value.message
-        made = await engine.embed(["one"] * (EMBEDDED_AT_ONCE + 1))
-        assert made[0].likeness(made[-1]) > 0.9999
+        embeddings = await engine.embed(["one"] * (EMBEDDING_SEQUENCES + 1))
+        assert embeddings[0].likeness(embeddings[-1]) > 0.9999
 
     with_minilm(test)
 
@@ -201,7 +201,7 @@ def test_what_fails_once_does_not_fail_twice(with_minilm: Run, monkeypatch: pyte
 # A chat model.
 
 
-def test_a_chat_model_makes_vectors_too(with_engine: Run) -> None:
+def test_chat_model_creates_embeddings(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert "embeddings" in engine.supports()
         cat, kitten, tax, again = await engine.embed(
@@ -219,7 +219,7 @@ def test_a_chat_model_makes_vectors_too(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_a_long_text_goes_in_by_chunks_and_comes_out_the_same(with_engine: Run) -> None:
+def test_long_text_in_chunks_has_the_same_embedding(with_engine: Run) -> None:
     found: list[Embedding] = []
     text = "The old clockmaker wound the clock of the tower every morning. " * 12
 
@@ -236,18 +236,18 @@ def test_a_long_text_goes_in_by_chunks_and_comes_out_the_same(with_engine: Run) 
 
 
 @pytest.mark.parametrize(("batch", "slots"), [(1, 4), (2, 1), (8, 16), (15, 4), (65_536, 2)])
-def test_any_batch_loads_writes_and_makes_vectors(with_engine: Run, batch: int, slots: int) -> None:
+def test_every_batch_size_generates_and_embeds(with_engine: Run, batch: int, slots: int) -> None:
     async def test(engine: LlamaEngine) -> None:
         texts = [f"Text {at} of some." for at in range(20)]
         writing = asyncio.gather(*(collect(engine, completion(max_tokens=3)) for _ in range(slots)))
-        made, written = await engine.embed(texts), await writing
-        assert [entry.dimensions for entry in made] == [576] * len(texts)
+        embeddings, written = await engine.embed(texts), await writing
+        assert [entry.dimensions for entry in embeddings] == [576] * len(texts)
         assert {reply.text for reply in written} == {written[0].text}
 
     with_engine(test, batch=batch, slots=slots, context=64)
 
 
-def test_a_stream_goes_on_while_many_texts_are_embedded(with_engine: Run) -> None:
+def test_stream_continues_while_texts_are_embedded(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         await engine.embed(["warm"])
         embedding = asyncio.create_task(engine.embed(["The old clockmaker wound the clock every morning. " * 10] * 12))
@@ -260,26 +260,26 @@ def test_a_stream_goes_on_while_many_texts_are_embedded(with_engine: Run) -> Non
     with_engine(test)
 
 
-def test_turns_are_fair_and_in_one_thread() -> None:
-    turns, ready = Turns(), threading.Event()
+def test_compute_thread_is_fair() -> None:
+    compute_thread, ready = Turns(), threading.Event()
     order: list[tuple[str, int]] = []
 
-    def compute(who: str) -> None:
-        order.append((who, threading.get_ident()))
+    def compute(caller: str) -> None:
+        order.append((caller, threading.get_ident()))
         ready.set()
         time.sleep(0.001)
 
     def other() -> None:
         for _ in range(20):
-            turns.run(compute, "other")
+            compute_thread.run(compute, "other")
 
     thread = threading.Thread(target=other)
     thread.start()
     ready.wait()
     for _ in range(10):
-        turns.run(compute, "this")
+        compute_thread.run(compute, "this")
     thread.join()
-    turns.close()
-    mine = [at for at, (who, _) in enumerate(order) if who == "this"]
+    compute_thread.close()
+    mine = [at for at, (caller, _) in enumerate(order) if caller == "this"]
     assert max(after - before for before, after in pairwise(mine)) <= 3
     assert len({ident for _, ident in order}) == 1

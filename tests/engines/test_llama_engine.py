@@ -1,4 +1,4 @@
-"""The llama engine on a real model, SmolLM2-135M: small enough to answer in a second on two cores."""
+"""The llama engine with a real model, SmolLM2-135M, which answers in a second on two cores."""
 
 import asyncio
 import math
@@ -21,12 +21,12 @@ from tests.engines.running import (
     chat,
     collect,
     completion,
-    idle,
-    reading,
+    wait_for_prefill,
+    wait_until_idle,
 )
 
 
-def test_greedy_text_is_sensible_and_the_same_twice(with_engine: Run) -> None:
+def test_greedy_text_is_deterministic(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         first, second = await collect(engine, completion()), await collect(engine, completion())
         assert first.text.startswith(" Paris")
@@ -40,14 +40,14 @@ def test_greedy_text_is_sensible_and_the_same_twice(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_it_tells_how_much_of_it_has_been_loaded(with_engine: Run) -> None:
+def test_progress_after_loading(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.progress == 1
 
     with_engine(test)
 
 
-def test_it_tells_how_much_of_its_room_is_taken(with_engine: Run) -> None:
+def test_kv_cache_usage(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.kv_used is None
         async with aclosing(engine.generate(completion(max_tokens=None, ignore_eos=True))) as stream:
@@ -59,19 +59,19 @@ def test_it_tells_how_much_of_its_room_is_taken(with_engine: Run) -> None:
     with_engine(test, context=64, slots=2)
 
 
-def test_a_seed_repeats_and_another_differs(with_engine: Run) -> None:
+def test_seed_determines_the_text(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        def asked(seed: int | None) -> GenerationRequest:
+        def request(seed: int | None) -> GenerationRequest:
             return chat("Tell me a story.", sampling=Sampling(temperature=1, seed=seed), max_tokens=12)
 
-        texts = [(await collect(engine, asked(seed))).text for seed in (7, 7, 8, None, None)]
+        texts = [(await collect(engine, request(seed))).text for seed in (7, 7, 8, None, None)]
         assert texts[0] == texts[1]
         assert len(set(texts)) == 4
 
     with_engine(test)
 
 
-def test_limits(with_engine: Run) -> None:
+def test_token_limits(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         one = await collect(engine, completion(max_tokens=1))
         assert (one.text, one.finished.reason) == (" Paris", "length")
@@ -85,7 +85,7 @@ def test_limits(with_engine: Run) -> None:
     with_engine(test, context=64)
 
 
-def test_the_end_of_generation_is_not_delivered(with_engine: Run) -> None:
+def test_end_of_generation_token_is_not_delivered(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         ending = Sampling(temperature=0, logit_bias={IM_END: 100})
         ended = await collect(engine, completion(sampling=ending))
@@ -96,11 +96,11 @@ def test_the_end_of_generation_is_not_delivered(with_engine: Run) -> None:
     with_engine(test)
 
 
-def test_stop_tokens_end_the_text_before_them(with_engine: Run) -> None:
+def test_text_ends_before_a_stop_token(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        whole = await collect(engine, completion())
-        stopped = await collect(engine, completion(stop_token_ids=(whole.tokens[3],)))
-        assert stopped.tokens == whole.tokens[: whole.tokens.index(whole.tokens[3])]
+        complete = await collect(engine, completion())
+        stopped = await collect(engine, completion(stop_token_ids=(complete.tokens[3],)))
+        assert stopped.tokens == complete.tokens[: complete.tokens.index(complete.tokens[3])]
         assert stopped.finished.reason == "stop"
 
     with_engine(test)
@@ -111,18 +111,20 @@ def test_logprobs_agree_with_greedy_choice(with_engine: Run) -> None:
         answer = await collect(engine, completion(logprobs=Logprobs(top=5)))
         assert len(answer.logprobs) == 8
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
-            values = [rival.logprob or 0 for rival in logprob.top]
+            values = [alternative.logprob or 0 for alternative in logprob.top]
             assert logprob.token == token == logprob.top[0].token
             assert values == sorted(values, reverse=True)
             assert 0 < sum(math.exp(value) for value in values) <= 1.0001
         assert b"".join(logprob.text for logprob in answer.logprobs).decode() == answer.text
         everything = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=49152)))
-        assert sum(math.exp(rival.logprob or 0) for rival in everything.logprobs[0].top) == pytest.approx(1, abs=1e-3)
+        assert sum(math.exp(alternative.logprob or 0) for alternative in everything.logprobs[0].top) == pytest.approx(
+            1, abs=1e-3
+        )
 
     with_engine(test)
 
 
-def test_logprobs_are_the_models_own_whatever_the_sampling(with_engine: Run) -> None:
+def test_logprobs_do_not_depend_on_sampling(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         plain = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=1)))
         banned = Sampling(temperature=0, logit_bias={plain.tokens[0]: -100}, repetition_penalty=1.5)
@@ -133,23 +135,23 @@ def test_logprobs_are_the_models_own_whatever_the_sampling(with_engine: Run) -> 
     with_engine(test)
 
 
-def test_prompt_logprobs_are_those_of_the_same_tokens_generated(with_engine: Run) -> None:
+def test_prompt_logprobs_match_generated_logprobs(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         written = await collect(engine, completion(max_tokens=80, logprobs=Logprobs(), ignore_eos=True))
         prompt = tuple(await engine.tokenize(FRANCE, special=False)) + written.tokens
-        asked = completion(prompt, max_tokens=0, echo=True, logprobs=Logprobs(top=2, prompt=True))
-        read = (await collect(engine, asked)).started
+        request = completion(prompt, max_tokens=0, echo=True, logprobs=Logprobs(top=2, prompt=True))
+        read = (await collect(engine, request)).started
         assert read.prompt_text == FRANCE + written.text
         assert tuple(logprob.token for logprob in read.prompt_logprobs) == prompt
         assert read.prompt_logprobs[0].logprob is None
         for one, other in zip(read.prompt_logprobs[5:], written.logprobs, strict=True):
-            # Rows of a prompt are computed many at once, those of a reply one by one: sums differ by rounding.
+            # A prompt is computed in batches, a reply row by row, so the sums are rounded differently.
             assert one.logprob == pytest.approx(other.logprob, abs=0.25)
 
     with_engine(test)
 
 
-def test_characters_are_never_cut(with_engine: Run) -> None:
+def test_character_split_across_tokens(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         party = tuple(await engine.tokenize(" 🎉", special=False))
         assert len(party) > 1
@@ -179,7 +181,7 @@ def test_equal_prompts_share_one_prefill(with_engine: Run) -> None:
     with_engine(test, slots=4)
 
 
-def test_followers_of_a_leader_that_ends_at_once(with_engine: Run) -> None:
+def test_equal_prompts_whose_first_job_ends_at_once(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         answers = await asyncio.gather(*(collect(engine, completion(max_tokens=1)) for _ in range(5)))
         assert [answer.text for answer in answers] == [" Paris"] * 5
@@ -187,27 +189,27 @@ def test_followers_of_a_leader_that_ends_at_once(with_engine: Run) -> None:
     with_engine(test, slots=3)
 
 
-def test_many_at_once_are_as_one_after_the_other(with_engine: Run) -> None:
+def test_concurrent_replies_match_sequential_ones(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        places = ["Paris", "the sea", "a cat", "music", "winter", "a long road", "bread", "the moon and the tides"]
-        requests = [completion(f"A short text about {place}:", logprobs=Logprobs(top=2)) for place in places]
+        topics = ["Paris", "the sea", "a cat", "music", "winter", "a long road", "bread", "the moon and the tides"]
+        requests = [completion(f"A short text about {topic}:", logprobs=Logprobs(top=2)) for topic in topics]
         sequential = [await collect(engine, request) for request in requests]
         together = await asyncio.gather(*(collect(engine, request) for request in requests))
         for one, other in zip(sequential, together, strict=True):
-            assert same_but_for_ties(one, other)
+            assert are_same_except_ties(one, other)
 
     with_engine(test, slots=4)
 
 
-def same_but_for_ties(one: Collected, other: Collected) -> bool:
-    """Rows of a larger batch are summed in another order: where the two likeliest tokens tie, either may win."""
+def are_same_except_ties(one: Collected, other: Collected) -> bool:
+    """Compare two replies. Rounding depends on the batch size, so either of two equally likely tokens may be picked."""
     for left, right in zip(one.logprobs, other.logprobs, strict=False):
         if left.token != right.token:
             return abs((left.top[0].logprob or 0) - (left.top[1].logprob or 0)) < 0.05
     return one.text == other.text
 
 
-def test_closing_a_stream_ends_the_work(with_engine: Run) -> None:
+def test_closing_a_stream_stops_decoding(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         decoding = engine.generate(completion(max_tokens=None, ignore_eos=True))
         await anext(decoding)
@@ -217,46 +219,46 @@ def test_closing_a_stream_ends_the_work(with_engine: Run) -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await decoding.aclose()
-        await idle(engine)
+        await wait_until_idle(engine)
         assert (await collect(engine, completion())).text.startswith(" Paris")
 
     with_engine(test, slots=1)
 
 
-def test_closing_while_the_prompt_is_read(with_engine: Run) -> None:
+def test_cancel_during_prefill(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 2000)))))
-        await reading(engine)
+        await wait_for_prefill(engine)
         assert not prefilling.done()
         prefilling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await prefilling
         async with asyncio.timeout(60):
-            await idle(engine)
+            await wait_until_idle(engine)
 
     with_engine(test, slots=1, context=2048)
 
 
-def test_a_short_prompt_passes_a_long_one(with_engine: Run) -> None:
+def test_short_prompt_overtakes_a_long_one(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         order: list[str] = []
 
-        async def note(name: str, request: GenerationRequest) -> None:
+        async def collect_and_record(name: str, request: GenerationRequest) -> None:
             await collect(engine, request)
             order.append(name)
 
         async with asyncio.timeout(60):
-            long = asyncio.create_task(note("long", completion(tuple(range(100, 900)), max_tokens=1)))
-            await reading(engine)
-            await asyncio.gather(long, note("short", completion(max_tokens=1)))
+            long = asyncio.create_task(collect_and_record("long", completion(tuple(range(100, 900)), max_tokens=1)))
+            await wait_for_prefill(engine)
+            await asyncio.gather(long, collect_and_record("short", completion(max_tokens=1)))
         assert order == ["short", "long"]
 
     with_engine(test, context=1024)
 
 
-def test_what_a_request_may_not_say(with_engine: Run) -> None:
+def test_invalid_requests(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        wrong: list[tuple[GenerationRequest, type[BadRequest], str, str]] = [
+        cases: list[tuple[GenerationRequest, type[BadRequest], str, str]] = [
             (completion(""), BadRequest, "prompt", "empty"),
             (completion(()), BadRequest, "prompt", "empty"),
             (completion((1, 49152)), BadRequest, "prompt", "49152"),
@@ -267,35 +269,37 @@ def test_what_a_request_may_not_say(with_engine: Run) -> None:
             (completion(sampling=Sampling(repetition_penalty=0)), BadRequest, "repetition_penalty", "between"),
             (completion(suffix="."), UnsupportedParameter, "suffix", "suffix"),
         ]
-        for request, kind, param, words in wrong:
-            with pytest.raises(kind, match=words) as caught:
+        for request, kind, param, message in cases:
+            with pytest.raises(kind, match=message) as caught:
                 await collect(engine, request)
             assert caught.value.param == param
         with pytest.raises(BadRequest):
             await engine.detokenize([49152])
-        await idle(engine)
+        await wait_until_idle(engine)
 
     with_engine(test)
 
 
 @pytest.mark.parametrize("context", [64, 256])
-def test_a_prompt_that_fills_the_context(with_engine: Run, context: int) -> None:
+def test_prompt_that_fills_the_context(with_engine: Run, context: int) -> None:
     async def test(engine: LlamaEngine) -> None:
         full = (504,) * context
-        words = f"maximum context length is {context} tokens, but the prompt has {context}: one is needed for the reply"
-        with pytest.raises(NoRoomForReply, match=words) as caught:
+        message = (
+            f"maximum context length is {context} tokens, but the prompt has {context}: one is needed for the reply"
+        )
+        with pytest.raises(NoRoomForReply, match=message) as caught:
             await collect(engine, completion(full))
         assert (caught.value.tokens, caught.value.limit) == (context, context - 1)
         for request in (
             completion(full, max_tokens=0),
             completion(full, max_tokens=0, echo=True, logprobs=Logprobs(top=1, prompt=True)),
         ):
-            found = await collect(engine, request)
-            assert found.finished == Finished("length", usage=Usage(prompt=context, completion=0))
+            answer = await collect(engine, request)
+            assert answer.finished == Finished("length", usage=Usage(prompt=context, completion=0))
         with pytest.raises(ContextTooLong, match=f"but the prompt has {context + 1}$"):
             await collect(engine, completion((*full, 504), max_tokens=0))
-        found = await collect(engine, completion(full[1:]))
-        assert len(found.tokens) == 1
+        answer = await collect(engine, completion(full[1:]))
+        assert len(answer.tokens) == 1
 
     with_engine(test, context=context)
 
@@ -309,7 +313,7 @@ def test_a_prompt_that_fills_the_context(with_engine: Run, context: int) -> None
     ],
     ids=["completion", "chat", "infill"],
 )
-def test_a_hopeless_prompt_is_refused_unread(
+def test_far_too_long_prompt_is_refused_without_tokenizing(
     with_engine: Run, request_of: Callable[[str], GenerationRequest], param: str
 ) -> None:
     async def test(engine: LlamaEngine) -> None:
@@ -319,14 +323,14 @@ def test_a_hopeless_prompt_is_refused_unread(
         read: list[int] = []
         tokenize = model.tokenize
 
-        def noting(text: str, special: bool) -> list[int]:
+        def recording(text: str, special: bool) -> list[int]:
             read.append(len(text))
             return tokenize(text, special)
 
-        model.tokenize = noting  # type: ignore[method-assign]
-        hopeless = request_of("1" * (64 * model.longest_piece + 1))
+        model.tokenize = recording  # type: ignore[method-assign]
+        too_long = request_of("1" * (64 * model.longest_piece + 1))
         with pytest.raises(ContextTooLong, match=r"context length is 64 tokens, but .* at least [0-9]+") as caught:
-            await collect(engine, hopeless)
+            await collect(engine, too_long)
         assert caught.value.param == param
         assert not read
         with pytest.raises(ContextTooLong, match=r"but the prompt has [0-9]"):
@@ -339,7 +343,7 @@ def test_a_hopeless_prompt_is_refused_unread(
     with_engine(test, slots=1, context=64)
 
 
-def test_questions_about_tokens_have_a_limit_and_threads_of_their_own(with_engine: Run) -> None:
+def test_tokenize_has_a_limit_and_a_pool_of_its_own(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         with pytest.raises(BadRequest, match="at most 1048576 characters") as caught:
             await engine.tokenize("x" * (MOST_TOKENIZED + 1), special=True)
@@ -349,24 +353,24 @@ def test_questions_about_tokens_have_a_limit_and_threads_of_their_own(with_engin
         assert caught.value.param == "tokens"
         with pytest.raises(BadRequest, match="not in the vocabulary"):
             await engine.detokenize([-1])
-        held, go = threading.Barrier(3), threading.Event()
+        busy, go = threading.Barrier(3), threading.Event()
         for _ in range(2):
-            engine.tellers.submit(lambda: (held.wait(), go.wait()))
-        await asyncio.to_thread(held.wait)
-        asked = [
+            engine.tokenize_pool.submit(lambda: (busy.wait(), go.wait()))
+        await asyncio.to_thread(busy.wait)
+        tasks: list[asyncio.Task[object]] = [
             asyncio.create_task(engine.tokenize("x", special=False)),
             asyncio.create_task(engine.detokenize([504])),
+            asyncio.create_task(engine.render(chat("x"))),
         ]
-        shown = asyncio.create_task(engine.render(chat("x")))
         assert (await collect(engine, completion())).text.startswith(" Paris")
-        assert not any(task.done() for task in (*asked, shown))
+        assert not any(task.done() for task in tasks)
         go.set()
-        await asyncio.gather(*asked, shown)
+        await asyncio.gather(*tasks)
 
     with_engine(test)
 
 
-def test_control_tokens_come_only_where_they_are_meant(with_engine: Run) -> None:
+def test_message_content_produces_no_control_tokens(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
         assert engine.model is not None
@@ -413,14 +417,14 @@ def test_penalties_and_bias_change_the_text(with_engine: Run) -> None:
         Sampling(min_p=1.0),
     ],
 )
-def test_odd_sampling_still_samples(with_engine: Run, odd: Sampling) -> None:
+def test_extreme_sampling_parameters(with_engine: Run, odd: Sampling) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert len((await collect(engine, completion(sampling=odd, max_tokens=2, ignore_eos=True))).tokens) == 2
 
     with_engine(test, slots=1, context=64)
 
 
-def test_infill_puts_content_between_the_models_own_marks(with_engine: Run) -> None:
+def test_infill_tokens_surround_the_content(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
         assert engine.model is not None

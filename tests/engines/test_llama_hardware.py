@@ -1,4 +1,4 @@
-"""What a machine has, and what a container leaves of it."""
+"""CPUs and memory of a machine, and the limits of a container."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ from dragoman.engines.llama import hardware
         (None, {"cpu.max": "100000 100000"}, 1),
     ],
 )
-def test_the_quota_of_a_container(
+def test_cpu_quota_of_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, files: dict[str, str], cpus: float | None
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -30,15 +30,15 @@ def test_the_quota_of_a_container(
         (groups / name).write_text(text)
     if own is not None:
         (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(hardware, "GROUPS", groups)
-    monkeypatch.setattr(hardware, "OWN_GROUP", tmp_path / "own")
-    assert hardware.quota() == (64 if cpus is None else cpus)
+    monkeypatch.setattr(hardware, "CGROUP_ROOT", groups)
+    monkeypatch.setattr(hardware, "OWN_CGROUP", tmp_path / "own")
+    assert hardware.cpu_quota() == (64 if cpus is None else cpus)
 
 
-def test_a_quota_of_less_than_one_cpu_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_below_one_cpu_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000")
-    monkeypatch.setattr(hardware, "GROUPS", tmp_path)
-    monkeypatch.setattr(hardware, "OWN_GROUP", tmp_path / "none")
+    monkeypatch.setattr(hardware, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(hardware, "OWN_CGROUP", tmp_path / "none")
     assert hardware.cpus() == hardware.threads() == 1
 
 
@@ -52,14 +52,14 @@ def test_a_quota_of_less_than_one_cpu_leaves_one(tmp_path: Path, monkeypatch: py
         ("0::/gone\n", {"memory.max": "nonsense"}, None),
     ],
 )
-def test_the_memory_of_a_container_or_a_service(
+def test_memory_limit_of_a_container_or_a_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], limit: int | None
 ) -> None:
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(text)
     (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(hardware, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(hardware, "OWN_GROUP", tmp_path / "own")
-    assert hardware.memory() == (whole if limit is None else limit)
+    monkeypatch.setattr(hardware, "CGROUP_ROOT", tmp_path / "groups")
+    monkeypatch.setattr(hardware, "OWN_CGROUP", tmp_path / "own")
+    assert hardware.memory() == (total if limit is None else limit)

@@ -1,4 +1,4 @@
-"""Hostile schemas and grammars with a real model: each fails its own request, and no other."""
+"""Hostile schemas and grammars with a real model: each fails only its own request."""
 
 import asyncio
 import json
@@ -55,18 +55,18 @@ def test_schemas_that_take_too_long_are_refused_and_other_requests_are_answered(
 
 
 def test_grammar_that_becomes_too_complex_in_mid_reply_is_an_invalid_schema(with_engine: Run) -> None:
-    # Any letter may be the one that 200 others follow: the automaton exceeds its limits after a few tokens.
+    # Any letter may begin the run of 200 others, so the automaton exceeds its limits after a few tokens.
     asked = chat("Go on.", constraint=Regex("(.*[a-m].{200}x)"), sampling=Sampling(temperature=0), max_tokens=60)
-    said: list[Event] = []
+    received: list[Event] = []
 
     async def follow(engine: LlamaEngine) -> None:
         async for events in engine.generate(asked):
-            said.extend(events)
+            received.extend(events)
 
     async def test(engine: LlamaEngine) -> None:
         with pytest.raises(InvalidSchema, match="can no longer be constrained"):
             await follow(engine)
-        assert len(said) >= 2
+        assert len(received) >= 2
         assert len((await collect(engine, completion(max_tokens=4))).tokens) == 4
 
     with_engine(test)

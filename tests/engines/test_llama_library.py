@@ -1,4 +1,4 @@
-"""Another version of the wheel, or structs that lie elsewhere, must be refused before they are used."""
+"""Loading the C library: wrong versions and struct layouts are refused."""
 
 import ctypes
 import os
@@ -17,11 +17,11 @@ class Shifted(ctypes.Structure):
     _fields_: ClassVar = [("new", ctypes.c_uint64), *library._ContextParams._fields_]
 
 
-def test_the_library_loads_once() -> None:
+def test_library_loads_once() -> None:
     assert library.library() is library.library()
 
 
-def test_another_version_is_refused_by_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_version_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = library.SUPPORTED
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setattr(library, "SUPPORTED", "1999.1.1")
@@ -29,7 +29,7 @@ def test_another_version_is_refused_by_both_names(monkeypatch: pytest.MonkeyPatc
         library.library()
 
 
-def test_structs_of_another_layout_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_struct_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setitem(library._PROTOTYPES, "llama_context_default_params", (Shifted,))
     with pytest.raises(ConfigError, match="structs"):
@@ -42,14 +42,14 @@ library().ggml_abort(b"x.c", 7, b"lost")
 """
 
 
-def test_a_crash_is_a_line_in_the_log() -> None:
-    plain = {name: value for name, value in os.environ.items() if name != "GGML_NO_BACKTRACE"}
-    done = subprocess.run([sys.executable, "-c", ABORT], capture_output=True, text=True, env=plain)
+def test_abort_writes_one_line() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GGML_NO_BACKTRACE"}
+    done = subprocess.run([sys.executable, "-c", ABORT], capture_output=True, text=True, env=environment)
     assert done.returncode == -signal.SIGABRT
     assert done.stderr.splitlines() == ["x.c:7: lost"]
 
 
-def test_what_an_operator_says_of_backtraces_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backtrace_setting_of_the_operator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setenv("GGML_NO_BACKTRACE", "mine")
     library.library()

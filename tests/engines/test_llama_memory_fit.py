@@ -1,4 +1,4 @@
-"""The memory that texts take: what is chosen, and what the types in which it is kept cost in bytes and in exactness."""
+"""The size of the KV cache: defaults, limits, warnings, and the cost and accuracy of its types."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,24 +10,26 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Logprobs
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.binding import Context, Kv, Model
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.kv_size import Kv, Shape
-from dragoman.engines.llama.memory_fit import LEAST_DEFAULT_CONTEXT, Room, room
+from dragoman.engines.llama.memory_fit import (
+    MIN_DEFAULT_CONTEXT,
+    ContextSize,
+    KvShape,
+    fit_context,
+    kv_bytes_per_token,
+    option_warnings,
+)
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.warnings import doubts
 from tests.engines.running import Run, collect, completion
+from tests.engines.test_llama_reuse import SEA
 
 HALF = 23040
-"""Bytes of a token's state: 30 layers, a key and a value of 192 half floats each."""
+"""Bytes per token: 30 layers, a key and a value of 192 half floats each."""
 EIGHTH = 12240
-SEA = (
-    "The sea was calm that morning, and the old man went down to his boat with bread, water and a long line. His "
-    "daughter had mended the sail in winter; the mast came from a wreck near the lighthouse. Forty years ago he had "
-    "crossed the bay in a storm, with three goats and a priest aboard, and since then nobody in town doubted him."
-)
+
 MEAN_TOLERANCE, TOLERANCE = 0.1, 0.5
-"""Of the log probabilities of SEA's tokens; measured 0.066 and 0.324."""
+"""Tolerances for the log probabilities of SEA's tokens. Measured: 0.066 and 0.324."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,12 @@ def model(smollm2_path: Path) -> Iterator[Model]:
     loaded.close()
 
 
+def fit(model: Model, context: int | None, cached: int | None, kv: Kv, slots: int = 4) -> ContextSize:
+    return fit_context(model, LlamaOptions("x", slots=slots, context=context, cache_sequences=cached, kv=kv))
+
+
 @pytest.mark.parametrize(
-    ("memory", "kv", "kept"),
+    ("memory", "kv", "cached"),
     [
         (2**62, "f16", 4),
         (4 * 6 * 64 * HALF, "f16", 2),
@@ -47,42 +53,43 @@ def model(smollm2_path: Path) -> Iterator[Model]:
         (4 * 6 * 64 * HALF, "q8_0", 4),
     ],
 )
-def test_the_cache_is_as_large_as_the_memory_allows(
-    model: Model, monkeypatch: pytest.MonkeyPatch, memory: int, kv: Kv, kept: int
+def test_default_cache_sequences_fit_the_memory(
+    model: Model, monkeypatch: pytest.MonkeyPatch, memory: int, kv: Kv, cached: int
 ) -> None:
     monkeypatch.setattr(hardware, "memory", lambda: memory)
-    assert room(model, 4, 64, None, kv) == Room(64, 4, kept)
-    assert room(model, 4, 64, 3, kv).cached == 3
+    assert fit(model, 64, None, kv) == ContextSize(64, 4, cached)
+    assert fit(model, 64, 3, kv).cached == 3
 
 
-def test_the_state_of_a_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Shape(layers=30, heads=9, groups=3, width=576).token_bytes("f16") == HALF
-    # Where a head is wider than its share of a token's vector, the file says so.
-    told = {"llama.attention.key_length": "128", "llama.attention.value_length": "96"}
-    monkeypatch.setattr(model, "metadata", {**model.metadata, **told})
-    assert model.state_bytes("f16") == Shape(30, 9, 3, 576, key=128, value=96).token_bytes("f16") == 30 * 3 * 224 * 2
+def test_bytes_per_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KvShape(layers=30, heads=9, kv_heads=3, width=576).token_bytes("f16") == HALF
+    # The file may set widths of keys and values that differ from the default.
+    widths = {"llama.attention.key_length": "128", "llama.attention.value_length": "96"}
+    monkeypatch.setattr(model, "metadata", {**model.metadata, **widths})
+    shape = KvShape(30, 9, 3, 576, key_width=128, value_width=96)
+    assert kv_bytes_per_token(model, "f16") == shape.token_bytes("f16") == 30 * 3 * 224 * 2
 
 
-def test_a_context_is_as_long_as_the_memory_allows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (model.state_bytes("f16"), model.state_bytes("q8_0")) == (HALF, EIGHTH)
+def test_default_context_fits_the_memory(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (kv_bytes_per_token(model, "f16"), kv_bytes_per_token(model, "q8_0")) == (HALF, EIGHTH)
     monkeypatch.setattr(hardware, "memory", lambda: 4 * 4 * 5000 * HALF)
-    assert room(model, 4, None, None, "f16").length == LEAST_DEFAULT_CONTEXT
-    assert room(model, 4, None, None, "q8_0").length == model.trained_context
+    assert fit(model, None, None, "f16").length == MIN_DEFAULT_CONTEXT
+    assert fit(model, None, None, "q8_0").length == model.trained_context
     with pytest.raises(ConfigError, match="lower context or slots or cache_sequences"):
-        room(model, 4, 8192, 20, "f16")
-    assert room(model, 4, 8192, 4, "q8_0").sequences == 8
+        fit(model, 8192, 20, "f16")
+    assert fit(model, 8192, 4, "q8_0").sequences == 8
 
 
-def test_the_memory_that_a_context_takes_is_the_one_that_was_foreseen(model: Model) -> None:
-    def taken(kv: Kv) -> int:
+def test_context_takes_the_expected_memory(model: Model) -> None:
+    def allocated(kv: Kv) -> int:
         before = _resident()
         context = Context(model, sequences=4, length=4096, rows=8, outputs=4, threads=1, kv=kv)
         after = _resident()
         context.close()
         return after - before
 
-    taken("f16")
-    half, eighth = taken("f16"), taken("q8_0")
+    allocated("f16")
+    half, eighth = allocated("f16"), allocated("q8_0")
     assert half - eighth == pytest.approx(4 * 4096 * (HALF - EIGHTH), rel=0.1)
     assert eighth < 0.65 * half
 
@@ -92,7 +99,7 @@ def _resident() -> int:
     return pages * 4096
 
 
-def test_replies_are_close_whatever_the_type(with_engine: Run) -> None:
+def test_logprobs_are_close_for_all_kv_types(with_engine: Run) -> None:
     found: list[list[float]] = []
 
     async def test(engine: LlamaEngine) -> None:
@@ -100,7 +107,7 @@ def test_replies_are_close_whatever_the_type(with_engine: Run) -> None:
         answer = await collect(engine, asked)
         found.append([logprob.logprob or 0.0 for logprob in answer.started.prompt_logprobs])
         assert (await collect(engine, completion())).text.startswith(" Paris")
-        # What was computed before is as good as what is computed now, in this type too.
+        # Cached prefixes work with this type too.
         again = await collect(engine, completion(SEA, max_tokens=8, ignore_eos=True))
         assert again.started.cached_tokens > 70
 
@@ -111,7 +118,7 @@ def test_replies_are_close_whatever_the_type(with_engine: Run) -> None:
     assert max(differences) < TOLERANCE
 
 
-def test_eight_bits_need_flash_attention(tmp_path: Path) -> None:
+def test_q8_0_needs_flash_attention(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.yaml"
     file.write_text("models:\n  m:\n    path: ./m.gguf\n    kv: q8_0\n    flash_attention: false\n")
     with pytest.raises(ConfigError, match=r"dragoman.yaml:4: models\.m\.kv: q8_0 needs flash attention"):
@@ -120,7 +127,7 @@ def test_eight_bits_need_flash_attention(tmp_path: Path) -> None:
         msgspec.convert({"path": "x", "kv": "q4_0"}, LlamaOptions)
 
 
-def test_more_texts_than_llama_keeps_are_told_in_their_line(tmp_path: Path) -> None:
+def test_too_many_sequences_are_reported_with_their_line(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.yaml"
     file.write_text("models:\n  m:\n    path: ./m.gguf\n    slots: 200\n    cache_sequences: 57\n")
     with pytest.raises(
@@ -131,13 +138,11 @@ def test_more_texts_than_llama_keeps_are_told_in_their_line(tmp_path: Path) -> N
     assert load_settings(str(file), Flags(), {}).models[0].options["cache_sequences"] == 56
 
 
-def test_slots_that_the_memory_is_too_small_for_are_doubted(
-    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warning_if_the_slots_exceed_the_memory(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = LlamaOptions(path=str(smollm2_path), slots=256)
     monkeypatch.setattr(hardware, "memory", lambda: 1e12)
-    assert list(doubts(options)) == []
+    assert list(option_warnings(options)) == []
     monkeypatch.setattr(hardware, "memory", lambda: 1e9)
-    ((key, words),) = doubts(options)
+    ((key, message),) = option_warnings(options)
     assert key == "slots"
-    assert "and there are 1: lower context or slots" in words
+    assert "but the machine has 1 GB: lower context or slots" in message

@@ -1,18 +1,18 @@
-"""Pinned texts: who gives way, and when their time is over."""
+"""Pinned prefixes: eviction and expiry."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engines.llama.pinned_prefixes import Pins
-from tests.engines.world import World
+from dragoman.engines.llama.sequences import PinnedPrefixes
+from tests.engines.scheduler_model import SchedulerModel
 
 
 def text(which: int, length: int = 100) -> tuple[int, ...]:
     return tuple(range(1000 * which, 1000 * which + length))
 
 
-def ask(world: World, prompt: tuple[int, ...], keep: float = 0, principal: str = "") -> int:
-    """The tokens of a prompt that did not have to be decoded."""
+def run_prompt(world: SchedulerModel, prompt: tuple[int, ...], keep: float = 0, principal: str = "") -> int:
+    """Run a prompt and return how many of its tokens were reused."""
     world.add(prompt, 1, principal=principal, keep=keep)
     job = len(world.jobs) - 1
     shared = 0
@@ -23,36 +23,36 @@ def ask(world: World, prompt: tuple[int, ...], keep: float = 0, principal: str =
     return shared
 
 
-def test_a_pinned_text_outlives_all_others_until_its_time_is_over() -> None:
-    world = World(1, 2)
-    ask(world, text(0), keep=300)
+def test_pinned_prefix_survives_until_it_expires() -> None:
+    world = SchedulerModel(1, 2)
+    run_prompt(world, text(0), keep=300)
     for which in range(1, 20):
-        ask(world, text(which))
-    assert ask(world, text(0)) == 98
+        run_prompt(world, text(which))
+    assert run_prompt(world, text(0)) == 98
     world.now = 301
     for which in range(20, 24):
-        ask(world, text(which))
-    assert ask(world, text(0)) == 0
+        run_prompt(world, text(which))
+    assert run_prompt(world, text(0)) == 0
 
 
-def test_without_a_pin_it_would_not() -> None:
-    world = World(1, 2)
+def test_unpinned_prefix_is_evicted() -> None:
+    world = SchedulerModel(1, 2)
     for which in range(4):
-        ask(world, text(which))
-    assert ask(world, text(0)) == 0
+        run_prompt(world, text(which))
+    assert run_prompt(world, text(0)) == 0
 
 
-def test_half_of_the_shelf_may_be_pinned_and_the_oldest_gives_way() -> None:
-    world = World(1, 4)
+def test_half_of_the_cache_may_be_pinned_and_the_oldest_is_replaced() -> None:
+    world = SchedulerModel(1, 4)
     for which in range(3):
-        ask(world, text(which), keep=300)
+        run_prompt(world, text(which), keep=300)
     for which in range(10, 30):
-        ask(world, text(which))
-    assert [ask(world, text(which)) for which in (1, 2, 0)] == [98, 98, 0]
+        run_prompt(world, text(which))
+    assert [run_prompt(world, text(which)) for which in (1, 2, 0)] == [98, 98, 0]
 
 
-def test_one_place_is_too_few_for_a_pin() -> None:
-    world = World(1, 1)
+def test_cache_of_one_sequence_has_no_pins() -> None:
+    world = SchedulerModel(1, 1)
     world.add(text(0), 1, keep=300)
     world.step(200)
     assert world.scheduler.kept(0) == 0
@@ -60,19 +60,19 @@ def test_one_place_is_too_few_for_a_pin() -> None:
     assert not world.scheduler.sequences.pins.live
 
 
-def test_what_is_kept_is_told_once() -> None:
-    world = World(1, 2)
-    told: list[tuple[int, int]] = []
+def test_kept_tokens_are_reported_once() -> None:
+    world = SchedulerModel(1, 2)
+    reported: list[tuple[int, int]] = []
     for prompt in (text(0), text(0), (*text(0), *text(5))):
         world.add(prompt, 2, keep=300)
         world.step(500)
-        told.append((world.scheduler.shared(len(told)), world.scheduler.kept(len(told))))
+        reported.append((world.scheduler.shared(len(reported)), world.scheduler.kept(len(reported))))
         world.finish()
-    assert told == [(0, 100), (98, 2), (100, 100)]
+    assert reported == [(0, 100), (98, 2), (100, 100)]
 
 
-def test_what_is_too_short_to_be_taken_is_not_kept() -> None:
-    world = World(1, 2)
+def test_short_prompt_is_not_pinned() -> None:
+    world = SchedulerModel(1, 2)
     world.add(text(0, 20), 1, keep=300)
     world.step(200)
     assert world.scheduler.kept(0) == 0
@@ -80,8 +80,8 @@ def test_what_is_too_short_to_be_taken_is_not_kept() -> None:
     assert not world.scheduler.sequences.pins.live
 
 
-def test_nobody_pins_with_a_prompt_that_was_not_taken_in() -> None:
-    world = World(1, 2)
+def test_incomplete_or_failed_prompt_is_not_pinned() -> None:
+    world = SchedulerModel(1, 2)
     world.add(text(0), 1, keep=300)
     world.step(50)
     world.end(0)
@@ -90,14 +90,14 @@ def test_nobody_pins_with_a_prompt_that_was_not_taken_in() -> None:
     assert not world.scheduler.sequences.pins.live
 
 
-def test_a_conversation_that_goes_on_has_one_pin() -> None:
+def test_longer_text_replaces_its_pinned_prefix() -> None:
     now = 0.0
-    pins = Pins(2, lambda: now)
+    pins = PinnedPrefixes(2, lambda: now)
     pins.add((1, 2), "", 3600)
     pins.add((7,), "", 300)
     now = 10
     pins.add((1, 2, 3), "", 300)
-    assert [(pin.tokens, pin.until) for pin in pins.live] == [((7,), 300), ((1, 2, 3), 3600)]
+    assert [(pin.tokens, pin.expires_at) for pin in pins.live] == [((7,), 300), ((1, 2, 3), 3600)]
     pins.add((1, 2, 3), "other", 5)
     assert [pin.salt for pin in pins.live] == ["", "other"]
     now = 15
@@ -106,26 +106,24 @@ def test_a_conversation_that_goes_on_has_one_pin() -> None:
 
 @given(
     limit=st.integers(0, 4),
-    happenings=st.lists(
+    additions=st.lists(
         st.tuples(st.lists(st.integers(0, 1), max_size=4), st.sampled_from("ab"), st.integers(1, 9), st.integers(0, 3)),
         max_size=30,
     ),
 )
-def test_pins_are_few_live_and_none_within_another_that_came_later(
-    limit: int, happenings: list[tuple[list[int], str, int, int]]
-) -> None:
+def test_pins_are_limited_live_and_distinct(limit: int, additions: list[tuple[list[int], str, int, int]]) -> None:
     now = 0
 
-    pins = Pins(limit, lambda: now)
-    for tokens, salt, seconds, passes in happenings:
+    pins = PinnedPrefixes(limit, lambda: now)
+    for tokens, salt, seconds, elapsed in additions:
         pins.add(tokens, salt, seconds)
         live = list(pins.live)
         assert len(live) <= limit
         if limit:
             assert live[-1].tokens == tuple(tokens)
-            assert live[-1].until >= now + seconds
+            assert live[-1].expires_at >= now + seconds
         for earlier, pin in enumerate(live):
             for later in live[earlier + 1 :]:
                 assert pin.salt != later.salt or later.tokens[: len(pin.tokens)] != pin.tokens
-        now += passes
-        assert all(pin.until > now for pin in pins.live)
+        now += elapsed
+        assert all(pin.expires_at > now for pin in pins.live)

@@ -1,4 +1,4 @@
-"""The radix tree against a plain table of texts."""
+"""The prefix tree, compared with a table of texts."""
 
 import random
 from itertools import takewhile
@@ -15,7 +15,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class Table:
-    """The same as a tree, by looking at everything."""
+    """Does the same as the tree by comparing all texts."""
 
     def __init__(self) -> None:
         self.texts: dict[int, tuple[str, list[int]]] = {}
@@ -25,7 +25,7 @@ class Table:
         most = max(same.values(), default=0)
         return most, frozenset(holder for holder, length in same.items() if length == most and most)
 
-    def alone(self, holder: int) -> int:
+    def exclusive_length(self, holder: int) -> int:
         salt, text = self.texts[holder]
         others = [
             common(text, other) for key, (salted, other) in self.texts.items() if key != holder and salted == salt
@@ -41,7 +41,7 @@ def check(tree: Prefixes, table: Table) -> None:
         assert root.holders == {holder for holder, (salted, _) in table.texts.items() if salted == salt}
     for holder, (_, text) in table.texts.items():
         assert tree.length(holder) == len(text)
-        assert tree.alone(holder) == table.alone(holder)
+        assert tree.exclusive_length(holder) == table.exclusive_length(holder)
 
 
 def count(node: _Node) -> int:
@@ -53,20 +53,20 @@ def count(node: _Node) -> int:
     return 1 + sum(count(child) for child in node.children.values())
 
 
-def happen(chance: random.Random, tree: Prefixes, table: Table, texts: list[list[int]]) -> None:
-    holder, salt = chance.randrange(8), chance.choice(["", "", "other"])
-    text = chance.choice(texts)[: chance.randrange(40)]
-    text += [chance.randrange(3) for _ in range(chance.randrange(4))]
+def random_change(rng: random.Random, tree: Prefixes, table: Table, texts: list[list[int]]) -> None:
+    holder, salt = rng.randrange(8), rng.choice(["", "", "other"])
+    text = rng.choice(texts)[: rng.randrange(40)]
+    text += [rng.randrange(3) for _ in range(rng.randrange(4))]
     if holder not in table.texts:
         tree.hold(holder, tuple(text), salt)
         table.texts[holder] = salt, list(text)
     else:
-        what = chance.choice(["drop", "extend", "extend", "move"])
+        action = rng.choice(["drop", "extend", "extend", "move"])
         free = next(number for number in range(99) if number not in table.texts)
-        if what == "drop":
+        if action == "drop":
             tree.drop(holder)
             del table.texts[holder]
-        elif what == "extend":
+        elif action == "extend":
             tree.extend(holder, text)
             table.texts[holder][1].extend(text)
         else:
@@ -76,13 +76,13 @@ def happen(chance: random.Random, tree: Prefixes, table: Table, texts: list[list
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_any_order_of_happenings(part: int) -> None:
+def test_random_changes(part: int) -> None:
     for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
-        chance = random.Random(seed)
-        texts = [[chance.randrange(3) for _ in range(40)] for _ in range(2)]
+        rng = random.Random(seed)
+        texts = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
         tree, table = Prefixes(), Table()
-        for _ in range(chance.randrange(25)):
-            happen(chance, tree, table, texts)
+        for _ in range(rng.randrange(25)):
+            random_change(rng, tree, table, texts)
             check(tree, table)
         for holder in list(table.texts):
             tree.drop(holder)
@@ -90,19 +90,19 @@ def test_any_order_of_happenings(part: int) -> None:
         assert not tree.ends
 
 
-def test_whoever_holds_nothing_may_be_dropped() -> None:
+def test_drop_of_an_unknown_holder() -> None:
     tree = Prefixes()
     tree.drop(3)
     assert tree.longest((1, 2)) == (0, frozenset())
-    assert tree.alone(3) == 0
+    assert tree.exclusive_length(3) == 0
 
 
-def test_a_beginning_is_everybodys_and_an_end_is_ones_own() -> None:
+def test_shared_prefix_and_exclusive_end() -> None:
     tree = Prefixes()
     tree.hold(1, (1, 2, 3, 4, 5))
     tree.hold(2, (1, 2, 3, 7))
-    tree.hold(3, (1, 2, 3), salt="somebody")
+    tree.hold(3, (1, 2, 3), salt="other")
     assert tree.longest((1, 2, 3, 9)) == (3, frozenset({1, 2}))
     assert tree.longest((1, 2, 3, 4)) == (4, frozenset({1}))
-    assert tree.longest((1, 2, 3, 4), salt="somebody") == (3, frozenset({3}))
-    assert (tree.alone(1), tree.alone(2), tree.alone(3)) == (2, 1, 3)
+    assert tree.longest((1, 2, 3, 4), salt="other") == (3, frozenset({3}))
+    assert (tree.exclusive_length(1), tree.exclusive_length(2), tree.exclusive_length(3)) == (2, 1, 3)

@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dragoman.engines.llama.pace import LEAP, LEAP_SECONDS, STEPS_BEFORE, STEPS_BETWEEN_TRIES, Pace
+from dragoman.engines.llama.pace import LONG_STEP_ROWS, MAX_LONG_STEP, STEPS_BEFORE_TRY, STEPS_BETWEEN_TRIES, Pace
 from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
 
 
@@ -15,14 +15,14 @@ from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
         (lambda rows: rows / 100_000, 512),
     ],
 )
-def test_the_chunk_settles_where_a_step_has_the_right_length(cost: Callable[[int], float], settles: int) -> None:
+def test_chunk_converges_to_the_target_time(cost: Callable[[int], float], settles: int) -> None:
     pace = Pace(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
     for _ in range(40):
         pace.took(pace.chunk, cost(pace.chunk))
     assert pace.chunk == pytest.approx(settles, rel=0.03)
 
 
-def test_one_slow_step_is_forgotten_soon() -> None:
+def test_one_slow_step_has_little_effect() -> None:
     pace = Pace(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
     for _ in range(20):
         pace.took(pace.chunk, pace.chunk / 1000)
@@ -34,13 +34,13 @@ def test_one_slow_step_is_forgotten_soon() -> None:
     assert pace.chunk >= 0.9 * settled
 
 
-def test_a_step_that_is_not_full_says_nothing() -> None:
+def test_partial_step_does_not_change_the_chunk() -> None:
     pace = Pace(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
     pace.took(1, 0.01)
     assert pace.chunk == LEAST_CHUNK
 
 
-def test_the_largest_batch_may_be_smaller_than_the_least_chunk() -> None:
+def test_batch_smaller_than_the_minimum_chunk() -> None:
     pace = Pace(ALONE_SECONDS, least=LEAST_CHUNK, most=8)
     pace.took(8, 0.001)
     assert pace.chunk == 8
@@ -50,7 +50,7 @@ GAP = 0.15
 
 
 def steps_of(pace: Pace, rows: int, cost: Callable[[int, int], float]) -> list[tuple[int, float]]:
-    """The rows and seconds of each step in which a prompt of so many rows is taken in."""
+    """Return the rows and seconds of each step of a prompt."""
     steps, done = [], 0
     while done < rows:
         chunk = min(pace.chunk, rows - done)
@@ -61,34 +61,34 @@ def steps_of(pace: Pace, rows: int, cost: Callable[[int, int], float]) -> list[t
     return steps
 
 
-def looking_back(position: int, rows: int) -> float:
-    """As a CPU of two cores does it: what is before the rows costs a third where they are 64 or more."""
+def step_seconds(position: int, rows: int) -> float:
+    """Cost of a step on a CPU with two cores: attention to earlier tokens costs a third from 64 rows on."""
     before = position * 3e-6 * (rows if rows <= 64 else rows / 3)
     return 0.008 + rows * 0.0026 + before
 
 
-def test_a_long_prompt_is_taken_in_by_leaps_once_they_pay() -> None:
-    steps = steps_of(Pace(GAP, least=LEAST_CHUNK, most=512, leaps=True), 1200, looking_back)
-    plain = steps_of(Pace(GAP, least=LEAST_CHUNK, most=512), 1200, looking_back)
-    assert max(seconds for _, seconds in steps) <= LEAP_SECONDS * GAP
+def test_long_prompt_uses_long_steps_once_they_pay() -> None:
+    steps = steps_of(Pace(GAP, least=LEAST_CHUNK, most=512, leaps=True), 1200, step_seconds)
+    plain = steps_of(Pace(GAP, least=LEAST_CHUNK, most=512), 1200, step_seconds)
+    assert max(seconds for _, seconds in steps) <= MAX_LONG_STEP * GAP
     assert sum(seconds for _, seconds in steps) < 0.85 * sum(seconds for _, seconds in plain)
-    assert [rows for rows, _ in steps[-6:-1]] == [LEAP] * 5
+    assert [rows for rows, _ in steps[-6:-1]] == [LONG_STEP_ROWS] * 5
 
 
-def test_the_next_prompt_begins_without_leaps() -> None:
+def test_next_prompt_begins_with_normal_steps() -> None:
     pace = Pace(GAP, least=LEAST_CHUNK, most=512, leaps=True)
-    steps_of(pace, 1200, looking_back)
-    assert [rows < LEAP for rows, _ in steps_of(pace, 200, looking_back)[:4]] == [True] * 4
+    steps_of(pace, 1200, step_seconds)
+    assert [rows < LONG_STEP_ROWS for rows, _ in steps_of(pace, 200, step_seconds)[:4]] == [True] * 4
 
 
-def test_tries_come_after_as_many_steps_as_they_should() -> None:
+def test_number_of_steps_between_tries() -> None:
     pace = Pace(GAP, least=LEAST_CHUNK, most=512, leaps=True)
     steps = [rows for rows, _ in steps_of(pace, 3000, lambda _, rows: 0.008 + rows * 0.0032)]
-    first, second, *_ = [at for at, rows in enumerate(steps) if rows == LEAP]
-    assert (first, second - first - 1) == (STEPS_BEFORE, STEPS_BETWEEN_TRIES)
+    first, second, *_ = [at for at, rows in enumerate(steps) if rows == LONG_STEP_ROWS]
+    assert (first, second - first - 1) == (STEPS_BEFORE_TRY, STEPS_BETWEEN_TRIES)
 
 
 @pytest.mark.parametrize("cost", [lambda _, rows: 0.008 + rows * 0.0032, lambda _, rows: rows * 0.02])
-def test_leaps_that_do_not_pay_or_last_too_long_are_rare(cost: Callable[[int, int], float]) -> None:
+def test_unprofitable_long_steps_are_rare(cost: Callable[[int, int], float]) -> None:
     steps = steps_of(Pace(GAP, least=LEAST_CHUNK, most=512, leaps=True), 3000, cost)
-    assert sum(rows == LEAP for rows, _ in steps) <= len(steps) / STEPS_BETWEEN_TRIES + 1
+    assert sum(rows == LONG_STEP_ROWS for rows, _ in steps) <= len(steps) / STEPS_BETWEEN_TRIES + 1

@@ -10,7 +10,7 @@ from dragoman.core.errors import EngineFailed
 from dragoman.core.request import Sampling
 from dragoman.engines.llama import sampling
 from dragoman.engines.llama.binding import Logits
-from dragoman.engines.llama.sampling import Penalties, Recipe
+from dragoman.engines.llama.sampling import Penalties, SamplingParams, complete_sampling, default_sampling
 
 
 def logits_of(*values: float) -> Logits:
@@ -21,22 +21,22 @@ def name(token: int) -> bytes:
     return b"t%d" % token
 
 
-def test_defaults_come_from_the_model_file_then_from_us() -> None:
+def test_defaults_come_from_the_model_file_first() -> None:
     metadata = {
         "general.sampling.temp": "0.600000",
         "general.sampling.top_k": "20",
         "general.sampling.top_p": "high",
         "general.name": "x",
     }
-    found = sampling.defaults(metadata)
+    found = default_sampling(metadata)
     assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 0.95)
-    assert sampling.defaults({}) == Recipe(temperature=1.0, top_p=0.95, top_k=64)
+    assert default_sampling({}) == SamplingParams(temperature=1.0, top_p=0.95, top_k=64)
 
 
 @pytest.mark.parametrize("value", ["0", "1e-40", "-1", "nan", "inf", "1e308"])
-def test_values_out_of_bounds_in_a_model_file_are_ignored(value: str) -> None:
+def test_invalid_values_in_a_model_file_are_ignored(value: str) -> None:
     keys = sampling.METADATA_KEYS.values()
-    found = sampling.defaults(dict.fromkeys(keys, value))
+    found = default_sampling(dict.fromkeys(keys, value))
     assert found.repetition_penalty == 1
     assert 0 <= found.temperature <= 100
     assert 0 <= found.top_p <= 1
@@ -44,86 +44,93 @@ def test_values_out_of_bounds_in_a_model_file_are_ignored(value: str) -> None:
     assert found.top_k >= 0
 
 
-def test_a_request_overrides_the_model_and_an_explicit_zero_counts() -> None:
-    model = Recipe(temperature=0.6, top_k=20)
-    asked = sampling.recipe(Sampling(temperature=0, presence_penalty=0.5, logit_bias={3: 1.0}), model, suppressed=(9,))
+def test_request_overrides_the_model_even_with_zero() -> None:
+    model = SamplingParams(temperature=0.6, top_k=20)
+    asked = complete_sampling(
+        Sampling(temperature=0, presence_penalty=0.5, logit_bias={3: 1.0}), model, suppressed=(9,)
+    )
     assert (asked.temperature, asked.top_k, asked.presence_penalty) == (0, 20, 0.5)
     assert asked.logit_bias == {3: 1.0, 9: -math.inf}
 
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, 0xFFFFFFFF])
-def test_every_seed_is_one_that_c_takes_literally(seed: int) -> None:
-    found = sampling.recipe(Sampling(seed=seed), Recipe()).seed
+def test_seeds_are_mapped_below_the_random_marker(seed: int) -> None:
+    found = complete_sampling(Sampling(seed=seed), SamplingParams()).seed
     assert 0 <= found < 0xFFFFFFFF
-    assert found == sampling.recipe(Sampling(seed=seed), Recipe()).seed
+    assert found == complete_sampling(Sampling(seed=seed), SamplingParams()).seed
 
 
 def test_requests_without_a_seed_differ() -> None:
-    assert len({sampling.recipe(Sampling(), Recipe()).seed for _ in range(8)}) > 1
+    assert len({complete_sampling(Sampling(), SamplingParams()).seed for _ in range(8)}) > 1
 
 
-def penalised(logits: Logits, recipe: Recipe, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
-    penalties = Penalties(recipe, prompt)
+def penalized(logits: Logits, params: SamplingParams, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
+    penalties = Penalties(params, prompt)
     for token in reply:
         penalties.count(token)
     penalties.apply(logits)
     return [float(value) for value in logits]
 
 
-def test_presence_and_frequency_count_the_reply() -> None:
-    recipe = Recipe(presence_penalty=0.5, frequency_penalty=0.25)
-    assert penalised(logits_of(1, 1, 1, 1), recipe, [0, 3], [2, 1, 2, 2, 2]) == [1, 0.25, -0.5, 1]
+def test_presence_and_frequency_penalties_count_the_reply() -> None:
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    assert penalized(logits_of(1, 1, 1, 1), params, [0, 3], [2, 1, 2, 2, 2]) == [1, 0.25, -0.5, 1]
 
 
-def test_repetition_concerns_prompt_and_reply_alike() -> None:
-    assert penalised(logits_of(2, -2, 2, -2), Recipe(repetition_penalty=2.0), [1, 1], [0, 0, 0]) == [1, -4, 2, -2]
+def test_repetition_penalty_applies_to_prompt_and_reply() -> None:
+    assert penalized(logits_of(2, -2, 2, -2), SamplingParams(repetition_penalty=2.0), [1, 1], [0, 0, 0]) == [
+        1,
+        -4,
+        2,
+        -2,
+    ]
 
 
 TOKENS = st.lists(st.integers(0, 199), max_size=300)
 
 
 @given(TOKENS, TOKENS, st.sampled_from([0.5, 1.0, 1.5]), st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.25]))
-def test_penalties_are_what_their_inventors_say(
+def test_penalties_match_their_definitions(
     prompt: list[int], reply: list[int], repetition: float, presence: float, frequency: float
 ) -> None:
-    recipe = Recipe(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     logits = np.linspace(-2, 2, 200, dtype=np.float32)
     expected = []
     for token, value in enumerate(logits.tolist()):
         if token in {*prompt, *reply}:
             value = value / repetition if value > 0 else value * repetition
         expected.append(value - frequency * reply.count(token) - presence * (token in reply))
-    assert penalised(logits, recipe, prompt, reply) == pytest.approx(expected, abs=1e-5)
+    assert penalized(logits, params, prompt, reply) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_arrays_of_the_penalties_are_kept() -> None:
-    penalties = Penalties(Recipe(repetition_penalty=1.1), range(1000))
+def test_penalty_arrays_are_rarely_reallocated() -> None:
+    penalties = Penalties(SamplingParams(repetition_penalty=1.1), range(1000))
     arrays = {id(penalties.tokens): penalties.tokens}
     for token in range(20_000):
         penalties.count(token)
         arrays[id(penalties.tokens)] = penalties.tokens
     assert len(arrays) < 10
-    assert len(penalties.places) == 20_000
+    assert len(penalties.indices) == 20_000
 
 
-def test_log_probabilities_add_up_and_the_likeliest_come_first() -> None:
+def test_logprobs_add_up_and_are_sorted() -> None:
     logits = logits_of(0, 3, 1, 2)
     found = sampling.token_logprob(logits, 2, 4, name)
-    assert [rival.token for rival in found.top] == [1, 3, 2, 0]
-    assert sum(math.exp(rival.logprob or 0) for rival in found.top) == pytest.approx(1)
+    assert [other.token for other in found.top] == [1, 3, 2, 0]
+    assert sum(math.exp(other.logprob or 0) for other in found.top) == pytest.approx(1)
     assert found.logprob == pytest.approx(found.top[2].logprob)
     assert (found.text, found.top[0].text) == (b"t2", b"t1")
 
 
-def test_more_rivals_than_tokens_are_all_tokens() -> None:
+def test_more_top_logprobs_than_tokens() -> None:
     assert len(sampling.token_logprob(logits_of(0, 1), 0, 20, name).top) == 2
 
 
-def test_an_impossible_token_has_a_number_that_json_can_say() -> None:
+def test_impossible_token_has_a_finite_logprob() -> None:
     assert sampling.token_logprob(logits_of(0, -math.inf), 1, 0, name).logprob == -9999.0
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1), (-math.inf, -math.inf), (math.inf, 0)])
-def test_logits_that_are_not_numbers_fail_the_request(values: tuple[float, ...]) -> None:
-    with pytest.raises(EngineFailed, match="not numbers"):
+def test_non_finite_logits_fail_the_request(values: tuple[float, ...]) -> None:
+    with pytest.raises(EngineFailed, match="NaN or infinity"):
         sampling.token_logprob(logits_of(*values), 0, 0, name)

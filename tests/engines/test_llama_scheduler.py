@@ -1,15 +1,23 @@
-"""The scheduler against a memory that is only lists of tokens: whatever happens in whatever order, a job sees its own
-prompt and its own tokens, and nothing else."""
+"""The scheduler with a simulated memory: in any order of events, a job sees its own prompt and tokens only."""
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.engines.llama.scheduler import Job, Scheduler
+from dragoman.engines.llama.scheduler import (
+    REST_ROWS,
+    Job,
+    Scheduler,
+    cap_beside_finished,
+    share,
+    share_between,
+    shortest_first,
+)
 from dragoman.engines.llama.sequences import Clear, Copy, Trim
-from tests.engines.world import WRONG, World, chunks_of
+from tests.engines.scheduler_model import WRONG, SchedulerModel, chunks_of
 
 SCHEDULES = 5_000
 
@@ -17,38 +25,38 @@ LONG = [tuple(range(90)), (*range(50), *range(90, 200)), (*range(120), 7, 7, 7)]
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_any_schedule(part: int) -> None:
+def test_random_schedules(part: int) -> None:
     for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
-        chance = random.Random(seed)
-        sharing = chance.random() < 0.9
-        world = World(
-            chance.randint(1, 5),
-            chance.randint(0, 5) if sharing else 0,
+        rng = random.Random(seed)
+        sharing = rng.random() < 0.9
+        world = SchedulerModel(
+            rng.randint(1, 5),
+            rng.randint(0, 5) if sharing else 0,
             sharing=sharing,
-            isolate=chance.random() < 0.3,
+            isolate=rng.random() < 0.3,
         )
-        for _ in range(chance.randrange(40)):
-            happen(chance, world)
+        for _ in range(rng.randrange(40)):
+            random_event(rng, world)
         world.finish()
 
 
-def happen(chance: random.Random, world: World) -> None:
-    what = chance.random()
-    world.now += chance.random()
-    if what < 0.35:
-        prompt = chance.choice(LONG)[: chance.randrange(1, 200)]
-        prompt += tuple(chance.randrange(3) for _ in range(chance.randrange(6)))
-        if world.jobs and chance.random() < 0.3:
-            earlier = chance.choice(list(world.jobs))
+def random_event(rng: random.Random, world: SchedulerModel) -> None:
+    kind = rng.random()
+    world.now += rng.random()
+    if kind < 0.35:
+        prompt = rng.choice(LONG)[: rng.randrange(1, 200)]
+        prompt += tuple(rng.randrange(3) for _ in range(rng.randrange(6)))
+        if world.jobs and rng.random() < 0.3:
+            earlier = rng.choice(list(world.jobs))
             prompt = (*world.jobs[earlier].prompt, *world.replies[earlier], *prompt[:40])
-        keep = chance.choice([0, 0, 5, 50])
-        world.add(prompt, chance.randrange(12), chance.random() < 0.1, chance.choice(["ann", "bob"]), keep)
-    elif what < 0.45 and world.jobs:
-        world.end(chance.choice(list(world.jobs)))
+        keep = rng.choice([0, 0, 5, 50])
+        world.add(prompt, rng.randrange(12), rng.random() < 0.1, rng.choice(["ann", "bob"]), keep)
+    elif kind < 0.45 and world.jobs:
+        world.end(rng.choice(list(world.jobs)))
     else:
-        failing = [chance.choice(list(world.jobs))] if world.jobs and chance.random() < 0.1 else []
-        drafting = (chance.randrange(5), chance.randrange(3)) if chance.random() < 0.6 else (0, 0)
-        world.step(chance.randint(1, 150), frozenset(failing), *drafting)
+        failing = [rng.choice(list(world.jobs))] if world.jobs and rng.random() < 0.1 else []
+        drafting = (rng.randrange(5), rng.randrange(3)) if rng.random() < 0.6 else (0, 0)
+        world.step(rng.randint(1, 150), frozenset(failing), *drafting)
 
 
 PROMPTS = st.one_of(
@@ -59,15 +67,18 @@ ADD = st.tuples(st.just("add"), PROMPTS, st.integers(0, 6), st.booleans() | st.j
 END = st.tuples(st.just("end"), st.integers(0, 30))
 DRAFT = st.tuples(st.integers(0, 4), st.integers(0, 2))
 STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(0, 30), max_size=2), DRAFT)
-CALM = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(), max_size=0), DRAFT)
+GOOD_STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(), max_size=0), DRAFT)
 
 
 @settings(max_examples=100, deadline=None)
-@given(slots=st.integers(1, 5), happenings=st.lists(st.one_of(ADD, ADD, CALM, CALM, END, STEP), max_size=60))
-def test_any_order_of_happenings(slots: int, happenings: list[tuple[object, ...]]) -> None:
-    world = World(slots, 2)
-    for happening in happenings:
-        match happening:
+@given(
+    slots=st.integers(1, 5),
+    events=st.lists(st.one_of(ADD, ADD, GOOD_STEP, GOOD_STEP, END, STEP), max_size=60),
+)
+def test_any_order_of_events(slots: int, events: list[tuple[object, ...]]) -> None:
+    world = SchedulerModel(slots, 2)
+    for event in events:
+        match event:
             case "add", tuple(prompt), int(limit), bool(prompt_outputs):
                 world.add(prompt, limit, prompt_outputs)
             case "end", int(job) if job in world.jobs:
@@ -77,8 +88,8 @@ def test_any_order_of_happenings(slots: int, happenings: list[tuple[object, ...]
     world.finish()
 
 
-def test_equal_prompts_wait_for_the_first_and_decode_the_last_two_tokens() -> None:
-    world = World(3)
+def test_equal_prompts_wait_for_the_first() -> None:
+    world = SchedulerModel(3)
     for _ in range(3):
         world.add(tuple(range(100)), 9)
     assert chunks_of(world.step(64)) == [(0, 0, 64, 0)]
@@ -89,8 +100,8 @@ def test_equal_prompts_wait_for_the_first_and_decode_the_last_two_tokens() -> No
     assert [world.scheduler.shared(job) for job in range(3)] == [0, 98, 98]
 
 
-def test_a_common_beginning_is_computed_once_and_waited_for_no_longer_than_that() -> None:
-    world = World(3)
+def test_common_prefix_is_computed_once() -> None:
+    world = SchedulerModel(3)
     common = tuple(range(100))
     for own in range(3):
         world.add((*common, *[200 + own] * (10 if own else 300)), 1)
@@ -100,15 +111,15 @@ def test_a_common_beginning_is_computed_once_and_waited_for_no_longer_than_that(
     world.finish()
 
 
-def test_a_beginning_that_is_short_is_not_waited_for() -> None:
-    world = World(2)
+def test_short_common_prefix_is_not_waited_for() -> None:
+    world = SchedulerModel(2)
     world.add((*range(31), 500), 1)
     world.add((*range(31), 600), 1)
     assert chunks_of(world.step(64)) == [(0, 0, 32, 1), (1, 0, 32, 1)]
 
 
-def test_the_next_turn_of_a_conversation_goes_on_where_the_last_one_ended() -> None:
-    world = World(2)
+def test_next_turn_continues_in_its_slot() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(100)), 5)
     world.finish()
     world.add((*range(100), *world.replies[0], 7, 7, 7), 1)
@@ -117,8 +128,8 @@ def test_the_next_turn_of_a_conversation_goes_on_where_the_last_one_ended() -> N
     assert chunks_of(plan) == [(1, 105, 3, 1)]
 
 
-def test_a_leader_that_is_cancelled_leaves_its_work() -> None:
-    world = World(2)
+def test_follower_reuses_a_cancelled_leader() -> None:
+    world = SchedulerModel(2)
     for _ in range(2):
         world.add(tuple(range(100)), 1)
     world.step(64)
@@ -129,8 +140,8 @@ def test_a_leader_that_is_cancelled_leaves_its_work() -> None:
     assert world.scheduler.shared(1) == 64
 
 
-def test_a_leader_whose_decode_failed_leaves_nothing() -> None:
-    world = World(2)
+def test_follower_does_not_reuse_a_failed_leader() -> None:
+    world = SchedulerModel(2)
     for _ in range(2):
         world.add(tuple(range(100)), 1)
     world.step(64, failing=frozenset({0}))
@@ -139,8 +150,8 @@ def test_a_leader_whose_decode_failed_leaves_nothing() -> None:
     assert chunks_of(plan) == [(1, 0, 64, 0)]
 
 
-def test_a_waiting_job_takes_the_sequence_that_becomes_free() -> None:
-    world = World(1)
+def test_waiting_job_gets_the_next_free_slot() -> None:
+    world = SchedulerModel(1)
     world.add((1, 2, 3), 9)
     world.add((4, 5), 9)
     world.step(64)
@@ -151,8 +162,8 @@ def test_a_waiting_job_takes_the_sequence_that_becomes_free() -> None:
     assert chunks_of(plan) == [(1, 0, 2, 1)]
 
 
-def test_principals_that_are_kept_apart_share_nothing() -> None:
-    world = World(2, isolate=True)
+def test_isolated_principals_share_no_prefixes() -> None:
+    world = SchedulerModel(2, isolate=True)
     for principal in ("ann", "bob"):
         world.add(tuple(range(100)), 0, principal=principal)
     assert chunks_of(world.step(200)) == [(0, 0, 100, 1), (1, 0, 100, 1)]
@@ -160,15 +171,15 @@ def test_principals_that_are_kept_apart_share_nothing() -> None:
     assert chunks_of(world.step(200)) == [(2, 98, 2, 1)]
 
 
-def test_without_sharing_everybody_prefills() -> None:
-    world = World(2, sharing=False)
+def test_without_sharing_every_job_prefills() -> None:
+    world = SchedulerModel(2, sharing=False)
     for _ in range(2):
         world.add(tuple(range(50)), 0)
     assert chunks_of(world.step(100)) == [(0, 0, 50, 1), (1, 0, 50, 1)]
 
 
-def test_a_draft_is_kept_as_far_as_it_is_sampled_and_the_rest_cut_off() -> None:
-    world = World(2)
+def test_wrong_part_of_a_draft_is_trimmed() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(40)), 9)
     world.step(64)
     assert world.step(64, right=2, wrong=1).chunks[0].tokens == (0, 1, 2, WRONG)
@@ -178,8 +189,8 @@ def test_a_draft_is_kept_as_far_as_it_is_sampled_and_the_rest_cut_off() -> None:
     assert chunks_of(plan) == [(0, 43, 1, 1)]
 
 
-def test_a_draft_that_is_right_is_followed_at_once() -> None:
-    world = World(2)
+def test_correct_draft_needs_no_trim() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(40)), 9)
     world.step(64)
     world.step(64, right=3)
@@ -188,16 +199,16 @@ def test_a_draft_that_is_right_is_followed_at_once() -> None:
     assert chunks_of(plan) == [(0, 44, 1, 1)]
 
 
-def test_nobodys_prompt_waits_for_a_draft() -> None:
-    world = World(2)
+def test_no_drafts_while_a_prompt_is_prefilled() -> None:
+    world = SchedulerModel(2)
     world.add(tuple(range(40)), 9)
     world.step(64)
     world.add(tuple(range(100, 200)), 1)
     assert chunks_of(world.step(64, right=3)) == [(0, 40, 1, 1), (1, 0, 64, 0)]
 
 
-def test_what_was_drafted_and_not_sampled_is_taken_by_nobody() -> None:
-    world = World(1)
+def test_unsampled_draft_is_not_reused() -> None:
+    world = SchedulerModel(1)
     world.add(tuple(range(40)), 3)
     world.step(64)
     world.step(64, right=4, wrong=2)
@@ -208,9 +219,56 @@ def test_what_was_drafted_and_not_sampled_is_taken_by_nobody() -> None:
     assert plan.chunks[0].start == 43
 
 
-def test_a_plan_must_be_answered() -> None:
+def test_plan_without_results_of_the_last_one_fails() -> None:
     scheduler = Scheduler(1)
     scheduler.add(Job(0, (1, 2, 3)))
     scheduler.plan(64)
     with pytest.raises(RuntimeError, match="not been heard of"):
         scheduler.plan(64)
+
+
+# The division of a step's rows.
+
+
+@pytest.mark.parametrize("divide", [share, shortest_first])
+@given(wants=st.lists(st.integers(0, 500), max_size=12), budget=st.integers(1, 512))
+def test_division_uses_the_budget_and_exceeds_no_demand(
+    divide: Callable[[Sequence[int], int], list[int]], wants: list[int], budget: int
+) -> None:
+    shares = divide(wants, budget)
+    assert all(got <= want for got, want in zip(shares, wants, strict=True))
+    assert sum(shares) == min(budget, sum(wants))
+
+
+def test_oldest_gets_half_and_others_equal_parts() -> None:
+    assert share([1000, 1000, 1000], 128) == [64, 32, 32]
+    assert share([1000, 1000, 10], 128) == [64, 54, 10]
+    assert share([10, 1000], 128) == [10, 118]
+    assert share([1000], 128) == [128]
+
+
+def test_oldest_gets_half_and_short_prompts_come_next() -> None:
+    assert shortest_first([1000, 900, 10], 128) == [64, 54, 10]
+    assert shortest_first([1000], 128) == [128]
+
+
+def test_equal_prompts_are_processed_in_order() -> None:
+    assert shortest_first([20, 20, 20, 20], 32) == [20, 12, 0, 0]
+
+
+@given(wants=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 500)), max_size=12), budget=st.integers(1, 512))
+def test_share_between_principals_uses_the_budget(wants: list[tuple[str, int]], budget: int) -> None:
+    shares = share_between([owner for owner, _ in wants], [rows for _, rows in wants], budget)
+    assert all(got <= want for got, (_, want) in zip(shares, wants, strict=True))
+    assert sum(shares) == min(budget, sum(rows for _, rows in wants))
+
+
+def test_more_requests_do_not_get_more_rows() -> None:
+    assert share_between(["ann", "ann", "ann", "bob"], [1000] * 4, 120) == [60, 0, 0, 60]
+
+
+def test_step_that_ends_a_prompt_of_one_principal_has_few_rows_of_others() -> None:
+    owners, wants = ["ann", "ann", "bob"], [1000, 1000, 10]
+    assert cap_beside_finished(owners, wants, [60, 0, 10]) == [REST_ROWS, 0, 10]
+    assert cap_beside_finished(owners, wants, [60, 5, 5]) == [60, 5, 5]
+    assert cap_beside_finished(["ann", "ann"], [1000, 10], [100, 10]) == [100, 10]

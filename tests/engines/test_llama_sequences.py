@@ -1,11 +1,11 @@
-"""Where jobs sit in the decoder's memory, and what is kept of those that have gone."""
+"""The slots of jobs in the decoder's memory, and the cache of prefixes."""
 
-from dragoman.engines.llama.sequences import PATIENCE, Clear, Copy
-from tests.engines.world import World, chunks_of
+from dragoman.engines.llama.sequences import GAP_PLANS, Clear, Copy
+from tests.engines.scheduler_model import SchedulerModel, chunks_of
 
 
-def test_a_text_that_must_leave_its_seat_is_shelved_and_found_again() -> None:
-    world = World(1, 1)
+def test_evicted_slot_is_cached_and_reused() -> None:
+    world = SchedulerModel(1, 1)
     first, second = tuple(range(100)), tuple(range(200, 300))
     world.add(first, 0)
     world.finish()
@@ -19,8 +19,8 @@ def test_a_text_that_must_leave_its_seat_is_shelved_and_found_again() -> None:
     assert Copy(1, 0) in plan.effects
 
 
-def test_the_shelf_gives_up_what_has_not_been_used_for_longest() -> None:
-    world = World(1, 2)
+def test_cache_evicts_the_least_recently_used() -> None:
+    world = SchedulerModel(1, 2)
     texts = [tuple(range(100 * at, 100 * at + 90)) for at in range(5)]
     for prompt in texts[:3]:
         world.add(prompt, 0)
@@ -36,8 +36,8 @@ def test_the_shelf_gives_up_what_has_not_been_used_for_longest() -> None:
     assert len(world.step(200).chunks[0].tokens) == 90
 
 
-def test_jobs_sit_side_by_side() -> None:
-    world = World(6)
+def test_jobs_get_adjacent_slots() -> None:
+    world = SchedulerModel(6)
     for at in range(6):
         world.add(tuple(range(100 * at, 100 * at + 40)), 50)
     world.step(600)
@@ -47,19 +47,19 @@ def test_jobs_sit_side_by_side() -> None:
     assert [chunk.sequence for chunk in world.step(600).chunks] == [0, 1, 2]
 
 
-def six_of_which_one_has_left() -> World:
-    world = World(6, 1)
+def six_jobs_with_a_gap() -> SchedulerModel:
+    world = SchedulerModel(6, 1)
     for at in range(6):
         world.add(tuple(range(100 * at, 100 * at + 40)), 50)
     world.step(600)
     world.end(2)
-    for _ in range(PATIENCE):
+    for _ in range(GAP_PLANS):
         assert not world.step(600).effects
     return world
 
 
-def test_a_gap_that_nobody_fills_is_closed_and_what_was_there_kept() -> None:
-    world = six_of_which_one_has_left()
+def test_persistent_gap_is_closed_and_its_text_cached() -> None:
+    world = six_jobs_with_a_gap()
     plan = world.step(600)
     assert plan.effects == (Copy(2, 6), Clear(2), Copy(5, 2))
     assert [chunk.sequence for chunk in plan.chunks] == [0, 1, 2, 3, 4]
@@ -69,7 +69,7 @@ def test_a_gap_that_nobody_fills_is_closed_and_what_was_there_kept() -> None:
     world.finish()
 
 
-def test_the_smaller_part_moves() -> None:
-    world = six_of_which_one_has_left()
+def test_job_of_the_smaller_group_moves() -> None:
+    world = six_jobs_with_a_gap()
     world.end(1)
     assert [chunk.sequence for chunk in world.step(600).chunks] == [2, 3, 4, 5]

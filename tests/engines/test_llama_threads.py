@@ -1,4 +1,4 @@
-"""The choice of threads, on machines that are made up and on this one as if it had more CPUs."""
+"""The choice of the number of threads, with simulated machines and with a simulated number of CPUs."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from dragoman.engines.llama import hardware
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.tuning import threads
-from dragoman.engines.llama.tuning.threads import CLEARLY, TIE, Threads, candidates, fastest, shortest
+from dragoman.engines.llama.tuning.threads import CLEARLY, TIE, ThreadCounts, candidates, fastest, shortest_times
 from tests.engines.running import collect, completion
 
 
@@ -37,12 +37,12 @@ def test_candidates(cpus: int, cores: int, tried: list[int]) -> None:
         ({64: 1.0, 32: 0.98, 16: 0.9}, 64, 64),
     ],
 )
-def test_the_fastest_is_taken_and_more_in_doubt(seconds: dict[int, float], cpus: int, best: int) -> None:
+def test_fastest_prefers_more_threads_in_a_tie(seconds: dict[int, float], cpus: int, best: int) -> None:
     assert fastest(seconds, cpus) == best
 
 
 @given(cpus=st.integers(3, 256), per_core=st.sampled_from([1, 2]), data=st.data())
-def test_what_is_taken_is_never_much_slower_than_the_best(cpus: int, per_core: int, data: st.DataObject) -> None:
+def test_choice_is_never_much_slower_than_the_best(cpus: int, per_core: int, data: st.DataObject) -> None:
     tried = candidates(cpus, cpus // per_core)
     assert tried[0] == cpus
     assert all(1 <= count <= cpus for count in tried)
@@ -54,7 +54,7 @@ def test_what_is_taken_is_never_much_slower_than_the_best(cpus: int, per_core: i
 
 
 class Machine:
-    """A clock that stands still but for what is run; somebody else's work is added now and then."""
+    """A simulated clock that advances with each run, plus noise from other load."""
 
     def __init__(self, cost: Callable[[int], float], noise: list[float]) -> None:
         self.cost = cost
@@ -67,20 +67,20 @@ class Machine:
         self.runs += 1
 
 
-def test_a_busy_machine_only_adds() -> None:
-    made_up = Machine(lambda count: 0.004 if count == 8 else 0.006, [0.5, 0.0, 0.001, 0.02, 0.0])
-    found = shortest([16, 8], made_up.run, lambda: made_up.now)
-    assert found == {16: pytest.approx(0.006), 8: pytest.approx(0.004)}
-    assert fastest(found, 16) == 8
+def test_disturbed_runs_are_ignored() -> None:
+    machine = Machine(lambda count: 0.004 if count == 8 else 0.006, [0.5, 0.0, 0.001, 0.02, 0.0])
+    counts = shortest_times([16, 8], machine.run, lambda: machine.now)
+    assert counts == {16: pytest.approx(0.006), 8: pytest.approx(0.004)}
+    assert fastest(counts, 16) == 8
 
 
-def test_a_slow_model_is_tried_once() -> None:
-    made_up = Machine(lambda count: 3.0, [0.0])
-    shortest([8, 4], made_up.run, lambda: made_up.now)
-    assert made_up.runs == 2
+def test_slow_model_is_measured_once() -> None:
+    machine = Machine(lambda count: 3.0, [0.0])
+    shortest_times([8, 4], machine.run, lambda: machine.now)
+    assert machine.runs == 2
 
 
-def test_a_real_model_is_tried_once_and_remembered(
+def test_measured_once_and_stored(
     smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
@@ -102,29 +102,29 @@ def test_a_real_model_is_tried_once_and_remembered(
     asyncio.run(start())
     assert len(lines()) == 1
     assert "on 4 CPUs" in lines()[0]
-    (memo,) = (tmp_path / "threads").iterdir()
-    found = threads._remembered(memo)
-    assert found is not None
-    assert {found.single, found.many} <= {2, 4}
+    (file,) = (tmp_path / "threads").iterdir()
+    counts = threads._load(file)
+    assert counts is not None
+    assert {counts.single, counts.many} <= {2, 4}
     asyncio.run(start())
     assert len(lines()) == 1
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     asyncio.run(start())
     assert len(lines()) == 1
-    memo.unlink()
+    file.unlink()
     asyncio.run(start())
     assert "too busy" in lines()[1]
-    assert not memo.exists()
-    memo.write_text("{}")
-    assert threads._remembered(memo) is None
-    memo.write_text('{"single": 0, "many": 1}')
-    assert threads._remembered(memo) is None
+    assert not file.exists()
+    file.write_text("{}")
+    assert threads._load(file) is None
+    file.write_text('{"single": 0, "many": 1}')
+    assert threads._load(file) is None
 
 
-def test_on_two_cpus_nothing_is_tried(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_measurement_on_two_cpus(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
     monkeypatch.setattr(hardware, "cpus", lambda: 2)
-    monkeypatch.setattr(threads, "_tried", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(threads, "_measure", lambda *_: pytest.fail("measured"))
 
     async def start() -> None:
         engine = LlamaEngine("smollm2", LlamaOptions(path=str(smollm2_path), slots=1, context=64, layout="as-is"))
@@ -135,7 +135,7 @@ def test_on_two_cpus_nothing_is_tried(smollm2_path: Path, tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_home_that_cannot_be_written_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_home_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    threads._remember(tmp_path / "file" / "x.json", Threads(1, 1))
-    assert "cannot be kept" in caplog.text
+    threads._save(tmp_path / "file" / "x.json", ThreadCounts(1, 1))
+    assert "cannot be stored" in caplog.text

@@ -8,12 +8,11 @@ from dragoman.core.request import Thinking
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.thinking_budget import Budget
 from dragoman.formats import FORMATS
-from dragoman.formats.syntax import Tags
-from dragoman.grammar.thinking import thoughts
+from dragoman.formats.syntax import Tags, reasoning_tags
 from dragoman.prompt import ChatTemplate
 from tests.engines.running import Run, chat
 
-PAIRS = thoughts(FORMATS["json"])
+PAIRS = reasoning_tags(FORMATS["json"])
 
 
 def budget(tokens: int, opened: Tags | None) -> Budget:

@@ -180,7 +180,7 @@ def test_other_ways_to_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poo
 def test_a_model_that_only_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bert, "MEAN_POOLING", 4)
     bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "tiny.gguf", "tiny")
-    with pytest.raises(ConfigError, match="ranks texts"):
+    with pytest.raises(ConfigError, match="is a reranking model"):
         asyncio.run(embedded(tmp_path / "tiny.gguf", "hello"))
 
 

@@ -240,7 +240,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 def fetching(*, stall: bool) -> "subprocess.Popen[str]":
     """A process that fetches; with `stall` it stands still when the file is unpacked but not yet in its place."""
-    script = "from dragoman import sources\n"
+    script = "from dragoman.files import sources\n"
     if stall:
         script += (
             "import os, time\n"

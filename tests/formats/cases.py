@@ -1,6 +1,6 @@
-"""Recorded-style outputs of every format, and what they say.
+"""Recorded outputs of every format and their expected parts.
 
-`SCENARIOS` are told by every format in its own syntax (`outputs_*`); what is peculiar to one family is in `others`.
+Every format has an output for each of `SCENARIOS` (`outputs_*`). Peculiarities of one family are in `special_cases`.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ COMMAND = 'mkdir {a,b && echo "it\'s" \\d 😀é\n}] <b>\t</b>'
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """What a reply says. `exact`: the arguments are compared as text, not as values."""
+    """The expected reply. `exact`: compare arguments as text, not as values."""
 
     parts: tuple[Part, ...]
     reason: FinishReason = "stop"
-    """Why the engine stopped."""
+    """The engine's finish reason."""
     thinking: bool = False
-    """Whether the prompt ended inside a thought."""
+    """Whether the prompt ended inside reasoning."""
     warns: bool = False
     exact: bool = False
 
@@ -70,7 +70,7 @@ SCENARIOS = {
     "malformed": Scenario((), warns=True, exact=True),
     "cut short": Scenario((), reason="length", exact=True),
 }
-"""What is different in each format has no parts here and is told with the output."""
+"""Scenarios without parts differ between formats; their parts are listed with the output."""
 
 OUTPUTS: Mapping[str, Mapping[str, str | tuple[str, tuple[Part, ...]]]] = (
     outputs_json.OUTPUTS | outputs_named.OUTPUTS | outputs_tagged.OUTPUTS

@@ -59,10 +59,7 @@ HUNYUAN: Outputs = {
         "<think>'</think>' and <tool_calls> and <answer>.</think><answer>An <answer>.</answer>",
         (Reasoning("'</think>' and <tool_calls> and <answer>."), Text("An <answer>.")),
     ),
-    "malformed": (
-        "<answer>Hm.</answer><tool_calls>[now]</tool_calls>",
-        (Text("Hm.<tool_calls>[now]</tool_calls>"),),
-    ),
+    "malformed": ("<answer>Hm.</answer><tool_calls>[now]</tool_calls>", (Text("Hm.<tool_calls>[now]</tool_calls>"),)),
     "cut short": (
         '<tool_calls>[{"name": "now", "arguments": {}}, {"name": "get_weather", "arguments": {"days": 1',
         (ToolCall("", "now", "{}"), ToolCall("", "get_weather", '{"days": 1')),
@@ -134,10 +131,7 @@ PHI: Outputs = {
         "<think>The module <think>functools</think> has `</think>` no calls.</think>Yes.",
         (Reasoning("The module <think>functools</think> has `</think>` no calls."), Text("Yes.")),
     ),
-    "malformed": (
-        "Use functools[partial] and functools.",
-        (Text("Use functools[partial] and functools."),),
-    ),
+    "malformed": ("Use functools[partial] and functools.", (Text("Use functools[partial] and functools."),)),
     "cut short": (
         'functools[{"name": "run", "arguments": {"command": "l\\',
         (ToolCall("", "run", '{"command": "l\\'),),
@@ -226,10 +220,7 @@ JSON: Outputs = {
         (Reasoning("Say <thought>so</thought> or '</think>'."), Text('Yes:\n```json\n{"name": "Bob"}\n```')),
     ),
     "malformed": ("<tool_call>{name: now}</tool_call>", (Text("<tool_call>{name: now}</tool_call>"),)),
-    "cut short": (
-        '{"name": "get_weather", "arguments": {"city": ',
-        (ToolCall("", "get_weather", '{"city": '),),
-    ),
+    "cut short": ('{"name": "get_weather", "arguments": {"city": ', (ToolCall("", "get_weather", '{"city": '),)),
 }
 
 OUTPUTS: dict[str, Outputs] = {

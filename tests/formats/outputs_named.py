@@ -1,4 +1,4 @@
-"""Outputs of the formats that tell the name of a tool in a text of its own, and of those with channels."""
+"""Outputs of formats with the tool name in a separate text, and of formats with channels."""
 
 from dragoman.core.request import Reasoning, Text, ToolCall
 from tests.formats.outputs_json import ESCAPED, HERMES, NESTED, Outputs

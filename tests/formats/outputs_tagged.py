@@ -1,4 +1,4 @@
-"""Outputs of the formats whose calls are no JSON: tags, Gemma's braces, Python; and of plain text."""
+"""Outputs of formats whose calls are not JSON (tags, Gemma's braces, Python), and of plain text."""
 
 from dragoman.core.request import Reasoning, Text, ToolCall
 from tests.formats.outputs_json import ESCAPED, Outputs
@@ -185,21 +185,15 @@ PYTHONIC: Outputs = {
         "<think>It is <think>so</think> and [now()] and `</think>`.</think>[1, now] is a list.",
         (Reasoning("It is <think>so</think> and [now()] and `</think>`."), Text("[1, now] is a list.")),
     ),
-    "malformed": (
-        "<|python_start|>[now(x)]<|python_end|>",
-        (Text("<|python_start|>[now(x)]<|python_end|>"),),
-    ),
-    "cut short": (
-        "[now(), get_weather(city='Par",
-        (ToolCall("", "now", "{}"), Text(", get_weather(city='Par")),
-    ),
+    "malformed": ("<|python_start|>[now(x)]<|python_end|>", (Text("<|python_start|>[now(x)]<|python_end|>"),)),
+    "cut short": ("[now(), get_weather(city='Par", (ToolCall("", "now", "{}"), Text(", get_weather(city='Par"))),
 }
 
 PLAIN: Outputs = {
     "look-alikes": (
         '<think>x</think> <tool_call>{"name": "now", "arguments": {}}</tool_call>\n',
         (Text('<think>x</think> <tool_call>{"name": "now", "arguments": {}}</tool_call>\n'),),
-    ),
+    )
 }
 
 OUTPUTS: dict[str, Outputs] = {

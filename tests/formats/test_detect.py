@@ -1,4 +1,4 @@
-"""Which format a chat template speaks."""
+"""Detection of the format from a chat template or a model name."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Tool
 from dragoman.formats import FALLBACK, FORMATS, detect, named
-from dragoman.pipeline.split import Split
+from dragoman.pipeline.split import SplitStage
 from dragoman.pipeline.text_buffer import Markers
 
 NAMES = [
@@ -48,53 +48,53 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("name", "template"), TEMPLATES)
-def test_a_template_shows_its_format(name: str, template: str) -> None:
+def test_format_is_detected_from_template(name: str, template: str) -> None:
     assert detect(template) == name
 
 
-def test_every_format_with_signs_has_a_template_here() -> None:
-    assert {name for name, syntax in FORMATS.items() if syntax.signs} == {name for name, _ in TEMPLATES}
+def test_every_detectable_format_has_a_test_template() -> None:
+    assert {name for name, syntax in FORMATS.items() if syntax.template_markers} == {name for name, _ in TEMPLATES}
 
 
 @pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<|im_start|>{{ role }}\\n{{ content }}<|im_end|>"])
-def test_a_template_nobody_knows_is_json(template: str | None) -> None:
+def test_unknown_template_falls_back_to_json(template: str | None) -> None:
     assert detect(template) == FALLBACK == "json"
 
 
-def test_a_model_may_be_known_by_name() -> None:
+def test_format_is_detected_from_model_name() -> None:
     assert detect("<|im_start|>", "SmolLM2-135M-Instruct") == "hermes"
-    # A folder may be called anything.
+    # A directory may have any name.
     assert detect("<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>", "mine") == "hermes"
-    # What the template shows counts for more.
+    # The template has priority.
     assert detect("[TOOL_CALLS][ARGS]", "SmolLM2") == "mistral"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_families_are_there(name: str) -> None:
+def test_known_families_have_formats(name: str) -> None:
     assert named(name).name == name
 
 
-def test_names_are_keys() -> None:
+def test_format_names_match_their_keys() -> None:
     assert [syntax.name for syntax in FORMATS.values()] == list(FORMATS)
 
 
-def test_no_such_format() -> None:
+def test_unknown_format_is_rejected() -> None:
     with pytest.raises(ConfigError, match="hermes, hunyuan"):
         named("hermes2")
 
 
 def searched(name: str) -> list[Markers]:
-    split = Split(FORMATS[name], [Tool("f", "", None)])
+    split = SplitStage(FORMATS[name], [Tool("f", "", None)])
     channels = split.syntax.channels
     if channels is None:
         return [split._inside, split._outside, split._closers]
     headers = [channels.open, channels.start, channels.message, *channels.ends]
-    return [Markers([*headers, *split.syntax.silent, *split.openings])]
+    return [Markers([*headers, *split.syntax.frame_markers, *split.openings])]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_marker_begins_another(name: str) -> None:
-    """Otherwise which of them was meant would hang on where the text is cut."""
+def test_no_marker_is_a_prefix_of_another(name: str) -> None:
+    """Otherwise the result would depend on how the text is cut."""
     for markers in searched(name):
         for one, other in itertools.permutations(markers.all, 2):
             assert not other.startswith(one)

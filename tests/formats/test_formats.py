@@ -1,4 +1,4 @@
-"""What models of every family print, in every cutting."""
+"""Output of every model family, cut in every way."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from dragoman.core.events import Event
 from dragoman.core.request import Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from tests.formats.cases import OUTPUTS, RECORDED, SCENARIOS, Case
-from tests.formats.others import OTHERS
-from tests.formats.playing import Joined, collected, counted, joined, play, valued, without_ids
+from tests.formats.replay import Joined, collected, count_tokens, joined, play, with_parsed_arguments, without_ids
+from tests.formats.special_cases import OTHERS
 from tests.support.cuttings import cut, cuttings
 
 CASES = [*RECORDED, *OTHERS]
@@ -25,7 +25,7 @@ def check(case: Case, found: Joined) -> None:
     if said.exact:
         assert found.parts == said.parts
     else:
-        assert valued(found.parts) == valued(said.parts)
+        assert with_parsed_arguments(found.parts) == with_parsed_arguments(said.parts)
     assert bool(found.warnings) == said.warns
     called = any(isinstance(part, ToolCall) for part in said.parts)
     assert found.reason == ("tool_calls" if called and said.reason == "stop" else said.reason)
@@ -34,17 +34,17 @@ def check(case: Case, found: Joined) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.name}")
 @settings(max_examples=15, deadline=None)
 @given(cuts=cuttings())
-def test_what_is_said_in_every_cutting(case: Case, cuts: list[int]) -> None:
+def test_recorded_output_in_every_cutting(case: Case, cuts: list[int]) -> None:
     whole = joined(events_of(case, [case.output]))
     check(case, whole)
     for pieces in (list(case.output), cut(case.output, cuts)):
         events = events_of(case, pieces)
         assert joined(events) == whole
-        assert counted(events) == len(pieces)
+        assert count_tokens(events) == len(pieces)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.name}")
-def test_the_collected_reply_says_the_same(case: Case) -> None:
+def test_collected_reply_equals_the_stream(case: Case) -> None:
     events = events_of(case, list(case.output))
     choice, found = collected(events), joined(events)
     assert without_ids(choice.parts) == found.parts
@@ -54,8 +54,8 @@ def test_the_collected_reply_says_the_same(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_tells_all_that_it_can(name: str) -> None:
-    """A format without thoughts or calls has no words for some scenarios, and nothing else is missing."""
+def test_every_format_covers_all_scenarios(name: str) -> None:
+    """Only formats without reasoning or calls lack some scenarios."""
     syntax = FORMATS[name]
     thoughts = {"thought, text, call", "opener in the prompt", "call that ends a thought"}
     expected = set(SCENARIOS)
@@ -67,7 +67,7 @@ def test_every_format_tells_all_that_it_can(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: f"{case.format}: {case.name}")
-def test_without_tools_nothing_is_a_call_and_nothing_is_lost(case: Case) -> None:
+def test_without_tools_output_is_all_text(case: Case) -> None:
     events = play(case.format, list(case.output), tools=(), thinking=case.said.thinking, reason=case.said.reason)
     found = joined(events)
     assert not any(isinstance(part, ToolCall) for part in found.parts)

@@ -1,4 +1,4 @@
-"""A vocabulary of bytes, so that a text goes through a grammar as it is, and markers that may be control tokens."""
+"""Matches texts against grammars with a vocabulary of bytes and optional control tokens."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import cache
 from llguidance import LLMatcher, LLTokenizer
 
 from dragoman.formats.syntax import ModelFormat
-from dragoman.grammar.masks import Grammars, vocabulary
+from dragoman.grammar.masks import GrammarCache, build_tokenizer
 from dragoman.grammar.reply_grammar import Speaker
 
 END = 256
@@ -18,13 +18,13 @@ FIRST_MARKER = 257
 def tokenizer(markers: tuple[str, ...] = ()) -> LLTokenizer:
     pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [marker.encode() for marker in markers]
     control = frozenset(range(END, len(pieces)))
-    return vocabulary(pieces, control, frozenset({END}), lambda text: list(text.encode()))
+    return build_tokenizer(pieces, control, frozenset({END}), lambda text: list(text.encode()))
 
 
 def speaker(syntax: ModelFormat, *, control: bool = False, thinks: bool = False) -> Speaker:
-    """With `control` every marker of the syntax is a control token."""
+    """With `control`, every marker of the format is a control token."""
     markers = sorted(syntax.markers) if control else []
-    ids = {marker: FIRST_MARKER + at for at, marker in enumerate(markers)}
+    ids = {marker: FIRST_MARKER + i for i, marker in enumerate(markers)}
     return Speaker(syntax, ids, frozenset({END}), thinks)
 
 
@@ -37,16 +37,16 @@ def tokens(text: str, markers: Sequence[str] = ()) -> list[int]:
 
 
 def matcher(grammar: str, markers: Sequence[str] = ()) -> LLMatcher:
-    return Grammars(tokenizer(tuple(markers))).guide(grammar, "here").matcher
+    return GrammarCache(tokenizer(tuple(markers))).create_guide(grammar, "here").matcher
 
 
 def accepts(grammar: str, text: str, markers: Sequence[str] = ()) -> bool:
-    """Whether the text is a whole reply."""
+    """Whether the text is a complete reply."""
     reader = matcher(grammar, markers)
     ids = tokens(text, markers)
     return reader.try_consume_tokens(ids) == len(ids) and reader.is_accepting()
 
 
 def follows(grammar: str, text: str, markers: Sequence[str] = ()) -> int:
-    """How many bytes and markers of the text the grammar lets through."""
+    """Return how many bytes and markers of the text the grammar accepts."""
     return matcher(grammar, markers).try_consume_tokens(tokens(text, markers))

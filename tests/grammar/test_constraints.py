@@ -1,4 +1,4 @@
-"""Trials of constraints: a hostile constraint fails its own request, and no other."""
+"""Trials of constraints: a hostile constraint fails only its own request."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.formats import FORMATS
-from dragoman.grammar.constraints import MOST_PER_CALLER, MOST_TURNS, Constrained, Constraints
+from dragoman.grammar.constraints import MAX_CONCURRENT, MAX_PER_CALLER, Constrained, Constraints
 from tests.grammar.matching import END, speaker
 
 LEAST = -(2**63)
@@ -32,11 +32,13 @@ DEADLINE_SECONDS = 60.0
 def with_constraints(test: Callable[[Constraints], Awaitable[None]]) -> None:
     async def main() -> None:
         pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-        made = Constraints(speaker(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode()))
+        reply_grammar = Constraints(
+            speaker(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode())
+        )
         try:
-            await test(made)
+            await test(reply_grammar)
         finally:
-            await made.close()
+            await reply_grammar.close()
 
     asyncio.run(main())
 
@@ -49,7 +51,7 @@ async def constrain(constraints: Constraints, constraint: Constraint | None, **f
 
 def patterns(count: int) -> JsonSchema:
     """Every pattern doubles the number of states of the automaton that matches all of them."""
-    return JsonSchema({"type": "string", "allOf": [{"pattern": f"a.*b{at}"} for at in range(count)]})
+    return JsonSchema({"type": "string", "allOf": [{"pattern": f"a.*b{i}"} for i in range(count)]})
 
 
 def server_pid(constraints: Constraints) -> int:
@@ -59,7 +61,7 @@ def server_pid(constraints: Constraints) -> int:
 
 
 def running_trials(constraints: Constraints) -> list[str]:
-    """Their process ids."""
+    """Return the process ids of running trials."""
     command = ["pgrep", "-P", str(server_pid(constraints))]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
 
@@ -71,7 +73,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "path"),
     [
         ({"const": LEAST}, "const"),
         ({"const": LEAST + 512}, "const"),
@@ -88,17 +90,17 @@ async def until(condition: Callable[[], object]) -> None:
         ({"$defs": {"n": {"const": LEAST}}, "$ref": "#/$defs/n"}, "$defs.n.const"),
     ],
 )
-def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], place: str) -> None:
+def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], path: str) -> None:
     async def test(constraints: Constraints) -> None:
         found = await constrain(constraints, JsonSchema(schema))
         assert found is not None
-        assert f"response_format.{place}" in found.shape.relaxed
+        assert f"response_format.{path}" in found.shape.relaxed
         assert found.shape.checks[0].schema == schema
         parameters = {"type": "object", "properties": {"n": schema}, "$defs": schema.get("$defs", {})}
         tool = Tool("count", parameters=parameters, path="tools[0].parameters")
-        called = await constrain(constraints, None, tools=(tool,), tool_choice=ToolChoice("required"))
-        assert called is not None
-        assert called.shape.relaxed
+        required_call = await constrain(constraints, None, tools=(tool,), tool_choice=ToolChoice("required"))
+        assert required_call is not None
+        assert required_call.shape.relaxed
 
     with_constraints(test)
 
@@ -114,13 +116,13 @@ def test_exact_numbers_are_enforced(value: float) -> None:
 
 
 def members(count: int, schema: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{at}": schema for at in range(count)}}
+    return {"type": "object", "properties": {f"p{i}": schema for i in range(count)}}
 
 
 def references(keyword: str) -> JsonSchema:
     """2**30 schemas, if every reference were expanded."""
     definitions: dict[str, Any] = {
-        f"d{at}": {keyword: [{"$ref": f"#/$defs/d{at + 1}"}, {"$ref": f"#/$defs/d{at + 1}"}]} for at in range(30)
+        f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(30)
     }
     return JsonSchema({"$defs": {**definitions, "d30": {"type": "string"}}, "$ref": "#/$defs/d0"})
 
@@ -128,7 +130,7 @@ def references(keyword: str) -> JsonSchema:
 TOO_COMPLEX: dict[str, Constraint] = {
     "22 patterns": patterns(22),
     "60 patterns": patterns(60),
-    "intersections in Lark": Grammar("start: A\nA: " + " & ".join(f"/.*a.*b{at}.*/" for at in range(30))),
+    "intersections in Lark": Grammar("start: A\nA: " + " & ".join(f"/.*a.*b{i}.*/" for i in range(30))),
     "an integer that crashes, in Lark": Grammar(f'start: %json {{"const": {LEAST}}}'),
 }
 
@@ -146,9 +148,9 @@ def test_constraint_beyond_the_limits_of_a_trial_is_refused(name: str) -> None:
 
 
 HOSTILE: dict[str, Constraint] = {
-    "many properties": JsonSchema({"type": "object", "properties": {f"o{at}": members(900, {}) for at in range(4)}}),
+    "many properties": JsonSchema({"type": "object", "properties": {f"o{i}": members(900, {}) for i in range(4)}}),
     "10,000 properties": JsonSchema(members(10_000, {})),
-    "long enum": JsonSchema({"enum": ["x" * 20 + str(at) for at in range(8000)]}),
+    "long enum": JsonSchema({"enum": ["x" * 20 + str(i) for i in range(8000)]}),
     "100,000 values": JsonSchema({"enum": list(range(100_000))}),
     "long text": JsonSchema({"const": "x" * 200_000}),
     "huge": JsonSchema({"const": "x" * 1_000_000}),
@@ -160,25 +162,25 @@ HOSTILE: dict[str, Constraint] = {
         members(60, {"type": "string", "pattern": "(.*a.{1,400}b|[a-z]{9}c.*d{5,500})*x{1,900}"})
     ),
     "patterns of properties": JsonSchema(
-        {"type": "object", "patternProperties": {f"a.*b{at}": {"pattern": f"c.*d{at}"} for at in range(30)}}
+        {"type": "object", "patternProperties": {f"a.*b{i}": {"pattern": f"c.*d{i}"} for i in range(30)}}
     ),
     "dependent schemas": JsonSchema(
-        {"type": "object", "dependentSchemas": {f"p{at}": members(9, {}) for at in range(90)}}
+        {"type": "object", "dependentSchemas": {f"p{i}": members(9, {}) for i in range(90)}}
     ),
-    "divisors": JsonSchema({"allOf": [{"type": "integer", "multipleOf": 9967 - at} for at in range(30)]}),
+    "divisors": JsonSchema({"allOf": [{"type": "integer", "multipleOf": 9967 - i} for i in range(30)]}),
     "tiny divisor": JsonSchema({"type": "number", "multipleOf": 1e-300}),
     "products": JsonSchema(
-        {"allOf": [{"anyOf": [members(1, {"const": [at, other]}) for other in range(8)]} for at in range(7)]}
+        {"allOf": [{"anyOf": [members(1, {"const": [i, other]}) for other in range(8)]} for i in range(7)]}
     ),
     "exclusive products": JsonSchema(
-        {"allOf": [{"oneOf": [members(1, {"const": [at, other]}) for other in range(6)]} for at in range(8)]}
+        {"allOf": [{"oneOf": [members(1, {"const": [i, other]}) for other in range(6)]} for i in range(8)]}
     ),
     "references": JsonSchema(
         {
             "$defs": {
-                f"d{at}": members(0, {})
-                | {"properties": {f"r{other}": {"$ref": f"#/$defs/d{at * other % 60}"} for other in range(60)}}
-                for at in range(60)
+                f"d{i}": members(0, {})
+                | {"properties": {f"r{other}": {"$ref": f"#/$defs/d{i * other % 60}"} for other in range(60)}}
+                for i in range(60)
             },
             "$ref": "#/$defs/d0",
         }
@@ -187,22 +189,22 @@ HOSTILE: dict[str, Constraint] = {
     "doubling references in anyOf": references("anyOf"),
     "doubling references in oneOf": references("oneOf"),
     "a chain of references": JsonSchema(
-        {"$defs": {f"d{at}": {"$ref": f"#/$defs/d{(at + 1) % 900}"} for at in range(900)}, "$ref": "#/$defs/d0"}
+        {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{(i + 1) % 900}"} for i in range(900)}, "$ref": "#/$defs/d0"}
     ),
     "nested counts": JsonSchema({"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}),
     "long strings": JsonSchema({"type": "string", "minLength": 10**9}),
     "strings without end": JsonSchema({"type": "string", "minLength": 1e308}),
     "expression": Regex("(.*a.{500})*(b.{900}c)*d"),
     "deep expression": Regex("(" * 2000 + "a" + ")" * 2000),
-    "letters of all alphabets": Regex("".join(f"[\\p{{L}}\\p{{N}}]{{0,{at}}}\\p{{Lu}}?" for at in range(2, 140))),
+    "letters of all alphabets": Regex("".join(f"[\\p{{L}}\\p{{N}}]{{0,{i}}}\\p{{Lu}}?" for i in range(2, 140))),
     "deep grammar": Grammar("start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
     "nested grammar": Grammar(
-        "start: x0\n" + "\n".join(f"x{at}: (x{at + 1} | x{at + 1} x{at + 1})+" for at in range(200)) + '\nx200: "a"'
+        "start: x0\n" + "\n".join(f"x{i}: (x{i + 1} | x{i + 1} x{i + 1})+" for i in range(200)) + '\nx200: "a"'
     ),
     "ambiguous grammar": Grammar('start: s\ns: s s | s s s | "a" | ""'),
     "repeating grammar": Grammar('start: A\nA: B{9999}\nB: C{9999}\nC: "x"{9999}'),
     "endless grammar": Grammar('start: a\na: a "x"'),
-    "many choices": OneOf(tuple("x" * 100 + str(at) for at in range(10_000))),
+    "many choices": OneOf(tuple("x" * 100 + str(i) for i in range(10_000))),
     "too many choices": OneOf(tuple(map(str, range(10_001)))),
 }
 
@@ -242,13 +244,11 @@ def test_cancelled_request_ends_its_trial() -> None:
 def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
     async def test(constraints: Constraints) -> None:
         await constrain(constraints, Regex("a"))
-        hostile = [
-            asyncio.create_task(constrain(constraints, patterns(40 + at), principal="mallory")) for at in range(8)
-        ]
+        hostile = [asyncio.create_task(constrain(constraints, patterns(40 + i), principal="mallory")) for i in range(8)]
         await until(lambda: running_trials(constraints))
         assert await constrain(constraints, Regex("b+"), principal="alice") is not None
         # Alice's own trial may not have been reaped yet.
-        assert len(running_trials(constraints)) <= MOST_PER_CALLER + 1 <= MOST_TURNS
+        assert len(running_trials(constraints)) <= MAX_PER_CALLER + 1 <= MAX_CONCURRENT
         assert not all(task.done() for task in hostile)
         for task in hostile:
             task.cancel()

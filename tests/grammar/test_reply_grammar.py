@@ -1,4 +1,4 @@
-"""Whole replies against the grammars of all formats: with markers as text, and as control tokens."""
+"""Complete replies against the grammars of all formats, with markers as text and as control tokens."""
 
 from typing import Any
 
@@ -6,18 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from dragoman.core.errors import BadRequest, InvalidSchema
-from dragoman.core.request import (
-    GenerationRequest,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    OneOf,
-    Regex,
-    Tool,
-    ToolChoice,
-)
+from dragoman.core.request import GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex, Tool, ToolChoice
 from dragoman.formats import FORMATS
-from dragoman.grammar.reply_grammar import Shape, shape
+from dragoman.grammar.reply_grammar import Shape, build_reply_grammar
 from dragoman.grammar.schema_check import warnings
 from tests.grammar.matching import accepts, follows, matcher, speaker, tokens
 
@@ -177,7 +168,7 @@ BARE = {"llama3", "pythonic", "json", "plain"}
 
 def reply(kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any) -> Shape:
     request = GenerationRequest(**{"tools": (WEATHER, TIME), **fields})
-    found = shape(request, speaker(FORMATS[kind], control=control, thinks=thinks), opened=opened)
+    found = build_reply_grammar(request, speaker(FORMATS[kind], control=control, thinks=thinks), opened=opened)
     assert found is not None
     return found
 
@@ -189,16 +180,16 @@ def markers(kind: str, control: bool) -> list[str]:
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("kind", CALLS)
 class TestCalls:
-    def test_a_required_call_is_the_reply(self, kind: str, control: bool) -> None:
+    def test_required_call(self, kind: str, control: bool) -> None:
         good, bad = CALLS[kind]
-        made = reply(kind, control=control, tool_choice=ToolChoice("required"))
+        reply_grammar = reply(kind, control=control, tool_choice=ToolChoice("required"))
         known = markers(kind, control)
-        assert accepts(made.grammar, good, known)
-        assert not accepts(made.grammar, bad, known)
-        assert follows(made.grammar, "Hello", known) == 0
-        assert made.relaxed == ()
+        assert accepts(reply_grammar.grammar, good, known)
+        assert not accepts(reply_grammar.grammar, bad, known)
+        assert follows(reply_grammar.grammar, "Hello", known) == 0
+        assert reply_grammar.relaxed == ()
 
-    def test_a_named_tool_is_the_only_one(self, kind: str, control: bool) -> None:
+    def test_named_tool(self, kind: str, control: bool) -> None:
         good, _ = CALLS[kind]
         known = markers(kind, control)
         assert accepts(
@@ -207,38 +198,38 @@ class TestCalls:
         other = reply(kind, control=control, tool_choice=ToolChoice("named", "get_time"))
         assert not accepts(other.grammar, good, known)
 
-    def test_a_free_call_follows_its_schema(self, kind: str, control: bool) -> None:
+    def test_optional_call_follows_its_schema(self, kind: str, control: bool) -> None:
         if kind == "plain":
             return
         good, bad = CALLS[kind]
         known = markers(kind, control)
-        made = reply(kind, control=control)
+        reply_grammar = reply(kind, control=control)
         final = "<|channel|>final<|message|>" if kind == "harmony" else ""
-        assert accepts(made.grammar, f"{final}Hello {{}} [x](y) you.", known)
-        assert accepts(made.grammar, good, known)
-        assert not accepts(made.grammar, bad, known)
+        assert accepts(reply_grammar.grammar, f"{final}Hello {{}} [x](y) you.", known)
+        assert accepts(reply_grammar.grammar, good, known)
+        assert not accepts(reply_grammar.grammar, bad, known)
         if kind not in BARE and kind != "harmony":
-            assert accepts(made.grammar, f"Let me see. {good}", known)
-            assert not accepts(made.grammar, f"Let me see. {bad}", known)
+            assert accepts(reply_grammar.grammar, f"Let me see. {good}", known)
+            assert not accepts(reply_grammar.grammar, f"Let me see. {bad}", known)
 
-    def test_no_call_where_none_is_wanted(self, kind: str, control: bool) -> None:
+    def test_tool_choice_none_forbids_calls(self, kind: str, control: bool) -> None:
         if kind in ("plain", "harmony"):
             return
         good, _ = CALLS[kind]
         known = markers(kind, control)
-        made = reply(kind, control=control, tool_choice=ToolChoice("none"))
-        assert accepts(made.grammar, "Just <text> {and} [more].", known)
-        assert not accepts(made.grammar, good, known)
+        reply_grammar = reply(kind, control=control, tool_choice=ToolChoice("none"))
+        assert accepts(reply_grammar.grammar, "Just <text> {and} [more].", known)
+        assert not accepts(reply_grammar.grammar, good, known)
 
-    def test_a_shape_or_a_call(self, kind: str, control: bool) -> None:
+    def test_constrained_answer_or_call(self, kind: str, control: bool) -> None:
         good, _ = CALLS[kind]
         known = markers(kind, control)
-        made = reply(kind, control=control, constraint=PERSON)
+        reply_grammar = reply(kind, control=control, constraint=PERSON)
         final = "<|channel|>final<|message|>" if kind == "harmony" else ""
-        assert accepts(made.grammar, final + '{"name": "Ann", "age": 7}', known)
-        assert accepts(made.grammar, good, known)
-        assert not accepts(made.grammar, final + '{"name": "Ann"}', known)
-        assert not accepts(made.grammar, final + "Ann is 7.", known)
+        assert accepts(reply_grammar.grammar, final + '{"name": "Ann", "age": 7}', known)
+        assert accepts(reply_grammar.grammar, good, known)
+        assert not accepts(reply_grammar.grammar, final + '{"name": "Ann"}', known)
+        assert not accepts(reply_grammar.grammar, final + "Ann is 7.", known)
 
 
 SEVERAL = {
@@ -259,7 +250,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_several_calls_unless_one_is_wanted(kind: str, mode: Any) -> None:
+def test_parallel_calls_are_optional(kind: str, mode: Any) -> None:
     assert accepts(reply(kind, tool_choice=ToolChoice(mode)).grammar, SEVERAL[kind])
     assert not accepts(reply(kind, tool_choice=ToolChoice(mode, parallel=False)).grammar, SEVERAL[kind])
 
@@ -277,41 +268,41 @@ THOUGHTS = {
 
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("kind", THOUGHTS)
-def test_a_thought_and_then_the_shape(kind: str, control: bool) -> None:
+def test_reasoning_before_constrained_answer(kind: str, control: bool) -> None:
     begin, end = THOUGHTS[kind]
     known = markers(kind, control)
-    made = reply(kind, control=control, thinks=True, tools=(), constraint=PERSON)
+    reply_grammar = reply(kind, control=control, thinks=True, tools=(), constraint=PERSON)
     answer = '{"name": "Ann", "age": 7}'
-    assert accepts(made.grammar, f"{begin}\nI think {{.\n{end}\n\n{answer}".replace(f"{end}\n\n", end), known)
-    assert not accepts(made.grammar, f"{begin}I think.{end}Ann", known)
+    assert accepts(reply_grammar.grammar, f"{begin}\nI think {{.\n{end}\n\n{answer}".replace(f"{end}\n\n", end), known)
+    assert not accepts(reply_grammar.grammar, f"{begin}I think.{end}Ann", known)
     if kind != "harmony":
-        assert accepts(made.grammar, answer, known)
-        begun = reply(kind, control=control, opened=True, tools=(), constraint=PERSON)
-        assert accepts(begun.grammar, f"I think.{end}\n\n{answer}", known)
-        assert not accepts(begun.grammar, answer, known)
+        assert accepts(reply_grammar.grammar, answer, known)
+        start = reply(kind, control=control, opened=True, tools=(), constraint=PERSON)
+        assert accepts(start.grammar, f"I think.{end}\n\n{answer}", known)
+        assert not accepts(start.grammar, answer, known)
 
 
-def test_no_thought_where_the_model_has_none() -> None:
+def test_no_reasoning_for_models_without_it() -> None:
     assert follows(reply("hermes", tools=(), constraint=PERSON).grammar, "<think>") == 0
 
 
-def test_thoughts_and_calls_in_free_text_with_control_tokens() -> None:
+def test_reasoning_and_calls_in_text_with_control_tokens() -> None:
     known = markers("mistral", True)
-    made = reply("mistral", control=True)
-    assert accepts(made.grammar, "[THINK]Hm.[/THINK]Yes.[TOOL_CALLS]get_time[ARGS]{}", known)
-    assert accepts(made.grammar, "[THINK]Hm.[/THINK]Yes.", known)
+    reply_grammar = reply("mistral", control=True)
+    assert accepts(reply_grammar.grammar, "[THINK]Hm.[/THINK]Yes.[TOOL_CALLS]get_time[ARGS]{}", known)
+    assert accepts(reply_grammar.grammar, "[THINK]Hm.[/THINK]Yes.", known)
 
 
-def test_a_word_that_begins_calls_may_stand_in_text() -> None:
-    made = reply("phi")
-    assert accepts(made.grammar, "import functools\nfrom functools import cache")
-    assert follows(made.grammar, "functools[x") == len("functools[")
+def test_opener_word_is_allowed_in_text() -> None:
+    reply_grammar = reply("phi")
+    assert accepts(reply_grammar.grammar, "import functools\nfrom functools import cache")
+    assert follows(reply_grammar.grammar, "functools[x") == len("functools[")
 
 
-def test_bare_json_that_names_no_tool_is_text() -> None:
-    made = reply("json")
-    assert accepts(made.grammar, '{"name": "Ann", "arguments": 7}')
-    assert accepts(made.grammar, "Look: " + CALLS["json"][1])
+def test_bare_json_without_tool_name_is_text() -> None:
+    reply_grammar = reply("json")
+    assert accepts(reply_grammar.grammar, '{"name": "Ann", "arguments": 7}')
+    assert accepts(reply_grammar.grammar, "Look: " + CALLS["json"][1])
 
 
 SHAPES = [
@@ -324,53 +315,53 @@ SHAPES = [
 
 @pytest.mark.parametrize(("constraint", "good", "bad"), SHAPES)
 @pytest.mark.parametrize("thinks", [False, True])
-def test_shapes(constraint: Any, good: list[str], bad: list[str], thinks: bool) -> None:
-    made = reply("hermes", tools=(), constraint=constraint, thinks=thinks)
-    assert [accepts(made.grammar, text) for text in good] == [True] * len(good)
-    assert [accepts(made.grammar, text) for text in bad] == [False] * len(bad)
+def test_constraint_kinds(constraint: Any, good: list[str], bad: list[str], thinks: bool) -> None:
+    reply_grammar = reply("hermes", tools=(), constraint=constraint, thinks=thinks)
+    assert [accepts(reply_grammar.grammar, text) for text in good] == [True] * len(good)
+    assert [accepts(reply_grammar.grammar, text) for text in bad] == [False] * len(bad)
     if thinks:
-        assert all(accepts(made.grammar, f"<think>Hm.</think>\n{text}") for text in good)
+        assert all(accepts(reply_grammar.grammar, f"<think>Hm.</think>\n{text}") for text in good)
 
 
-def test_white_space_is_bounded() -> None:
-    made = reply("plain", tools=(), constraint=PERSON)
-    assert accepts(made.grammar, '{\n\t"name": "Ann",\n    "age" :  7\n}')
-    assert follows(made.grammar, "{" + " " * 20) == 3
-    assert follows(made.grammar, "{" + "\n" * 20) == 2
+def test_whitespace_is_bounded() -> None:
+    reply_grammar = reply("plain", tools=(), constraint=PERSON)
+    assert accepts(reply_grammar.grammar, '{\n\t"name": "Ann",\n    "age" :  7\n}')
+    assert follows(reply_grammar.grammar, "{" + " " * 20) == 3
+    assert follows(reply_grammar.grammar, "{" + "\n" * 20) == 2
 
 
-def test_nothing_asked_is_nothing_kept() -> None:
-    assert shape(GenerationRequest(), speaker(FORMATS["hermes"]), opened=False) is None
-    assert shape(GenerationRequest(tools=(TIME,)), speaker(FORMATS["plain"]), opened=False) is None
+def test_unconstrained_request_has_no_grammar() -> None:
+    assert build_reply_grammar(GenerationRequest(), speaker(FORMATS["hermes"]), opened=False) is None
+    assert build_reply_grammar(GenerationRequest(tools=(TIME,)), speaker(FORMATS["plain"]), opened=False) is None
 
 
-def test_what_is_relaxed_is_named_where_it_stands() -> None:
+def test_relaxed_keywords_are_reported_with_paths() -> None:
     loose = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     tools = (TIME, Tool("b", parameters=loose, path="tools[1].input_schema"))
     schema = JsonSchema({"type": "string", "pattern": "^(?=a)"}, path="output_config.format.schema")
-    made = reply("hermes", tools=tools, constraint=schema)
-    assert set(made.relaxed) == {
+    reply_grammar = reply("hermes", tools=tools, constraint=schema)
+    assert set(reply_grammar.relaxed) == {
         "output_config.format.schema.pattern",
         "tools[1].input_schema.properties.x.uniqueItems",
     }
-    assert {check.capture for check in made.checks} == {"answer", "tool_1"}
+    assert {check.capture for check in reply_grammar.checks} == {"answer", "tool_1"}
 
 
-def test_a_mistaken_tool_spoils_only_its_own_call() -> None:
+def test_invalid_optional_tool_relaxes_only_itself() -> None:
     mistaken = Tool("b", parameters={"type": "object", "properties": {"x": {"type": "bogus"}}}, path="tools[1].here")
-    made = reply("hermes", tools=(WEATHER, mistaken))
-    assert made.relaxed == ("tools[1].here.properties.x.type",)
+    reply_grammar = reply("hermes", tools=(WEATHER, mistaken))
+    assert reply_grammar.relaxed == ("tools[1].here.properties.x.type",)
     with pytest.raises(InvalidSchema, match="type"):
         reply("hermes", tools=(WEATHER, mistaken), tool_choice=ToolChoice("required"))
     with pytest.raises(InvalidSchema, match="type"):
         reply("hermes", tools=(WEATHER, replace(mistaken, strict=True)))
 
 
-def test_what_tags_cannot_keep_is_relaxed() -> None:
+def test_string_keywords_of_tagged_arguments_are_relaxed() -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": "^a"}}})
     for kind in ("qwen_xml", "gemma"):
-        made = reply(kind, tools=(tool,), tool_choice=ToolChoice("required"))
-        assert made.relaxed == ("tools.properties.x.pattern",)
+        reply_grammar = reply(kind, tools=(tool,), tool_choice=ToolChoice("required"))
+        assert reply_grammar.relaxed == ("tools.properties.x.pattern",)
     assert reply("pythonic", tools=(tool,)).relaxed == ()
 
 
@@ -383,19 +374,19 @@ def test_what_tags_cannot_keep_is_relaxed() -> None:
         ("gemma", '<|tool_call>call:f{{x:<|"|>{}<|"|>}}<tool_call|>'),
     ],
 )
-def test_what_tags_cannot_keep_is_looked_at(kind: str, call: str, control: bool) -> None:
+def test_string_keywords_of_tagged_arguments_are_checked(kind: str, call: str, control: bool) -> None:
     for pattern in ("^a", "^(?=a)"):
         tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}})
-        made = reply(kind, control=control, tools=(tool,))
-        assert made.relaxed == ("tools.properties.x.pattern",)
+        reply_grammar = reply(kind, control=control, tools=(tool,))
+        assert reply_grammar.relaxed == ("tools.properties.x.pattern",)
         for value, fine in (("abc", True), ("a\n</b> c", True), ("xyz", False)):
-            reader = matcher(made.grammar, markers(kind, control))
+            reader = matcher(reply_grammar.grammar, markers(kind, control))
             ids = tokens(call.format(value), markers(kind, control))
             assert reader.try_consume_tokens(ids) == len(ids)
-            assert (warnings(made.checks, reader.get_captures()) == ()) is fine
+            assert (warnings(reply_grammar.checks, reader.get_captures()) == ()) is fine
 
 
-def test_mistakes_are_the_callers() -> None:
+def test_invalid_constraints_are_rejected() -> None:
     for constraint in (
         Regex("("),
         Regex("a{1000000}"),
@@ -412,7 +403,7 @@ def test_mistakes_are_the_callers() -> None:
         reply("hermes", tool_choice=ToolChoice("named", "other"))
 
 
-def test_references_inside_a_tool_are_its_own() -> None:
+def test_references_resolve_within_their_tool() -> None:
     node = {
         "type": "object",
         "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
@@ -428,15 +419,17 @@ def test_references_inside_a_tool_are_its_own() -> None:
         "pythonic": '[tree(root={"v": 1, "next": {"v": 2}})]',
         "gemma": "<|tool_call>call:tree{root:{v:1,next:{v:2}}}<tool_call|>",
     }.items():
-        made = reply(kind, tools=(TIME, tree), tool_choice=ToolChoice("required"))
-        assert accepts(made.grammar, call), kind
-        assert not accepts(made.grammar, call.replace("2", "true")), kind
+        reply_grammar = reply(kind, tools=(TIME, tree), tool_choice=ToolChoice("required"))
+        assert accepts(reply_grammar.grammar, call), kind
+        assert not accepts(reply_grammar.grammar, call.replace("2", "true")), kind
 
 
-def test_a_tool_gets_the_parameters_that_it_names() -> None:
-    made = reply("hermes", tools=(Tool("f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),))
-    assert accepts(made.grammar, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
-    assert not accepts(made.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')
+def test_tool_gets_only_declared_parameters() -> None:
+    reply_grammar = reply(
+        "hermes", tools=(Tool("f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),)
+    )
+    assert accepts(reply_grammar.grammar, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    assert not accepts(reply_grammar.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')
     wide = {"type": "object", "properties": {"a": {}}, "additionalProperties": True}
-    made = reply("hermes", tools=(Tool("f", parameters=wide),))
-    assert accepts(made.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')
+    reply_grammar = reply("hermes", tools=(Tool("f", parameters=wide),))
+    assert accepts(reply_grammar.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')

@@ -1,5 +1,4 @@
-"""JSON Schema keyword by keyword, after the facts of its test suite: what is valid is let through, what is not is kept
-out or the keyword is reported."""
+"""JSON Schema keyword by keyword: valid values are accepted; invalid ones are rejected or the keyword is reported."""
 
 import itertools
 import json
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.grammar.schema import MOST_BYTES, inline, prepare
+from dragoman.grammar.schema import MAX_BYTES, json_directive, prepare_schema
 from tests.grammar.matching import matcher, tokens
 
 TREE = {
@@ -27,7 +26,7 @@ TREE = {
     "$ref": "#/$defs/node",
 }
 
-KEPT: list[tuple[Any, list[Any], list[Any]]] = [
+ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "integer"}, [0, -1, 12], [1.5, "1", None, True, [], {}]),
     ({"type": "number"}, [0, -1.5, 1e10], ["1", None, False]),
     ({"type": "string"}, ["", "a", "☃", 'q"\\\n\u0001'], [1, None, ["a"]]),
@@ -134,39 +133,39 @@ KEPT: list[tuple[Any, list[Any], list[Any]]] = [
 ]
 
 
-def written(value: Any) -> Iterator[Any]:
-    """The value with its members in every order: a grammar has one, a schema none."""
+def orderings(value: Any) -> Iterator[Any]:
+    """Yield the value with its members in every order: a grammar has a fixed order."""
     if isinstance(value, dict):
         for order in itertools.permutations(value.items()):
-            for members in itertools.product(*([(key, way) for way in written(inner)] for key, inner in order)):
+            for members in itertools.product(*([(key, way) for way in orderings(inner)] for key, inner in order)):
                 yield dict(members)
     elif isinstance(value, list):
-        yield from map(list, itertools.product(*(list(written(inner)) for inner in value)))
+        yield from map(list, itertools.product(*(list(orderings(inner)) for inner in value)))
     else:
         yield value
 
 
 class Reader:
     def __init__(self, schema: Any) -> None:
-        prepared = prepare(schema, "schema")
+        prepared = prepare_schema(schema, "schema")
         self.relaxed = prepared.relaxed
-        self.matcher = matcher(f"%llguidance {{}}\nstart: {inline(prepared.schema)}")
+        self.matcher = matcher(f"%llguidance {{}}\nstart: {json_directive(prepared.schema)}")
 
-    def takes(self, value: Any) -> bool:
-        return any(self._takes(json.dumps(way, ensure_ascii=False)) for way in written(value))
+    def accepts(self, value: Any) -> bool:
+        return any(self._accepts(json.dumps(way, ensure_ascii=False)) for way in orderings(value))
 
-    def _takes(self, text: str) -> bool:
+    def _accepts(self, text: str) -> bool:
         self.matcher.reset()
         ids = tokens(text)
         return self.matcher.try_consume_tokens(ids) == len(ids) and self.matcher.is_accepting()
 
 
-@pytest.mark.parametrize(("schema", "valid", "invalid"), KEPT, ids=[json.dumps(case[0])[:60] for case in KEPT])
-def test_what_is_enforced(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+@pytest.mark.parametrize(("schema", "valid", "invalid"), ENFORCED, ids=[json.dumps(case[0])[:60] for case in ENFORCED])
+def test_enforced_keywords(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     reader = Reader(schema)
     assert reader.relaxed == ()
-    assert [value for value in valid if not reader.takes(value)] == []
-    assert [value for value in invalid if reader.takes(value)] == []
+    assert [value for value in valid if not reader.accepts(value)] == []
+    assert [value for value in invalid if reader.accepts(value)] == []
 
 
 A = {"type": "string", "pattern": "^a"}
@@ -192,12 +191,7 @@ RELAXED: list[tuple[Any, set[str], list[Any], list[Any]]] = [
     ({"type": "integer", "minimum": -(10**30), "maximum": 5}, {".minimum"}, [5], [6]),
     ({"type": "integer", "multipleOf": 1000003}, {".multipleOf"}, [1], ["a"]),
     ({"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991)]}, {".allOf[1].multipleOf"}, [997], [1]),
-    (
-        {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2},
-        {".minProperties"},
-        [{"a": 1}],
-        [1],
-    ),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}, {".minProperties"}, [{"a": 1}], [1]),
     (
         {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {}}, "additionalProperties": False},
         {".patternProperties"},
@@ -214,16 +208,16 @@ RELAXED: list[tuple[Any, set[str], list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("schema", "places", "taken", "kept_out"), RELAXED, ids=[str(case[0])[:60] for case in RELAXED]
+    ("schema", "paths", "accepted", "rejected"), RELAXED, ids=[str(case[0])[:60] for case in RELAXED]
 )
-def test_what_is_relaxed_alone(schema: Any, places: set[str], taken: list[Any], kept_out: list[Any]) -> None:
+def test_relaxed_keywords(schema: Any, paths: set[str], accepted: list[Any], rejected: list[Any]) -> None:
     reader = Reader(schema)
-    assert set(reader.relaxed) == {f"schema{place}" for place in places}
-    assert [value for value in taken if not reader.takes(value)] == []
-    assert [value for value in kept_out if reader.takes(value)] == []
+    assert set(reader.relaxed) == {f"schema{path}" for path in paths}
+    assert [value for value in accepted if not reader.accepts(value)] == []
+    assert [value for value in rejected if reader.accepts(value)] == []
 
 
-REFUSED: list[tuple[Any, str]] = [
+INVALID: list[tuple[Any, str]] = [
     ({"type": "strin"}, ".type"),
     ({"type": 5}, ".type"),
     ({"type": []}, ".type"),
@@ -267,16 +261,16 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "minLength": 5, "maxLength": 2}, ""),
     ({"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}, ".properties.a"),
     ({"enum": []}, ""),
-    ({"type": "string", "description": "x" * MOST_BYTES}, ""),
-    ({"anyOf": [{"const": at} for at in range(5000)]}, ""),
-    ({"type": "object", "properties": {f"p{at}": {} for at in range(2000)}}, ".properties"),
+    ({"type": "string", "description": "x" * MAX_BYTES}, ""),
+    ({"anyOf": [{"const": i} for i in range(5000)]}, ""),
+    ({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}, ".properties"),
 ]
 
 
-@pytest.mark.parametrize(("schema", "place"), REFUSED, ids=[str(case[0])[:60] for case in REFUSED])
-def test_what_means_nothing_is_refused_where_it_stands(schema: Any, place: str) -> None:
+@pytest.mark.parametrize(("schema", "path"), INVALID, ids=[str(case[0])[:60] for case in INVALID])
+def test_invalid_schema_is_rejected_with_its_path(schema: Any, path: str) -> None:
     with pytest.raises(InvalidSchema) as raised:
         Reader(schema)
-    assert raised.value.param == f"schema{place}"
-    assert str(raised.value).startswith(f"schema{place}: ")
+    assert raised.value.param == f"schema{path}"
+    assert str(raised.value).startswith(f"schema{path}: ")
     assert raised.value.status == 400

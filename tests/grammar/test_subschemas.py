@@ -1,4 +1,4 @@
-"""References of tools whose parameters are written one by one: what they mean, and how much of it is written."""
+"""References in tools whose parameters are written one by one."""
 
 import time
 from typing import Any
@@ -8,70 +8,70 @@ import pytest
 from dragoman.core.errors import InvalidSchema
 from dragoman.core.request import GenerationRequest, Tool, ToolChoice
 from dragoman.formats import FORMATS
-from dragoman.grammar.lark import MOST_TEXT
-from dragoman.grammar.reply_grammar import Shape, shape
-from dragoman.grammar.subschemas import Excerpts
+from dragoman.grammar.lark import MAX_TEXT
+from dragoman.grammar.reply_grammar import Shape, build_reply_grammar
+from dragoman.grammar.subschemas import Subschemas
 from tests.grammar.matching import accepts, speaker
 
 MANY = 400
 
 
-def called(kind: str, schema: dict[str, Any]) -> Shape:
+def required_call(kind: str, schema: dict[str, Any]) -> Shape:
     request = GenerationRequest(tools=(Tool("f", parameters=schema),), tool_choice=ToolChoice("required"))
-    made = shape(request, speaker(FORMATS[kind]), opened=False)
-    assert made is not None
-    return made
+    reply_grammar = build_reply_grammar(request, speaker(FORMATS[kind]), opened=False)
+    assert reply_grammar is not None
+    return reply_grammar
 
 
-def listing(targets: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Parameters that are lists of what each refers to."""
-    lists = {f"p{at}": {"type": "array", "items": {"$ref": target}} for at, target in enumerate(targets)}
+def list_parameters(targets: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Parameters that are lists of the referenced definitions."""
+    lists = {f"p{i}": {"type": "array", "items": {"$ref": target}} for i, target in enumerate(targets)}
     return {"type": "object", "properties": lists, "$defs": definitions}
 
 
-def linked(at: int, following: int) -> dict[str, Any]:
+def linked_node(i: int, following: int) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {f"value_{at}": {"type": "integer"}, "next": {"$ref": f"#/$defs/d{following}"}},
+        "properties": {f"value_{i}": {"type": "integer"}, "next": {"$ref": f"#/$defs/d{following}"}},
         "additionalProperties": False,
     }
 
 
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic", "gemma"])
-def test_only_what_is_reached_is_written(kind: str) -> None:
-    alone = {f"d{at}": {"type": "object", "properties": {f"v{at}": {"type": "integer"}}} for at in range(MANY)}
-    made = called(kind, listing([f"#/$defs/d{at}" for at in range(MANY)], alone))
-    assert len(made.grammar) < 1000 * MANY
+def test_only_reachable_definitions_are_written(kind: str) -> None:
+    alone = {f"d{i}": {"type": "object", "properties": {f"v{i}": {"type": "integer"}}} for i in range(MANY)}
+    reply_grammar = required_call(kind, list_parameters([f"#/$defs/d{i}" for i in range(MANY)], alone))
+    assert len(reply_grammar.grammar) < 1000 * MANY
 
 
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic"])
-def test_what_many_refer_to_is_written_once(kind: str) -> None:
-    ring = {f"d{at}": linked(at, (at + 1) % MANY) for at in range(MANY)}
-    begun = time.process_time()
-    made = called(kind, listing(["#/$defs/d7"] * MANY, ring))
-    assert len(made.grammar) < 1000 * MANY
-    assert time.process_time() - begun < 5
+def test_shared_definitions_are_written_once(kind: str) -> None:
+    ring = {f"d{i}": linked_node(i, (i + 1) % MANY) for i in range(MANY)}
+    start = time.process_time()
+    reply_grammar = required_call(kind, list_parameters(["#/$defs/d7"] * MANY, ring))
+    assert len(reply_grammar.grammar) < 1000 * MANY
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic"])
-def test_a_grammar_that_would_be_too_long_is_not_written(kind: str) -> None:
-    ring = {f"d{at}": linked(at, (at + 1) % MANY) for at in range(MANY)}
-    begun = time.process_time()
-    with pytest.raises(InvalidSchema, match=f"more than {MOST_TEXT} characters") as refused:
-        called(kind, listing([f"#/$defs/d{at}" for at in range(MANY)], ring))
+def test_too_long_grammar_is_rejected_early(kind: str) -> None:
+    ring = {f"d{i}": linked_node(i, (i + 1) % MANY) for i in range(MANY)}
+    start = time.process_time()
+    with pytest.raises(InvalidSchema, match=f"more than {MAX_TEXT} characters") as refused:
+        required_call(kind, list_parameters([f"#/$defs/d{i}" for i in range(MANY)], ring))
     assert refused.value.param == "tools"
-    assert time.process_time() - begun < 5
+    assert time.process_time() - start < 5
 
 
-def test_members_that_refer_to_what_they_are_in() -> None:
-    node = {"type": "object", "properties": {f"p{at}": {"$ref": "#/$defs/node"} for at in range(12)}}
-    begun = time.process_time()
-    made = called(
+def test_recursive_members() -> None:
+    node = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/node"} for i in range(12)}}
+    start = time.process_time()
+    reply_grammar = required_call(
         "gemma", {"type": "object", "properties": {"root": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
     )
-    assert time.process_time() - begun < 5
-    assert accepts(made.grammar, "<|tool_call>call:f{root:{p1:{p2:{}},p3:{}}}<tool_call|>")
-    assert not accepts(made.grammar, "<|tool_call>call:f{root:{p1:{p2:5}}}<tool_call|>")
+    assert time.process_time() - start < 5
+    assert accepts(reply_grammar.grammar, "<|tool_call>call:f{root:{p1:{p2:{}},p3:{}}}<tool_call|>")
+    assert not accepts(reply_grammar.grammar, "<|tool_call>call:f{root:{p1:{p2:5}}}<tool_call|>")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_members_that_refer_to_what_they_are_in() -> None:
         ("node.json", {"$id": "node.json"}),
     ],
 )
-def test_references_of_every_kind(reference: str, definition: dict[str, Any]) -> None:
+def test_reference_kinds(reference: str, definition: dict[str, Any]) -> None:
     node = {
         **definition,
         "type": "object",
@@ -93,21 +93,21 @@ def test_references_of_every_kind(reference: str, definition: dict[str, Any]) ->
         "additionalProperties": False,
     }
     held = {"outer": {"type": "object", "properties": {"inner": node}}} if "outer" in reference else {"node": node}
-    made = called("pythonic", listing([reference], held))
-    assert accepts(made.grammar, '[f(p0=[{"v": 1, "more": [{"v": 2, "more": []}]}])]')
-    assert not accepts(made.grammar, '[f(p0=[{"v": 1, "more": [{"v": "2"}]}])]')
+    reply_grammar = required_call("pythonic", list_parameters([reference], held))
+    assert accepts(reply_grammar.grammar, '[f(p0=[{"v": 1, "more": [{"v": 2, "more": []}]}])]')
+    assert not accepts(reply_grammar.grammar, '[f(p0=[{"v": 1, "more": [{"v": "2"}]}])]')
 
 
-def test_a_parameter_that_refers_to_all_of_them() -> None:
+def test_reference_to_the_whole_schema() -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}, "inner": {"type": "array", "items": {"$ref": "#"}}},
     }
-    made = called("pythonic", schema)
-    assert accepts(made.grammar, '[f(n=1, inner=[{"n": 2, "inner": []}])]')
-    assert not accepts(made.grammar, '[f(n=1, inner=[{"n": "2"}])]')
+    reply_grammar = required_call("pythonic", schema)
+    assert accepts(reply_grammar.grammar, '[f(n=1, inner=[{"n": 2, "inner": []}])]')
+    assert not accepts(reply_grammar.grammar, '[f(n=1, inner=[{"n": "2"}])]')
 
 
-def test_a_word_that_is_no_reference_stays() -> None:
+def test_ref_inside_const_is_unchanged() -> None:
     schema = {"const": {"$ref": "#/$defs/x"}}
-    assert '{"$ref": "#/$defs/x"}' in Excerpts({"properties": {"a": schema}}).inline(schema)
+    assert '{"$ref": "#/$defs/x"}' in Subschemas({"properties": {"a": schema}}).json_directive(schema)

@@ -1,4 +1,4 @@
-"""From a request to events, with engines that misbehave in all the ways they may."""
+"""Generation from request to events, including misbehaving engines."""
 
 import asyncio
 import threading
@@ -10,19 +10,19 @@ import pytest
 
 from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported, UnsupportedParameter
-from dragoman.core.events import Event, Finished, Started, TextDelta, Usage
+from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
 from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import Asked, GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
 from dragoman.models.admission import Admission, Slots
 from dragoman.pipeline.generate import check, check_limits, generate
 
-NO_LIMIT = Slots(Admission(None, 0, 1), "somebody")
+NO_LIMIT = Slots(Admission(None, 0, 1), "alice")
 CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
 
 
 async def whole(engine: Engine, request: GenerationRequest, admission: Admission | None = None) -> Reply:
-    slots = Slots(admission or Admission(None, 0, 1), "somebody")
+    slots = Slots(admission or Admission(None, 0, 1), "alice")
     await slots.first()
     collection = Collection()
     try:
@@ -33,17 +33,17 @@ async def whole(engine: Engine, request: GenerationRequest, admission: Admission
 
 
 async def after_first_batch(engine: Engine) -> tuple[asyncio.Task[None], list[Sequence[Event]]]:
-    """A generation whose reader has taken one batch and takes its time, and what it has taken."""
-    begun, taken = asyncio.Event(), list[Sequence[Event]]()
+    """Return a generation whose receiver has got one batch and blocks, and the received batches."""
+    start, received = asyncio.Event(), list[Sequence[Event]]()
 
-    def take(_: int, events: Sequence[Event]) -> Awaitable[None]:
-        taken.append(events)
-        begun.set()
+    def on_events(_: int, events: Sequence[Event]) -> Awaitable[None]:
+        received.append(events)
+        start.set()
         return asyncio.get_running_loop().create_future()
 
-    task = asyncio.create_task(generate(engine, CHAT, NO_LIMIT, take))
-    await begun.wait()
-    return task, taken
+    task = asyncio.create_task(generate(engine, CHAT, NO_LIMIT, on_events))
+    await start.wait()
+    return task, received
 
 
 async def cancelled(task: asyncio.Task[None]) -> None:
@@ -70,13 +70,13 @@ class AsyncShout(Engine):
 
 
 @pytest.mark.parametrize("engine", [Shout(), AsyncShout()])
-def test_an_engine_is_a_generator(engine: Engine) -> None:
+def test_generator_engines(engine: Engine) -> None:
     choice = reply(engine, CHAT).choices[0]
     assert (choice.text, choice.reason) == ("HELLO THERE ", "stop")
     assert engine.supports() == {"chat", "completion"}
 
 
-def test_text_counts_as_one_token_and_an_engine_may_say_better() -> None:
+def test_text_counts_as_one_token_unless_the_engine_reports_usage() -> None:
     class Counting(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             yield Started(7)
@@ -84,17 +84,17 @@ def test_text_counts_as_one_token_and_an_engine_may_say_better() -> None:
             yield Finished("length")
 
     assert reply(Shout(), CHAT).usage == Usage(completion=2)
-    told = reply(Counting(), CHAT)
-    assert told.usage == Usage(prompt=7, completion=3)
-    assert told.choices[0].reason == "length"
+    result = reply(Counting(), CHAT)
+    assert result.usage == Usage(prompt=7, completion=3)
+    assert result.choices[0].reason == "length"
 
 
-def test_max_tokens_is_kept_for_engines_that_do_not() -> None:
+def test_max_tokens_is_enforced_by_the_server() -> None:
     choice = reply(Shout(), msgspec.structs.replace(CHAT, max_tokens=1)).choices[0]
     assert (choice.text, choice.reason, choice.usage.completion) == ("HELLO ", "length", 1)
 
 
-def test_a_stop_string_ends_the_engine_and_is_counted() -> None:
+def test_stop_string_ends_the_engine_and_is_counted() -> None:
     closed = threading.Event()
 
     class Endless(Engine):
@@ -110,7 +110,7 @@ def test_a_stop_string_ends_the_engine_and_is_counted() -> None:
     assert closed.wait(60)
 
 
-def test_choices_are_generations_of_their_own() -> None:
+def test_choices_are_separate_generations() -> None:
     class Seeded(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             assert (request.choices, len(request.prompts)) == (1, 1)
@@ -118,18 +118,18 @@ def test_choices_are_generations_of_their_own() -> None:
             yield f"{request.prompt}:{request.sampling.seed}"
 
     request = GenerationRequest(prompts=("a", "b"), choices=2, sampling=Sampling(seed=10))
-    told = reply(Seeded(), request)
-    assert [(choice.index, choice.text) for choice in told.choices] == [
+    result = reply(Seeded(), request)
+    assert [(choice.index, choice.text) for choice in result.choices] == [
         (0, "a:10"),
         (1, "a:11"),
         (2, "b:10"),
         (3, "b:11"),
     ]
-    assert told.usage == Usage(prompt=6, completion=4)  # each prompt once
+    assert result.usage == Usage(prompt=6, completion=4)  # each prompt once
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_choices_take_slots(slots: int) -> None:
+def test_each_choice_takes_a_slot(slots: int) -> None:
     running, most = 0, 0
 
     class Counting(Engine):
@@ -143,18 +143,18 @@ def test_choices_take_slots(slots: int) -> None:
 
     async def scenario() -> None:
         admission = Admission(slots, 0, 0.001)
-        told = await whole(Counting(), msgspec.structs.replace(CHAT, choices=5), admission)
-        assert len(told.choices) == 5
+        result = await whole(Counting(), msgspec.structs.replace(CHAT, choices=5), admission)
+        assert len(result.choices) == 5
         assert admission.running == admission.waiting == 0
 
     asyncio.run(scenario())
     assert most == slots
 
 
-def test_one_choice_that_fails_ends_the_others() -> None:
+def test_failed_choice_ends_the_others() -> None:
     ended = []
 
-    class Half(Engine):
+    class HalfFailing(Engine):
         async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
             try:
                 if request.sampling.seed == 1:
@@ -167,24 +167,24 @@ def test_one_choice_that_fails_ends_the_others() -> None:
 
     request = msgspec.structs.replace(CHAT, choices=3, sampling=Sampling(seed=0))
     with pytest.raises(EngineFailed):
-        reply(Half(), request)
+        reply(HalfFailing(), request)
     assert sorted(ended) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_prompt_that_is_too_long_is_refused_before_another_is_answered(slots: int) -> None:
+def test_too_long_prompt_is_rejected_before_any_reply(slots: int) -> None:
     engine = ScriptedEngine("short", ScriptedOptions(context=20, chunk=1))
     request = GenerationRequest(id="1", model="short", prompts=((2, 3), "word " * 10))
-    taken: list[Sequence[Event]] = []
+    received: list[Sequence[Event]] = []
 
     async def scenario() -> None:
-        held = Slots(Admission(slots, 0, 1), "somebody")
-        await held.first()
-        await generate(engine, request, held, lambda _, events: taken.append(events))
+        request_slots = Slots(Admission(slots, 0, 1), "alice")
+        await request_slots.first()
+        await generate(engine, request, request_slots, lambda _, events: received.append(events))
 
     with pytest.raises(ContextTooLong, match="20 tokens, but the prompt has 50"):
         asyncio.run(scenario())
-    assert not taken
+    assert not received
 
 
 class Raising(Engine):
@@ -199,7 +199,7 @@ class WrongType(Engine):
 
 
 @pytest.mark.parametrize("engine", [Raising(), WrongType()])
-def test_an_exception_of_the_engine_is_told_without_its_words(engine: Engine) -> None:
+def test_engine_exception_text_is_not_exposed(engine: Engine) -> None:
     with pytest.raises(EngineFailed) as caught:
         reply(engine, CHAT)
     assert "secret" not in caught.value.message
@@ -207,13 +207,13 @@ def test_an_exception_of_the_engine_is_told_without_its_words(engine: Engine) ->
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_closing_the_stream_stops_the_engine(asynchronous: bool) -> None:
-    made, closed = [0], threading.Event()
+    produced, closed = [0], threading.Event()
 
     class Counting(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             try:
                 while True:
-                    made[0] += 1
+                    produced[0] += 1
                     yield "x"
                     time.sleep(0.001)
             finally:
@@ -223,7 +223,7 @@ def test_closing_the_stream_stops_the_engine(asynchronous: bool) -> None:
         async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
             try:
                 while True:
-                    made[0] += 1
+                    produced[0] += 1
                     yield "x"
                     await asyncio.sleep(0.001)
             finally:
@@ -235,31 +235,31 @@ def test_closing_the_stream_stops_the_engine(asynchronous: bool) -> None:
 
     asyncio.run(scenario())
     assert closed.wait(60)
-    before = made[0]
+    before = produced[0]
     time.sleep(0.05)
-    assert made[0] == before
+    assert produced[0] == before
 
 
-def test_a_fast_generator_waits_for_a_slow_reader() -> None:
-    made = [0]
+def test_back_pressure_on_a_fast_generator() -> None:
+    produced = [0]
 
     class Fast(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
             for _ in range(100_000):
-                made[0] += 1
+                produced[0] += 1
                 yield "x"
 
     async def scenario() -> None:
-        task, taken = await after_first_batch(Fast())
+        task, received = await after_first_batch(Fast())
         await asyncio.sleep(0.1)
-        assert made[0] < 2000
-        assert len(taken) == 1
+        assert produced[0] < 2000
+        assert len(received) == 1
         await cancelled(task)
 
     asyncio.run(scenario())
 
 
-def test_parameters_are_honoured_reported_or_refused() -> None:
+def test_unsupported_parameters_are_ignored_or_rejected() -> None:
     request = GenerationRequest(
         model="m", asked=(Asked("chat", "messages"), Asked("temperature", "temperature"), Asked("unknown", "foo"))
     )
@@ -273,7 +273,7 @@ def test_parameters_are_honoured_reported_or_refused() -> None:
     assert (missing.value.status, missing.value.param) == (501, "messages")
 
 
-def test_limits_name_the_field_that_broke_them() -> None:
+def test_limit_errors_name_the_field() -> None:
     many = GenerationRequest(choices=9, asked=(Asked("choices", "n"),))
     with pytest.raises(BadRequest) as caught:
         check_limits(many, choices=8, stop_strings=1)
@@ -284,11 +284,9 @@ def test_limits_name_the_field_that_broke_them() -> None:
     assert caught.value.param == "stop_sequences"
 
 
-def test_the_best_of_several() -> None:
+def test_best_of() -> None:
     class Likely(Engine):
         def generate(self, request: GenerationRequest) -> Iterator[Output]:
-            from dragoman.core.events import TokenLogprob
-
             assert request.logprobs is not None
             seed = request.sampling.seed or 0
             yield TextDelta(f"{seed}", logprobs=(TokenLogprob(0, b"x", -abs(seed - 2.0)),))
@@ -300,12 +298,12 @@ def test_the_best_of_several() -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
 def test_scripted_pieces_are_tokens(chunk: int) -> None:
     options = ScriptedOptions(replies=(ScriptedReply("twelve chars", match="hello"),), chunk=chunk)
-    told = reply(ScriptedEngine("s", options), CHAT)
-    assert told.choices[0].text == "twelve chars"
-    assert told.usage.completion == -(-12 // chunk)
-    assert told.usage.prompt == -(-11 // chunk)
+    result = reply(ScriptedEngine("s", options), CHAT)
+    assert result.choices[0].text == "twelve chars"
+    assert result.usage.completion == -(-12 // chunk)
+    assert result.usage.prompt == -(-11 // chunk)
 
 
-def test_scripted_echoes_where_nothing_matches() -> None:
+def test_scripted_engine_echoes_without_a_match() -> None:
     options = ScriptedOptions(replies=(ScriptedReply("no", match="^nothing$"),))
     assert reply(ScriptedEngine("s", options), CHAT).choices[0].text == "hello there"

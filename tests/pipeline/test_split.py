@@ -1,4 +1,4 @@
-"""The split stage: its rules, its tokens, and what it costs."""
+"""The split stage: its rules, token counts and cost."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ from dragoman.core.events import (
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from dragoman.pipeline import split as split_module
-from dragoman.pipeline.count import Tally
-from dragoman.pipeline.split import Split, begins_in_thought, is_quoted
-from dragoman.pipeline.stop import Stop
-from dragoman.pipeline.text_buffer import MOST_GAP, Source
+from dragoman.pipeline.count import CountStage
+from dragoman.pipeline.split import SplitStage, begins_in_thought, is_quoted
+from dragoman.pipeline.stop import StopStage
+from dragoman.pipeline.text_buffer import MAX_GAP, TextBuffer
 from tests.formats.cases import OUTPUTS, TOOLS
-from tests.formats.playing import counted, joined, play
+from tests.formats.replay import count_tokens, joined, play
 from tests.support.cuttings import cut, cuttings
 
 NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -35,61 +35,61 @@ def parts(output: str, thinking: bool = False) -> tuple[Part, ...]:
     return joined(play("hermes", [output], thinking=thinking)).parts
 
 
-def fed(stage: Split, *pieces: str) -> list[Event]:
+def feed(stage: SplitStage, *pieces: str) -> list[Event]:
     return [event for piece in pieces for event in stage([TextDelta(piece)])]
 
 
 # Rule 1: only what may still become a marker is held back.
 
 
-def test_text_goes_on_at_once() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
+def test_text_passes_at_once() -> None:
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     stage([Started()])
-    assert fed(stage, "Hello") == [TextDelta("Hello")]
-    assert fed(stage, " world") == [TextDelta(" world")]
+    assert feed(stage, "Hello") == [TextDelta("Hello")]
+    assert feed(stage, " world") == [TextDelta(" world")]
     # A space may belong to a marker, and `<` may begin one.
-    assert fed(stage, " <", "t") == []
-    assert fed(stage, "able>") == [TextDelta(" <table>", 3)]
+    assert feed(stage, " <", "t") == []
+    assert feed(stage, "able>") == [TextDelta(" <table>", 3)]
     assert stage([Finished()]) == [Finished()]
 
 
-def test_a_thought_and_arguments_go_on_at_once() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
+def test_reasoning_and_arguments_pass_at_once() -> None:
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     stage([Started()])
-    assert fed(stage, "<think>", "Well", ",") == [ReasoningDelta("Well", 2), ReasoningDelta(",")]
-    assert fed(stage, "</think>", "<tool_call>", '{"name": "run", "arguments": ') == []
-    first, *rest = fed(stage, '{"comm', 'and": "l', "s -l")
+    assert feed(stage, "<think>", "Well", ",") == [ReasoningDelta("Well", 2), ReasoningDelta(",")]
+    assert feed(stage, "</think>", "<tool_call>", '{"name": "run", "arguments": ') == []
+    first, *rest = feed(stage, '{"comm', 'and": "l', "s -l")
     assert isinstance(first, ToolCallStart)
     assert [event.arguments for event in rest if isinstance(event, ToolCallDelta)] == ['{"comm', 'and": "l', "s -l"]
 
 
-def test_events_of_one_piece_are_few() -> None:
-    """An engine that makes much at once is not answered in crumbs."""
+def test_one_large_piece_makes_few_events() -> None:
+    """An engine that produces much text at once is not answered in small events."""
     output = "<think>" + "a b " * 100 + "</think>" + "c d " * 100 + NOW
     kinds = [type(event) for event in play("hermes", [output])]
     assert kinds == [Started, ReasoningDelta, TextDelta, ToolCallStart, ToolCallDelta, Finished]
 
 
-def test_a_delta_without_text_says_nothing() -> None:
+def test_empty_delta() -> None:
     assert joined(play("hermes", ["", "", "<think>a</think><think>"])) == joined(
         play("hermes", ["<think>a</think><think>"])
     )
 
 
-def test_a_stream_without_started_is_read_too() -> None:
-    stage = Split(FORMATS["hermes"])
-    assert [*fed(stage, "<think>a</think>b"), *stage([Finished()])] == [
+def test_stream_without_started_event() -> None:
+    stage = SplitStage(FORMATS["hermes"])
+    assert [*feed(stage, "<think>a</think>b"), *stage([Finished()])] == [
         ReasoningDelta("a"),
         TextDelta("b", 0),
         Finished(),
     ]
 
 
-# Rule 2: white space next to a marker belongs to it, all other is somebody's.
+# Rule 2: whitespace next to a marker belongs to it, all other text is kept.
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "expected"),
     [
         ("  a  b \n", (Text("  a  b \n"),)),
         ("<think>\n a \n</think>\n\n b ", (Reasoning("a"), Text("b "))),
@@ -97,43 +97,43 @@ def test_a_stream_without_started_is_read_too() -> None:
         (f"{NOW}\n{NOW} ", (CALLED, CALLED)),
     ],
 )
-def test_white_space(output: str, said: tuple[Part, ...]) -> None:
-    assert parts(output) == said
+def test_whitespace_next_to_markers(output: str, expected: tuple[Part, ...]) -> None:
+    assert parts(output) == expected
 
 
-# Rule 3: a call that cannot be read is text, and calls count only where tools were offered.
+# Rule 3: a malformed call is text, and calls are recognized only if tools were offered.
 
 
-def test_a_call_that_cannot_be_read() -> None:
+def test_malformed_call_becomes_text() -> None:
     found = joined(play("hermes", ["a <tool_call>b</tool_call> c"]))
     assert found.parts == (Text("a <tool_call>b</tool_call> c"),)
     assert found.reason == "stop"
     assert len(found.warnings) == 1
 
 
-def test_what_was_read_before_it_stays_a_call() -> None:
+def test_calls_before_a_malformed_call_are_kept() -> None:
     found = joined(play("hunyuan", ['<tool_calls>[{"name": "now", "arguments": {}}, x]</tool_calls>']))
     assert found.parts == (CALLED, Text(", x]</tool_calls>"))
     assert (found.reason, len(found.warnings)) == ("tool_calls", 1)
 
 
-def test_warnings_of_the_engine_stay() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
-    last = [*fed(stage, "<tool_call>x"), *stage([Finished(warnings=("of the engine",))])][-1]
+def test_engine_warnings_are_kept() -> None:
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
+    last = [*feed(stage, "<tool_call>x"), *stage([Finished(warnings=("of the engine",))])][-1]
     assert isinstance(last, Finished)
     assert last.warnings[0] == "of the engine"
     assert len(last.warnings) == 2
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_without_tools_markers_of_calls_are_text(name: str) -> None:
+def test_call_markers_are_text_without_tools(name: str) -> None:
     opens = [section.open for section in FORMATS[name].calls if section.open]
     for marker in opens:
         output = f"x{marker}y"
         assert joined(play(name, list(output), tools=())).parts == (Text(output),)
 
 
-def test_one_call_is_enough_where_only_one_is_allowed() -> None:
+def test_reply_ends_after_one_call_without_parallel_calls() -> None:
     for pieces in ([f"a{NOW}{NOW}b"], list(f"a{NOW}{NOW}b")):
         events = play("hermes", pieces, parallel=False)
         found = joined(events)
@@ -141,11 +141,11 @@ def test_one_call_is_enough_where_only_one_is_allowed() -> None:
         assert found.reason == "tool_calls"
         assert isinstance(events[-1], Finished)
         # Up to the last character that was read, one token each.
-        assert counted(events) == (1 if len(pieces) == 1 else len("a" + NOW) - len("</tool_call>"))
+        assert count_tokens(events) == (1 if len(pieces) == 1 else len("a" + NOW) - len("</tool_call>"))
 
 
 @pytest.mark.parametrize("name", ["hunyuan", "llama3", "pythonic", "kimi", "minimax", "harmony", "mistral", "gemma"])
-def test_one_call_is_enough_in_a_list_too(name: str) -> None:
+def test_list_ends_after_one_call_without_parallel_calls(name: str) -> None:
     output = OUTPUTS[name]["several calls"]
     assert isinstance(output, str)
     whole, *others = [joined(play(name, pieces, parallel=False)) for pieces in ([output], list(output))]
@@ -154,18 +154,18 @@ def test_one_call_is_enough_in_a_list_too(name: str) -> None:
     assert len(whole.parts) == 1
 
 
-def test_nothing_follows_the_end() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS, parallel=False)
+def test_no_events_after_finished() -> None:
+    stage = SplitStage(FORMATS["hermes"], TOOLS, parallel=False)
     events = stage([Started(), TextDelta(NOW + "x"), TextDelta("y"), Finished()])
     assert [type(event) for event in events] == [Started, ToolCallStart, ToolCallDelta, Finished]
 
 
-def test_without_a_second_call_the_end_is_the_engines() -> None:
+def test_engine_finishes_a_single_call() -> None:
     found = joined(play("hermes", [f"a{NOW[:-12]}"], reason="length", parallel=False))
     assert found.parts == (Text("a"), CALLED)
 
 
-# Rule 4: what is in doubt in a thought.
+# Rule 4: ambiguous markers in reasoning.
 
 DOUBTS: list[tuple[str, tuple[Part, ...]]] = [
     ("<think>a `</think>` b</think>c", (Reasoning("a `</think>` b"), Text("c"))),
@@ -192,13 +192,13 @@ DOUBTS: list[tuple[str, tuple[Part, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("output", "said"), DOUBTS)
+@pytest.mark.parametrize(("output", "expected"), DOUBTS)
 @settings(max_examples=20, deadline=None)
 @given(cuts=cuttings())
-def test_doubts(output: str, said: tuple[Part, ...], cuts: list[int]) -> None:
+def test_ambiguous_markers_in_reasoning(output: str, expected: tuple[Part, ...], cuts: list[int]) -> None:
     for pieces in ([output], list(output), cut(output, cuts)):
         found = joined(play("hermes", pieces))
-        assert found.parts == said
+        assert found.parts == expected
         assert found.warnings == ()
 
 
@@ -217,15 +217,15 @@ def test_doubts(output: str, said: tuple[Part, ...], cuts: list[int]) -> None:
         ("", "", False),
     ],
 )
-def test_what_is_quoted(before: str, after: str, quoted: bool) -> None:
+def test_is_quoted(before: str, after: str, quoted: bool) -> None:
     assert is_quoted(before, after) is quoted
 
 
-# Rule 5: openers outside of a thought.
+# Rule 5: openers outside reasoning.
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "expected"),
     [
         ("a\n<think>b</think>c", (Text("a"), Reasoning("b"), Text("c"))),
         ("a <think>b</think>c", (Text("a"), Reasoning("b"), Text("c"))),
@@ -235,12 +235,12 @@ def test_what_is_quoted(before: str, after: str, quoted: bool) -> None:
         ("<think>a", (Reasoning("a"),)),
     ],
 )
-def test_openers(output: str, said: tuple[Part, ...]) -> None:
-    assert parts(output) == said
-    assert joined(play("hermes", list(output))).parts == said
+def test_openers_outside_reasoning(output: str, expected: tuple[Part, ...]) -> None:
+    assert parts(output) == expected
+    assert joined(play("hermes", list(output))).parts == expected
 
 
-def test_a_prompt_that_ends_inside_a_thought() -> None:
+def test_reply_that_starts_inside_reasoning() -> None:
     assert parts("a</think>b", thinking=True) == (Reasoning("a"), Text("b"))
     assert parts("<think>a</think>b", thinking=True) == (Reasoning("a"), Text("b"))
     assert parts("a", thinking=True) == (Reasoning("a"),)
@@ -256,7 +256,7 @@ def test_a_prompt_that_ends_inside_a_thought() -> None:
         ("", False),
     ],
 )
-def test_whether_a_reply_begins_in_a_thought(output: str, inside: bool) -> None:
+def test_begins_in_thought(output: str, inside: bool) -> None:
     assert begins_in_thought(FORMATS["hermes"], output) is inside
 
 
@@ -267,7 +267,7 @@ def token(text: str, number: int) -> TextDelta:
     return TextDelta(text, 1, (number,), (TokenLogprob(number, text.encode(), -1.0),))
 
 
-def test_tokens_go_with_text_and_with_thoughts_and_with_nothing_else() -> None:
+def test_token_ids_go_with_text_and_reasoning_only() -> None:
     texts = [
         "<think>",
         "a",
@@ -282,9 +282,9 @@ def test_tokens_go_with_text_and_with_thoughts_and_with_nothing_else() -> None:
         "</tool_call>",
         "e",
     ]
-    stage = Split(FORMATS["hermes"], TOOLS)
-    events = [*stage([Started()]), *stage([token(text, at) for at, text in enumerate(texts)]), *stage([Finished()])]
-    assert counted(events) == len(texts)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
+    events = [*stage([Started()]), *stage([token(text, i) for i, text in enumerate(texts)]), *stage([Finished()])]
+    assert count_tokens(events) == len(texts)
     for kind, numbers in ((ReasoningDelta, [1, 2]), (TextDelta, [4, 5, 11])):
         deltas = [event for event in events if isinstance(event, kind)]
         assert [number for delta in deltas for number in delta.tokens] == numbers
@@ -293,20 +293,20 @@ def test_tokens_go_with_text_and_with_thoughts_and_with_nothing_else() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cuts=cuttings())
-def test_tokens_of_a_text_are_told_in_order_and_once(cuts: list[int]) -> None:
+def test_token_ids_are_ordered_and_unique(cuts: list[int]) -> None:
     pieces = cut("<think>why</think>The answer\n<table> is plain.", cuts)
-    stage = Split(FORMATS["hermes"], TOOLS)
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
     events = list(stage([Started()]))
-    for at, piece in enumerate(pieces):
-        events += stage([token(piece, at)])
+    for i, piece in enumerate(pieces):
+        events += stage([token(piece, i)])
     events += stage([Finished()])
     told = [number for event in events if isinstance(event, TextDelta | ReasoningDelta) for number in event.tokens]
     assert told == sorted(set(told))
-    assert counted(events) == len(pieces)
+    assert count_tokens(events) == len(pieces)
 
 
 def tallied(output: str, usage: Usage | None = None) -> Usage:
-    stage, tally = Split(FORMATS["hermes"], TOOLS), Tally()
+    stage, tally = SplitStage(FORMATS["hermes"], TOOLS), CountStage()
     events: list[Event] = list(tally(stage([Started(7)])))
     for piece in output.split("|"):
         events += tally(stage([TextDelta(piece)]))
@@ -317,8 +317,8 @@ def tallied(output: str, usage: Usage | None = None) -> Usage:
     return last.usage
 
 
-def test_tokens_of_thoughts_are_counted() -> None:
-    # The token of the opener counts with the thought, that of the closer with the text.
+def test_reasoning_tokens_are_counted() -> None:
+    # The token of the opener counts with the reasoning, that of the closer with the text.
     assert tallied("<think>|a|b|</think>|c|d") == Usage(prompt=7, completion=6, reasoning=3)
     assert tallied("a|b") == Usage(prompt=7, completion=2)
     told = Usage(prompt=9, completion=6, cached=4)
@@ -326,16 +326,16 @@ def test_tokens_of_thoughts_are_counted() -> None:
 
 
 def test_tokens_without_text_are_counted() -> None:
-    stage = Split(FORMATS["hermes"], TOOLS)
-    events = [*fed(stage, "a", "", "", "b", "", "<think>", "</think>"), *stage([Finished()])]
-    assert counted(events) == 7
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
+    events = [*feed(stage, "a", "", "", "b", "", "<think>", "</think>"), *stage([Finished()])]
+    assert count_tokens(events) == 7
 
 
 # Stop strings.
 
 
 def stopped(pieces: Sequence[str], *stops: str) -> tuple[tuple[Part, ...], str | None]:
-    stage, stop = Split(FORMATS["hermes"], TOOLS), Stop(stops)
+    stage, stop = SplitStage(FORMATS["hermes"], TOOLS), StopStage(stops)
     events: list[Event] = list(stop(stage([Started()])))
     for piece in pieces:
         events += stop(stage([TextDelta(piece)]))
@@ -350,38 +350,43 @@ def stopped(pieces: Sequence[str], *stops: str) -> tuple[tuple[Part, ...], str |
 
 @settings(max_examples=20, deadline=None)
 @given(cuts=cuttings())
-def test_stop_strings_are_blind_to_thoughts_and_calls(cuts: list[int]) -> None:
+def test_stop_strings_ignore_reasoning_and_calls(cuts: list[int]) -> None:
     run = '<tool_call>{"name": "run", "arguments": {"command": "END"}}</tool_call>'
     output = f"<think>END of it</think>Say {run}the END of it"
     for pieces in ([output], list(output), cut(output, cuts)):
-        said, stop = stopped(pieces, "END")
-        assert said == (Reasoning("END of it"), Text("Say"), ToolCall("", "run", '{"command": "END"}'), Text("the "))
+        expected, stop = stopped(pieces, "END")
+        assert expected == (
+            Reasoning("END of it"),
+            Text("Say"),
+            ToolCall("", "run", '{"command": "END"}'),
+            Text("the "),
+        )
         assert stop == "END"
 
 
-def test_a_marker_is_no_stop_string() -> None:
+def test_marker_does_not_match_stop_string() -> None:
     assert stopped(list("<think>a</think>b"), "</think>", "think") == ((Reasoning("a"), Text("b")), None)
 
 
-# What it costs.
+# Cost.
 
 
-class Weighed(Source):
-    """A source that adds up the characters it has to move."""
+class CountingBuffer(TextBuffer):
+    """A buffer that counts the characters it copies."""
 
     moved = 0
 
     def feed(self, text: str) -> None:
         super().feed(text)
-        Weighed.moved += len(self.window)
+        CountingBuffer.moved += len(self.window)
 
     def take(self, length: int) -> str:
-        Weighed.moved += len(self.window)
+        CountingBuffer.moved += len(self.window)
         return super().take(length)
 
-    def put_back(self, text: str) -> None:
-        super().put_back(text)
-        Weighed.moved += len(self.window)
+    def push_back(self, text: str) -> None:
+        super().push_back(text)
+        CountingBuffer.moved += len(self.window)
 
 
 LONG = 200_000
@@ -413,23 +418,23 @@ COSTLY = {
     "thought after a call": ("hermes", "<think>a <tool_call>" + WORDS + "</think>x"),
 }
 
-MULTIPLES = {"spaces": MOST_GAP, "call inside a thought": 100}
-"""White space that may belong to a marker is moved with every piece; what was held is read again in larger ones."""
+MULTIPLES = {"spaces": MAX_GAP, "call inside a thought": 100}
+"""Whitespace before a marker is copied with every piece. Held text is read again in larger pieces."""
 
 
-@pytest.mark.parametrize("what", COSTLY)
-def test_a_long_reply_costs_no_more_than_its_length(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, output = COSTLY[what]
-    monkeypatch.setattr(split_module, "Source", Weighed)
-    monkeypatch.setattr(Weighed, "moved", 0)
-    events = play(name, [output[at : at + 3] for at in range(0, len(output), 3)])
+@pytest.mark.parametrize("case", COSTLY)
+def test_cost_is_linear_in_the_reply(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, output = COSTLY[case]
+    monkeypatch.setattr(split_module, "TextBuffer", CountingBuffer)
+    monkeypatch.setattr(CountingBuffer, "moved", 0)
+    events = play(name, [output[i : i + 3] for i in range(0, len(output), 3)])
     assert sum(len(repr(part)) for part in joined(events).parts) > LONG
-    assert Weighed.moved < MULTIPLES.get(what, 20) * len(output)
+    assert CountingBuffer.moved < MULTIPLES.get(case, 20) * len(output)
 
 
 @pytest.mark.parametrize("text", ['{"html": "<think>a</think>b"}', '{"x": "' + NOW.replace('"', "'") + '"}'])
-def test_a_shape_is_not_taken_apart(text: str) -> None:
+def test_constrained_answer_is_not_split(text: str) -> None:
     for pieces in ([text], list(text)):
-        stage = Split(FORMATS["hermes"], TOOLS, shaped=True)
-        events = [*stage([Started()]), *fed(stage, *pieces), *stage([Finished()])]
+        stage = SplitStage(FORMATS["hermes"], TOOLS, shaped=True)
+        events = [*stage([Started()]), *feed(stage, *pieces), *stage([Finished()])]
         assert joined(events).parts == (Text(text),)

@@ -1,4 +1,4 @@
-"""Whatever a model prints, in every format: no cutting matters, nothing is lost, nothing raises."""
+"""Random output in every format: the cutting does not matter, no text is lost, nothing raises."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from dragoman.core.request import Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
 from tests.formats.cases import TOOLS
-from tests.formats.playing import Joined, counted, joined, play
+from tests.formats.replay import Joined, count_tokens, joined, play
 from tests.support.cuttings import cut, cut_in_two, cuttings
 
 AWKWARD = [
@@ -23,7 +23,7 @@ FIELDS = {"{name}": "get_weather", "{key}": "city", "{index}": "0", "{string}": 
 
 
 def words(syntax: ModelFormat) -> list[str]:
-    """What the format is made of, and what may come between."""
+    """Markers of the format and other text."""
     own = []
     for text in syntax._texts():
         filled = text
@@ -39,7 +39,7 @@ WORDS = {name: words(syntax) for name, syntax in FORMATS.items()}
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), cuts=cuttings(), thinking=st.booleans(), tools=st.booleans(), parallel=st.booleans())
-def test_whatever_is_printed(
+def test_random_output(
     name: str, data: st.DataObject, cuts: list[int], thinking: bool, tools: bool, parallel: bool
 ) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(WORDS[name]), min_size=1, max_size=14)))
@@ -50,8 +50,8 @@ def test_whatever_is_printed(
         found = joined(events)
         ended_early = not parallel and any(isinstance(part, ToolCall) for part in found.parts)
         if not ended_early:
-            assert counted(events) == len(pieces)
-            # A header of harmony is about the text and not part of it.
+            assert count_tokens(events) == len(pieces)
+            # Harmony headers are not part of the text.
             assert name == "harmony" or repr(found.parts).count("😀") == text.count("😀")
         return found
 
@@ -105,7 +105,7 @@ FENCED = [
 
 @pytest.mark.parametrize("text", FENCED)
 @pytest.mark.parametrize("name", ["hermes", "phi", "json", "mistral_array"])
-def test_thought_after_a_run_of_backticks(name: str, text: str) -> None:
+def test_reasoning_after_backticks(name: str, text: str) -> None:
     check_every_cut(name, text, [])
 
 

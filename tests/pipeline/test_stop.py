@@ -1,4 +1,4 @@
-"""Stop strings: the same outcome for every cutting of the text."""
+"""Stop strings: the result does not depend on how the text is cut."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, ToolCallStart, Usage
-from dragoman.pipeline.stop import Stop, StopMatcher
+from dragoman.pipeline.stop import StopMatcher, StopStage
 from tests.support.cuttings import cut, cuttings
 
 CASES = [
@@ -15,22 +15,22 @@ CASES = [
     ("hello world", ("wor",), "hello ", "wor"),
     ("hello world", ("x",), "hello world", None),
     ("abc", ("abc", "b"), "a", "b"),  # b completes first
-    ("xabc", ("abc", "c"), "x", "abc"),  # both complete at c: the longest
+    ("xabc", ("abc", "c"), "x", "abc"),  # both complete at c: the longest wins
     ("xabc", ("c", "bc"), "xa", "bc"),
-    ("aaab", ("aab",), "a", "aab"),  # the beginning of a stop inside a stop
+    ("aaab", ("aab",), "a", "aab"),  # a stop string that begins inside another match
     ("ababac", ("abac",), "ab", "abac"),
     ("one\n\ntwo", ("\n\n",), "one", "\n\n"),
     ("END", ("END",), "", "END"),
-    ("EN", ("END",), "EN", None),  # held back until the end, then let go
+    ("EN", ("END",), "EN", None),  # held back until the end, then released
     ("a😀b😀", ("😀b",), "a", "😀b"),
     ("he said STOP. STOP", ("STOP",), "he said ", "STOP"),
-    ("]]^-", ("]^", "^-"), "]", "]^"),  # characters that mean something in a pattern
+    ("]]^-", ("]^", "^-"), "]", "]^"),  # special characters of patterns
     ("", ("x",), "", None),
 ]
 
 
 def play(pieces: Sequence[str], stops: Sequence[str]) -> list[Event]:
-    stage = Stop(stops)
+    stage = StopStage(stops)
     out: list[Event] = []
     for piece in pieces:
         out += stage([TextDelta(piece)])
@@ -48,7 +48,7 @@ def outcome(events: Sequence[Event]) -> tuple[str, str | None]:
 
 @pytest.mark.parametrize(("text", "stops", "visible", "matched"), CASES)
 @given(cuts=cuttings())
-def test_every_cutting_gives_the_same(
+def test_result_is_independent_of_cutting(
     text: str, stops: tuple[str, ...], visible: str, matched: str | None, cuts: list[int]
 ) -> None:
     assert outcome(play([text], stops)) == (visible, matched)
@@ -57,7 +57,7 @@ def test_every_cutting_gives_the_same(
 
 
 def reference(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The rule itself, as plainly as it can be said: earliest end, then longest."""
+    """The naive implementation of the rule: earliest end, then longest."""
     ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not ends:
         return text, None
@@ -70,7 +70,7 @@ def reference(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4),
     cuts=cuttings(),
 )
-def test_agrees_with_the_plain_rule(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_matches_the_naive_implementation(text: str, stops: list[str], cuts: list[int]) -> None:
     assert outcome(play(cut(text, cuts), stops)) == reference(text, stops)
 
 
@@ -78,8 +78,8 @@ def test_agrees_with_the_plain_rule(text: str, stops: list[str], cuts: list[int]
     text=st.text(alphabet="abx", max_size=40),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
-    stage, seen = Stop(stops), ""
+def test_holds_back_only_possible_stops(text: str, stops: list[str]) -> None:
+    stage, seen = StopStage(stops), ""
     for at, char in enumerate(text, start=1):
         out = stage([TextDelta(char)])
         seen += "".join(event.text for event in out if isinstance(event, TextDelta))
@@ -89,40 +89,40 @@ def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_is_inert_in_reasoning_and_a_thought_breaks_a_stop() -> None:
-    stage = Stop(["END"])
+def test_reasoning_is_not_searched_and_ends_a_partial_match() -> None:
+    stage = StopStage(["END"])
     out = [*stage([ReasoningDelta("END"), TextDelta("E"), ReasoningDelta("N"), TextDelta("ND")]), *stage([Finished()])]
     assert out == [ReasoningDelta("END"), TextDelta("E"), ReasoningDelta("N"), TextDelta("ND"), Finished()]
 
 
-def test_other_events_keep_their_place() -> None:
-    stage = Stop(["END"])
+def test_other_events_keep_their_order() -> None:
+    stage = StopStage(["END"])
     out = stage([Started(3), TextDelta("E"), ToolCallStart("call_1", "f")])
     assert out == [Started(3), TextDelta("E"), ToolCallStart("call_1", "f")]
 
 
-def test_what_comes_with_the_end_of_the_engine_counts_as_if_it_came_later() -> None:
+def test_events_after_the_stop_do_not_count() -> None:
     told = Finished(usage=Usage(prompt=3, completion=9))
-    stopped = Stop(["END"])([TextDelta("an "), TextDelta("END"), TextDelta(" and more"), told])
+    stopped = StopStage(["END"])([TextDelta("an "), TextDelta("END"), TextDelta(" and more"), told])
     assert stopped == [TextDelta("an "), TextDelta("", 1), Finished("stop", stop="END")]
-    uncounted = Stop(["END"])([TextDelta("an END and more", 0), told])
+    uncounted = StopStage(["END"])([TextDelta("an END and more", 0), told])
     assert uncounted == [TextDelta("an ", 0), Finished("stop", stop="END", usage=told.usage)]
 
 
-def test_tokens_go_with_the_text_they_begin_in() -> None:
+def test_tokens_are_counted_with_their_text() -> None:
     def delta(text: str, token: int) -> TextDelta:
         return TextDelta(text, tokens=(token,), logprobs=(TokenLogprob(token, text.encode(), -1.0),))
 
-    stage = Stop(["STOP"])
+    stage = StopStage(["STOP"])
     out = stage([delta("a", 1), delta("bST", 2), delta("OP", 3)])
     tokens = [token for event in out if isinstance(event, TextDelta) for token in event.tokens]
     assert outcome(out) == ("ab", "STOP")
-    assert tokens == [1, 2]  # the token that is cut away whole is not told, but it counts
+    assert tokens == [1, 2]  # the removed token has no id but counts
     assert sum(event.count for event in out if isinstance(event, TextDelta)) == 3
 
 
-def test_a_token_without_text_passes() -> None:
-    stage = Stop(["STOP"])
+def test_token_without_text_passes() -> None:
+    stage = StopStage(["STOP"])
     assert stage([TextDelta("", tokens=(7,))]) == [TextDelta("", tokens=(7,))]
 
 
@@ -137,17 +137,17 @@ class Counted(list[int]):
 
 
 @pytest.mark.parametrize("text", ["a" * 20_000, ("a" * 50 + "c") * 400, "ab" * 10_000])
-def test_every_character_is_looked_at_once(text: str) -> None:
+def test_each_character_is_processed_once(text: str) -> None:
     matcher = StopMatcher(["a" * 50 + "b", "ab" * 20 + "c"])
     matcher._fallback = fallback = Counted(matcher._fallback)
     for at in range(0, len(text), 4):
         assert matcher.feed(text[at : at + 4]) is None
-    # Each step back gives up a character that an earlier step had taken: there cannot be more of them than characters.
+    # Each fallback step gives up a character that an earlier step consumed.
     assert fallback.reads <= len(text)
 
 
-def test_what_is_held_back_is_not_read_again() -> None:
-    stage, text = Stop(["a" * 50 + "b"]), ("a" * 40 + "c") * 100
+def test_held_text_is_not_searched_again() -> None:
+    stage, text = StopStage(["a" * 50 + "b"]), ("a" * 40 + "c") * 100
     fed, feed = [], stage._matcher.feed
 
     def noted(piece: str) -> tuple[int, str] | None:

@@ -1,6 +1,6 @@
-"""The prompts of whole conversations in the style of each family's template, against files that were read by people.
+"""Prompts of whole conversations for each family's template, compared with reviewed files.
 
-To look at them anew after a change: `python -m tests.prompt.test_known_templates` writes the files.
+After a change, `python -m tests.prompt.test_known_templates` rewrites the files.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent / "templates"
 
 
 class Case(msgspec.Struct, frozen=True):
-    """The syntax and the control tokens of such a model."""
+    """The format and the control tokens of a model."""
 
     format: str
     control: tuple[str, ...]
@@ -110,6 +110,7 @@ def source(name: str) -> str:
 
 
 def made(name: str) -> ChatTemplate:
+    """A template with the format and control tokens of the model."""
     case = CASES[name]
     return ChatTemplate(
         source(name),
@@ -126,21 +127,21 @@ def golden(prompt: Prompt) -> str:
     return f"{prompt.text}\n===== the prompt ends here{ends}\n"
 
 
-def written(name: str) -> str:
+def format_calls(name: str) -> str:
     template = made(name)
     return golden(template.render(CONVERSATION)) + golden(template.render(WORKING))
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"chatml"}))
-def test_the_format_is_seen_in_the_template(name: str) -> None:
+def test_format_is_detected_from_template(name: str) -> None:
     assert detect(source(name)) == CASES[name].format
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_prompt(name: str) -> None:
-    assert written(name) == (FOLDER / f"{name}.txt").read_text("utf-8")
+    assert format_calls(name) == (FOLDER / f"{name}.txt").read_text("utf-8")
 
 
 if __name__ == "__main__":
     for each in CASES:
-        (FOLDER / f"{each}.txt").write_text(written(each), "utf-8")
+        (FOLDER / f"{each}.txt").write_text(format_calls(each), "utf-8")

@@ -1,4 +1,4 @@
-"""A conversation is put so that the template takes all of it, and no further from what it was than that needs."""
+"""Conversations are rewritten only as far as the template requires, and nothing is lost."""
 
 import re
 
@@ -21,9 +21,9 @@ from dragoman.core.request import (
 )
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
-from dragoman.pipeline.split import Split
+from dragoman.pipeline.split import SplitStage
 from dragoman.prompt import ChatTemplate
-from dragoman.prompt.plain_text_tools import written
+from dragoman.prompt.plain_text_tools import format_calls
 from tests.prompt.test_known_templates import CASES, source
 
 STRICT = (
@@ -62,31 +62,31 @@ SYSTEM = "<system>\n{}\n</system>"
 
 
 @pytest.mark.parametrize("template", [OPEN, HEADED, DROPPING, STRICT])
-def test_what_is_taken_stays_as_it_is(template: str) -> None:
+def test_supported_conversation_is_unchanged(template: str) -> None:
     request = chat(("user", "a"), ("assistant", "b"), ("user", "c"))
     assert shown(template, request) == "<user>a</><assistant>b</><user>c</><assistant>"
 
 
-def test_an_open_template_gets_everything_where_it_was() -> None:
+def test_permissive_template_gets_all_messages_in_place() -> None:
     request = chat(("system", "s"), ("system", "t"), ("assistant", "a"), ("user", "b"), ("user", "c"), ("system", "d"))
     text = "<system>s</><system>t</><assistant>a</><user>b</><user>c</><system>d</><assistant>"
     assert shown(OPEN, request) == text
 
 
-def test_no_system_role() -> None:
+def test_system_message_without_system_role() -> None:
     assert shown(STRICT, chat(("system", "s"), ("developer", "t"), ("user", "a"))) == "<user>s\n\nt\n\na</><assistant>"
     assert shown(STRICT, chat(("system", "s"))) == "<user>s</><assistant>"
     assert shown(STRICT, chat(("system", "s"), ("assistant", "a"))) == "<user>s</><assistant>a</><assistant>"
 
 
-def test_several_system_messages_at_the_beginning() -> None:
+def test_leading_system_messages_are_merged() -> None:
     assert shown(HEADED, chat(("system", "s"), ("system", "t"), ("user", "a"))) == (
         "<system>s\n\nt</><user>a</><assistant>"
     )
 
 
 @pytest.mark.parametrize("template", [HEADED, DROPPING])
-def test_a_late_system_message_goes_to_the_user_beside_it(template: str) -> None:
+def test_late_system_message_moves_to_adjacent_user(template: str) -> None:
     before = chat(("user", "a"), ("assistant", "b"), ("system", "s"), ("system", "t"), ("user", "c"))
     both = f"{SYSTEM.format('s')}\n\n{SYSTEM.format('t')}"
     assert shown(template, before) == f"<user>a</><assistant>b</><user>{both}\n\nc</><assistant>"
@@ -96,25 +96,25 @@ def test_a_late_system_message_goes_to_the_user_beside_it(template: str) -> None
     assert shown(template, last) == f"<user>a</><assistant>b</><user>{SYSTEM.format('s')}</><assistant>"
 
 
-def test_a_late_system_message_where_roles_alternate() -> None:
+def test_late_system_message_with_alternating_roles() -> None:
     last = chat(("user", "a"), ("assistant", "b"), ("system", "s"))
     assert shown(STRICT, last) == f"<user>a\n\n{SYSTEM.format('s')}</><assistant>b</><assistant>"
     between = chat(("user", "a"), ("assistant", "b"), ("system", "s"), ("assistant", "c"), ("user", "d"))
     assert shown(STRICT, between) == (f"<user>a</><assistant>b\n\nc</><user>{SYSTEM.format('s')}\n\nd</><assistant>")
 
 
-def test_messages_of_the_same_role_where_roles_alternate() -> None:
+def test_same_role_messages_are_merged_with_alternating_roles() -> None:
     request = chat(
         ("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", ""), ("assistant", "d"), ("user", "e")
     )
     assert shown(STRICT, request) == "<user>a\n\nb</><assistant>c\n\nd</><user>e</><assistant>"
 
 
-def test_an_assistant_that_begins() -> None:
+def test_leading_assistant_message_gets_empty_user_message() -> None:
     assert shown(STRICT, chat(("assistant", "a"), ("user", "b"))) == "<user></><assistant>a</><user>b</><assistant>"
 
 
-def test_a_refusal_that_nothing_helps() -> None:
+def test_first_rejection_is_raised_if_all_forms_fail() -> None:
     template = (
         "{% if 'x' in messages[-1].content %}{{ raise_exception('no ' + messages | length | string) }}{% endif %}"
     )
@@ -122,7 +122,7 @@ def test_a_refusal_that_nothing_helps() -> None:
         made(template).render(chat(("user", "x"), ("user", "x")))
 
 
-def test_a_refusal_that_no_probe_foresaw() -> None:
+def test_unexpected_rejection_falls_back_to_merged_messages() -> None:
     template = (
         "{% for message in messages %}{% if messages | length > 2 and message.role == loop.previtem.role %}"
         "{{ raise_exception('no') }}{% endif %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
@@ -138,14 +138,11 @@ def test_content_as_a_list_of_parts() -> None:
     assert shown(OPEN, request) == "<user>ab</><assistant>"
 
 
-CALLS = (
-    ToolCall("call_1", "add", '{"a": 1, "b": "x"}'),
-    ToolCall("call_2", "now", ""),
-)
+CALLS = (ToolCall("call_1", "add", '{"a": 1, "b": "x"}'), ToolCall("call_2", "now", ""))
 
 
 def working(*parts: Part, results: tuple[ToolResult, ...] | None = None) -> GenerationRequest:
-    """A question, calls, their results."""
+    """A question, calls and their results."""
     given = results or tuple(ToolResult(call.id, (Text(f"r{call.id[-1]}"),)) for call in CALLS)
     return GenerationRequest(
         messages=(
@@ -157,7 +154,7 @@ def working(*parts: Part, results: tuple[ToolResult, ...] | None = None) -> Gene
     )
 
 
-def test_tools_calls_and_results_that_the_template_would_lose() -> None:
+def test_unsupported_tools_calls_and_results_become_text() -> None:
     text = shown(STRICT, working(Text("Let me see."), *CALLS))
     assert text.startswith("<user>You may call these functions:\n<tools>\n")
     assert '{"type": "function", "function": {"name": "now", "description": "", ' in text
@@ -171,7 +168,7 @@ def test_tools_calls_and_results_that_the_template_would_lose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("form", "expected"),
     [
         ("plain", '{"name": "add", "arguments": {"a": 1, "b": "x"}}\n{"name": "now", "arguments": {}}'),
         ("json", '{"name": "add", "arguments": {"a": 1, "b": "x"}}\n{"name": "now", "arguments": {}}'),
@@ -185,29 +182,29 @@ def test_tools_calls_and_results_that_the_template_would_lose() -> None:
         ("pythonic", "[add(a=1, b='x'), now()]"),
     ],
 )
-def test_calls_in_the_words_of_the_format(form: str, words: str) -> None:
-    assert words in shown(OPEN, working(*CALLS), form)
+def test_calls_as_text_use_the_model_format(form: str, expected: str) -> None:
+    assert expected in shown(OPEN, working(*CALLS), form)
 
 
 READ = ToolCall("call_1", "add", '{"a":1,"b":"x \\"q\\" {a,\\nü","c":[1,"z"],"d":{"k":null},"e":true,"f":null}')
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.calls], ids=lambda form: form.name)
-def test_calls_are_written_as_they_are_read(form: ModelFormat) -> None:
+def test_calls_as_text_are_parsed_back(form: ModelFormat) -> None:
     kinds = {"a": "integer", "b": "string", "c": "array", "d": "object", "e": "boolean", "f": "null"}
     tools = (Tool("add", "", {"properties": {key: {"type": kind} for key, kind in kinds.items()}}), Tool("now"))
-    events = Split(form, tools)([Started(), TextDelta(written((READ, CALLS[1]), form)), Finished()])
+    events = SplitStage(form, tools)([Started(), TextDelta(format_calls((READ, CALLS[1]), form)), Finished()])
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["add", "now"]
     arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
     assert arguments.replace(" ", "") == (READ.arguments + "{}").replace(" ", "")
 
 
-def test_json_is_asked_for_where_the_format_has_no_marks() -> None:
+def test_format_without_call_markers_asks_for_json() -> None:
     asked = 'answer with JSON and nothing else: {"name": "NAME", "arguments": {"PARAMETER": "value"}}'
     assert asked in shown(OPEN, working(*CALLS), "plain")
 
 
-def test_arguments_as_the_template_wants_them() -> None:
+def test_arguments_as_object_or_text() -> None:
     around = (
         "{{% for m in messages %}}{{{{ m.content }}}}{{% for c in m.tool_calls or [] %}}{}{{% endfor %}}{{% endfor %}}"
     )
@@ -229,7 +226,7 @@ def test_arguments_as_the_template_wants_them() -> None:
     assert 'qadd{"a":1,   "b":"ä"}' in shown(printed, working(odd))
 
 
-def test_calls_that_are_shown_only_without_content() -> None:
+def test_template_that_shows_calls_only_with_null_content() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
         "{% for c in m.tool_calls %}<call>{{ c.function.name + c.function.arguments }}</>{% endfor %}"
@@ -238,11 +235,11 @@ def test_calls_that_are_shown_only_without_content() -> None:
     assert shown(template, working(*CALLS)).endswith(
         'q</><call>add{"a": 1, "b": "x"}</><call>now{}</><tool>r1</><tool>r2</>'
     )
-    said = "q</><assistant>Hm.</><call>now{}</><tool>r1</><tool>r2</>"
-    assert shown(template, working(Text("Hm."), CALLS[1])).endswith(said)
+    expected = "q</><assistant>Hm.</><call>now{}</><tool>r1</><tool>r2</>"
+    assert shown(template, working(Text("Hm."), CALLS[1])).endswith(expected)
 
 
-def test_arguments_that_are_no_object_stay_what_the_model_wrote() -> None:
+def test_invalid_arguments_are_passed_as_text() -> None:
     broken = ToolCall("call_1", "add", '{"a": ')
     assert '"arguments": "{\\"a\\": "' in shown(SHOWING, working(broken))
 
@@ -251,10 +248,10 @@ LLAMA3 = source("llama3")
 HARMONY = source("harmony")
 
 
-def test_calls_one_by_one_where_the_template_shows_only_one() -> None:
+def test_parallel_calls_are_split_for_single_call_templates() -> None:
     text = shown(LLAMA3, working(Text("Hm."), *CALLS), "llama3")
-    said = re.findall(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n([^<]*)", text)[2:]
-    assert said == [
+    expected = re.findall(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n([^<]*)", text)[2:]
+    assert expected == [
         ("assistant", "Hm."),
         ("assistant", '{"name": "add", "parameters": {"a": 1, "b": "x"}}'),
         ("ipython", "r1"),
@@ -264,31 +261,31 @@ def test_calls_one_by_one_where_the_template_shows_only_one() -> None:
     ]
 
 
-def test_a_thought_and_words_beside_a_call() -> None:
+def test_text_beside_reasoning_and_calls_joins_the_reasoning() -> None:
     text = shown(HARMONY, working(Reasoning("Think."), Text("Hm."), *CALLS), "harmony")
     assert "<|channel|>analysis<|message|>Think.\n\nHm.<|end|>" in text
     assert text.index('"b": "x"') < text.index('"r1"') < text.index("to=functions.now") < text.index('"r2"')
 
 
-def test_a_system_message_that_is_shown_only_beside_a_question() -> None:
+def test_system_message_is_shown_after_tool_results() -> None:
     case = CASES["mistral"]
     asked = working(*CALLS)
     request = msgspec.structs.replace(asked, messages=(Message("system", (Text("sys"),)), *asked.messages))
     assert "[INST]sys\n\nq[/INST]" in shown(source("mistral"), request, case.format)
 
 
-@pytest.mark.parametrize("given", ["call_1", "abcdefgh1", "", "ü" * 40])
-def test_ids_of_mistral(given: str) -> None:
-    call = ToolCall(given, "add", "{}")
-    text = shown(source("mistral"), working(call, results=(ToolResult(given, (Text("r"),)),)), "mistral_array")
+@pytest.mark.parametrize("call_id", ["call_1", "abcdefgh1", "", "ü" * 40])
+def test_mistral_call_ids(call_id: str) -> None:
+    call = ToolCall(call_id, "add", "{}")
+    text = shown(source("mistral"), working(call, results=(ToolResult(call_id, (Text("r"),)),)), "mistral_array")
     (of_call,) = re.findall(r'"id": "(.*?)"', text)
     (of_result,) = re.findall(r'"call_id": "(.*?)"', text)
     assert of_call == of_result
     assert re.fullmatch("[a-zA-Z0-9]{9}", of_call)
-    assert of_call == given or len(given) != 9
+    assert of_call == call_id or len(call_id) != 9
 
 
-def test_ids_of_kimi() -> None:
+def test_kimi_call_ids() -> None:
     first, again = working(*CALLS), working(CALLS[0], results=(ToolResult("call_1", (Text("r"),)),))
     request = msgspec.structs.replace(first, messages=first.messages + again.messages)
     text = shown("{{ messages | tojson }}", request, "kimi")
@@ -296,7 +293,7 @@ def test_ids_of_kimi() -> None:
     assert re.findall(r'"tool_call_id": "(.*?)"', text) == ["functions.add:0", "functions.now:1", "functions.add:2"]
 
 
-def test_a_result_without_a_call() -> None:
+def test_result_without_call() -> None:
     request = GenerationRequest(messages=(Message("tool", (ToolResult("nobody", (Text("r"),)),)),))
     assert '"tool_call_id": "nobody"' in shown(SHOWING, request)
     assert "r" in shown(HARMONY, request, "harmony")
@@ -304,15 +301,15 @@ def test_a_result_without_a_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [("disk full", "Error: disk full"), ("", "Error: "), ("ERROR 5", "ERROR 5"), ('{"error": 1}', '{"error": 1}')],
 )
-def test_a_result_that_is_an_error(text: str, told: str) -> None:
+def test_error_result_is_prefixed(text: str, expected: str) -> None:
     failed = working(CALLS[0], results=(ToolResult("call_1", (Text(text),), is_error=True),))
-    assert shown(OPEN, failed).endswith(f"<tool>{told}</><assistant>")
+    assert shown(OPEN, failed).endswith(f"<tool>{expected}</><assistant>")
 
 
-def test_reasoning_goes_where_the_template_looks_for_it_and_nowhere_else() -> None:
+def test_reasoning_is_passed_only_under_the_templates_key() -> None:
     for key in ("reasoning_content", "thinking", "reasoning"):
         template = f"{{% for m in messages %}}{{{{ m.content }}}}[{{{{ m.{key} }}}}]{{% endfor %}}"
         assert shown(template, working(Reasoning("hm"))).endswith("q[][hm]r1[]r2[]")
@@ -321,7 +318,7 @@ def test_reasoning_goes_where_the_template_looks_for_it_and_nowhere_else() -> No
     assert shown(twice, working(Reasoning("hm"))).count("hm") == 1
 
 
-def test_a_name_that_the_template_does_not_show() -> None:
+def test_hidden_name_is_reported_as_ignored() -> None:
     request = GenerationRequest(messages=(Message("user", (Text("a"),), name="ann"),))
     assert made(OPEN).render(request).ignored == ("messages.name",)
     assert made(SHOWING).render(request).ignored == ()
@@ -329,7 +326,7 @@ def test_a_name_that_the_template_does_not_show() -> None:
     assert made(OPEN).render(GenerationRequest(messages=(named_result,))).ignored == ()
 
 
-def test_names_that_merging_loses() -> None:
+def test_names_lost_by_merging_are_reported() -> None:
     template = STRICT.replace("<{{ message.role }}>", "<{{ message.role }} {{ message.name }}>")
     two = GenerationRequest(
         messages=(Message("user", (Text("a"),), name="ann"), Message("user", (Text("b"),), name="bob"))
@@ -341,7 +338,7 @@ HOSTILE = "<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [STRICT, HEADED, OPEN, DROPPING], ids=["strict", "headed", "open", "dropping"])
-def test_what_is_folded_is_still_data(template: str) -> None:
+def test_folded_content_stays_data(template: str) -> None:
     request = GenerationRequest(
         messages=(
             Message("system", (Text(HOSTILE),)),
@@ -361,7 +358,7 @@ def test_what_is_folded_is_still_data(template: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_keeps_content_data(name: str) -> None:
+def test_content_stays_data_in_every_family(name: str) -> None:
     case = CASES[name]
     template = ChatTemplate(source(name), bos=case.bos, eos=case.eos, control=case.control, format=FORMATS[case.format])
     longest = "|".join(map(re.escape, sorted(case.control, key=len, reverse=True)))

@@ -1,4 +1,4 @@
-"""Content is data: whatever a request says, the control tokens of a prompt are the template's own."""
+"""Content is data: only the template's own text becomes control tokens."""
 
 import json
 import re
@@ -15,16 +15,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dragoman.core.errors import BadRequest, ConfigError, EngineFailed
-from dragoman.core.request import (
-    GenerationRequest,
-    Message,
-    Reasoning,
-    Role,
-    Text,
-    Tool,
-    ToolCall,
-    ToolResult,
-)
+from dragoman.core.request import GenerationRequest, Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 from dragoman.prompt import ChatTemplate, Segment
 
 CHATML = (
@@ -44,11 +35,11 @@ TRIM = (
     "{{ bos_token }}{% for message in messages %}<|user|>{{ message['name'] }}: {{ message['content'] | trim }}"
     "{{ message | tojson }}{{ message }}{{ eos_token }}{% endfor %}<|assistant|>"
 )
-CHANGING = (
+FILTERING = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message.name | upper }}{{ message.content | lower }}"
     "{{ message['content'][3:] }}{{ message['content'] | replace('a', '') }}{{ eos_token }}{% endfor %}"
 )
-MEETING = "{% for message in messages %}{{ message['name'] }}{{ message['content'] | trim }}<|im_end|>{% endfor %}"
+ADJACENT = "{% for message in messages %}{{ message['name'] }}{{ message['content'] | trim }}<|im_end|>{% endfor %}"
 CONTROL = (
     "<|im_start|>",
     "<|im_end|>",
@@ -63,7 +54,7 @@ CONTROL = (
     "<s>",
     "</s>",
 )
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "trim": TRIM, "meeting": MEETING}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "trim": TRIM, "meeting": ADJACENT}
 
 
 @cache
@@ -95,7 +86,7 @@ def plain_template(source: str) -> jinja2.Template:
 
 
 def plain_rendering(source: str, request: GenerationRequest) -> str:
-    """What the template gives without any care for what is in the strings."""
+    """The output of the template without content isolation."""
     messages = [{"role": m.role, "content": m.text, "name": m.name} for m in request.messages]
     return plain_template(source).render(
         messages=messages, bos_token="<|begin_of_text|>", eos_token="</s>", add_generation_prompt=True
@@ -103,9 +94,9 @@ def plain_rendering(source: str, request: GenerationRequest) -> str:
 
 
 def pieces() -> st.SearchStrategy[str]:
-    """Texts made of control texts and of their beginnings and ends, which meet each other and the template."""
-    cut = [text[:at] for text in CONTROL for at in range(1, len(text))]
-    cut += [text[at:] for text in CONTROL for at in range(1, len(text))]
+    """Texts made of control texts and of their prefixes and suffixes."""
+    cut = [text[:i] for text in CONTROL for i in range(1, len(text))]
+    cut += [text[i:] for text in CONTROL for i in range(1, len(text))]
     odd = ["<|IM_END|>", " ", "\n", '"', "\\", "\U00017000", "\U00017003", "ä", "a", "|", "<", ">", "\u2028"]
     return st.lists(st.sampled_from([*CONTROL, *cut, *odd]), max_size=6).map("".join)
 
@@ -125,18 +116,18 @@ def harmless(request: GenerationRequest) -> GenerationRequest:
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 @settings(max_examples=150, deadline=None)
 @given(request_=conversations())
-def test_control_tokens_are_the_templates_own_and_the_text_is_unchanged(
-    source: str, request_: GenerationRequest
-) -> None:
+def test_only_the_template_makes_control_tokens_and_text_is_unchanged(source: str, request_: GenerationRequest) -> None:
     segments = template(source).render(request_).segments
     assert special_controls(segments) == special_controls(template(source).render(harmless(request_)).segments)
     assert joined(segments) == plain_rendering(source, request_)
 
 
-@pytest.mark.parametrize("source", [CHANGING, None], ids=["changing", "fallback"])
+@pytest.mark.parametrize("source", [FILTERING, None], ids=["changing", "fallback"])
 @settings(max_examples=150, deadline=None)
 @given(request_=conversations())
-def test_control_tokens_are_the_templates_own_whatever_it_does(source: str | None, request_: GenerationRequest) -> None:
+def test_only_the_template_makes_control_tokens_despite_filters(
+    source: str | None, request_: GenerationRequest
+) -> None:
     segments = template(source).render(request_).segments
     assert special_controls(segments) == special_controls(template(source).render(harmless(request_)).segments)
 
@@ -149,7 +140,7 @@ def test_segments_alternate(request_: GenerationRequest) -> None:
     assert all(segment.text for segment in segments)
 
 
-def test_a_harmless_chat_is_one_segment() -> None:
+def test_chat_without_control_texts_is_one_segment() -> None:
     (segment,) = template(CHATML).render(chat("Hello!", roles=("user",))).segments
     assert segment == Segment(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>\n"
@@ -167,7 +158,7 @@ def test_control_texts_in_content_are_plain() -> None:
     )
 
 
-def test_control_texts_hidden_in_one_another() -> None:
+def test_nested_control_texts_are_plain() -> None:
     segments = template(CHATML).render(chat("<|im_<|im_end|>end|>", roles=("system",))).segments
     assert [segment.text for segment in segments if not segment.special] == ["<|im_end|>"]
     assert special_controls(segments) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
@@ -183,26 +174,26 @@ def test_control_texts_hidden_in_one_another() -> None:
         ("<|im_end|>\n", "<|im_start|>"),
     ],
 )
-def test_strings_that_meet_make_no_control_text(name: str, content: str) -> None:
+def test_adjacent_strings_do_not_form_control_texts(name: str, content: str) -> None:
     request = GenerationRequest(messages=(Message("user", (Text(content),), name=name),))
-    segments = template(MEETING).render(request).segments
+    segments = template(ADJACENT).render(request).segments
     assert joined(segments) == name + content.strip() + "<|im_end|>"
     assert special_controls(segments) == ["<|im_end|>"]
 
 
-def test_parts_of_a_message_are_one_text() -> None:
+def test_control_text_split_across_parts_is_plain() -> None:
     request = GenerationRequest(messages=(Message("system", (Text("<|im_"), Text("end|>"))),))
     assert template(CHATML).render(request).segments[1] == Segment("<|im_end|>", special=False)
 
 
-def test_a_filter_that_makes_a_control_text() -> None:
+def test_control_text_made_by_a_filter_is_plain() -> None:
     source = "{% for message in messages %}<|im_start|>{{ message.content | lower }}{% endfor %}"
     segments = template(source).render(chat("say <|IM_END|>")).segments
     assert special_controls(segments) == ["<|im_start|>"]
     assert segments[1:] == (Segment("say <|IM_END|>", special=False),)
 
 
-def test_a_control_text_that_the_template_puts_together() -> None:
+def test_control_text_assembled_by_the_template_is_special() -> None:
     source = "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}</s>{% endfor %}"
     segments = template(source).render(chat("hi there")).segments
     assert segments == (
@@ -212,7 +203,7 @@ def test_a_control_text_that_the_template_puts_together() -> None:
     )
 
 
-def test_longer_control_text_over_the_edge_of_the_templates_own() -> None:
+def test_control_text_overlapping_a_template_literal() -> None:
     made = ChatTemplate("{{ messages[0].content }}<b>", bos="", eos="", control=["<b>", "<a<b>"])
     assert made.render(chat("<a")).segments == (Segment("<a", special=False), Segment("<b>", special=True))
 
@@ -241,15 +232,15 @@ def test_every_string_of_a_request_is_data() -> None:
     assert '"\\u00e4"' in joined(segments)
 
 
-def test_time_is_linear_in_what_stands_between_marks() -> None:
+def test_rendering_time_is_linear_in_content() -> None:
     content = ("<|im_end|>" + " ä" * 50) * 2000 + " " * 200_000
-    begun = time.process_time()
+    start = time.process_time()
     segments = template(CHATML).render(chat(content, roles=("system",))).segments
-    assert time.process_time() - begun < 5
+    assert time.process_time() - start < 5
     assert joined(segments) == plain_rendering(CHATML, chat(content, roles=("system",)))
 
 
-def test_messages_as_templates_know_them() -> None:
+def test_messages_and_tools_as_templates_expect_them() -> None:
     request = GenerationRequest(
         messages=(
             Message("developer", (Text("be"), Text(" kind"))),
@@ -296,7 +287,7 @@ def test_messages_as_templates_know_them() -> None:
     ]
 
 
-def test_a_user_message_with_a_tool_result_and_words() -> None:
+def test_user_message_with_tool_result_and_text() -> None:
     request = GenerationRequest(messages=(Message("user", (ToolResult("c", (Text("42"),)), Text("and now?"))),))
     rendered = joined(template("{{ messages | tojson }}").render(request).segments)
     assert msgspec.json.decode(rendered) == [
@@ -305,11 +296,11 @@ def test_a_user_message_with_a_tool_result_and_words() -> None:
     ]
 
 
-def test_tools_are_none_when_there_are_none() -> None:
+def test_tools_variable_is_none_without_tools() -> None:
     assert joined(template("{{ tools is none }} {{ add_generation_prompt }}").render(chat("x")).segments) == "True True"
 
 
-def test_what_templates_of_hugging_face_models_use() -> None:
+def test_hugging_face_template_extensions() -> None:
     source = (
         "{%- for message in messages %}\n"
         "  {%- if loop.index0 == 1 %}{% break %}{% endif %}\n"
@@ -319,7 +310,7 @@ def test_what_templates_of_hugging_face_models_use() -> None:
     assert joined(template(source).render(chat("x", "y")).segments) == '{"a": "<ä&>"}4'
 
 
-def test_the_fallback_shows_tools_and_calls() -> None:
+def test_fallback_template_shows_tools_and_calls() -> None:
     request = GenerationRequest(
         messages=(
             Message("system", (Text("Be brief."),)),
@@ -336,7 +327,7 @@ def test_the_fallback_shows_tools_and_calls() -> None:
     assert text.count("<|im_start|>system") == 1
 
 
-def test_a_template_that_refuses_the_conversation() -> None:
+def test_template_exception_is_a_bad_request() -> None:
     source = "{{ raise_exception('no ' + messages[0].content + ' after <|im_end|>') }}"
     with pytest.raises(BadRequest, match=re.escape("no <|eot_id|> after <|im_end|>")) as caught:
         template(source).render(chat("<|eot_id|>"))
@@ -353,18 +344,18 @@ def test_a_template_that_refuses_the_conversation() -> None:
         "{{ missing | tojson }}",
     ],
 )
-def test_a_template_that_fails(source: str) -> None:
+def test_template_error_is_an_engine_failure(source: str) -> None:
     with pytest.raises(EngineFailed, match=r"chat template failed: [A-Za-z]+Error: "):
         template(source).render(chat("x"))
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x | no_such_filter }}", "{% for %}", "{{", "{% endif %}"])
-def test_a_template_that_does_not_parse(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"^the chat template does not parse: .+ \(line 1 of it\)$"):
+def test_template_syntax_error_is_a_config_error(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the chat template does not parse: .+ \(line 1\)$"):
         template(source)
 
 
-def test_a_conversation_nested_too_deeply() -> None:
+def test_deeply_nested_conversation_is_rejected() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
         schema = {"not": schema}
@@ -372,7 +363,7 @@ def test_a_conversation_nested_too_deeply() -> None:
         template(CHATML).render(GenerationRequest(tools=(Tool("f", "", schema),)))
 
 
-def test_thousands_of_control_texts_cost_nothing_extra() -> None:
+def test_thousands_of_control_texts() -> None:
     control = [f"<|reserved_{number}|>" for number in range(5000)]
     made = ChatTemplate("{{ messages[0].content }}<|reserved_7|>", bos="", eos="", control=control)
     text = "<|reserved_" * 20_000 + "<|reserved_70|>"

@@ -1,6 +1,5 @@
-"""Chat completions: JSON to values, events to frames."""
+"""Server side of chat completions: decoding requests, encoding replies."""
 
-import json
 from typing import Any
 
 import msgspec
@@ -8,7 +7,6 @@ import pytest
 
 from dragoman.core.errors import BadRequest, EngineDied
 from dragoman.core.events import (
-    Event,
     Finished,
     ReasoningDelta,
     Started,
@@ -18,11 +16,8 @@ from dragoman.core.events import (
     ToolCallStart,
     Usage,
 )
-from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import (
-    Asked,
     Delivery,
-    GenerationRequest,
     Image,
     JsonSchema,
     Logprobs,
@@ -35,21 +30,10 @@ from dragoman.core.request import (
     ToolChoice,
     ToolResult,
 )
-from dragoman.protocols.registry import PROTOCOLS
-
-CHAT = PROTOCOLS["chat"]
+from tests.protocols.chat_helpers import CHAT, REQUEST, asked, chunk, collected, decode, frames, parse
 
 
-def decode(**fields: Any) -> GenerationRequest:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return CHAT.decode(json.dumps(body).encode())
-
-
-def asked(request: GenerationRequest) -> set[tuple[str, str]]:
-    return {(entry.feature, entry.param) for entry in request.asked} - {("chat", "messages")}
-
-
-def test_all_roles_and_shapes_of_content() -> None:
+def test_decode_all_roles_and_content_types() -> None:
     request = decode(
         messages=[
             {"role": "system", "content": "Be brief."},
@@ -80,7 +64,7 @@ def test_all_roles_and_shapes_of_content() -> None:
     assert asked(request) == set()
 
 
-def test_every_option() -> None:
+def test_decode_every_option() -> None:
     request = decode(
         temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=3, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.1, logit_bias={"5": -100}, stop=["a", "b"], stop_token_ids=[2], ignore_eos=True, n=2,
@@ -96,14 +80,14 @@ def test_every_option() -> None:
     assert asked(request) == {(name, name) for name in names.split()} | {("choices", "n")}
 
 
-def test_nulls_and_neutral_values_ask_for_nothing() -> None:
-    nothing = ("temperature", "seed", "stop", "tools", "response_format", "stream_options", "logit_bias", "unheard")
-    request = decode(**dict.fromkeys(nothing), presence_penalty=0, frequency_penalty=0.0, top_p=1, n=1, logprobs=False)
+def test_null_and_neutral_values_request_no_features() -> None:
+    nulls = ("temperature", "seed", "stop", "tools", "response_format", "stream_options", "logit_bias", "unknown_field")
+    request = decode(**dict.fromkeys(nulls), presence_penalty=0, frequency_penalty=0.0, top_p=1, n=1, logprobs=False)
     assert asked(request) == set()
     assert request.sampling.temperature is None
 
 
-def test_what_cannot_be_ignored_is_named() -> None:
+def test_requested_features_have_their_path() -> None:
     schema = {"type": "object"}
     request = decode(
         messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}],
@@ -113,7 +97,7 @@ def test_what_cannot_be_ignored_is_named() -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "r", "schema": schema, "strict": True}},
         reasoning_effort="low",
         store=True,
-        unheard=1,
+        unknown_field=1,
     )
     assert request.messages[0].parts == (Image(url="data:x"),)
     assert request.tools == (Tool("f", "", schema, strict=True, path="tools[0].function.parameters"),)
@@ -128,13 +112,13 @@ def test_what_cannot_be_ignored_is_named() -> None:
         ("constraint", "response_format"),
         ("thinking", "reasoning_effort"),
         ("store", "store"),
-        ("unknown", "unheard"),
+        ("unknown", "unknown_field"),
     }
 
 
 TEXT = {"type": "text", "text": "a"}
 CALL: dict[str, Any] = {"function": {}}
-MISTAKES = [
+INVALID = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -167,47 +151,19 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "param"), MISTAKES)
-def test_mistakes_name_their_place(fields: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("fields", "param"), INVALID)
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(**fields)
     assert caught.value.param == param
     assert param.split("[")[0] in caught.value.message
 
 
-def frames(request: GenerationRequest, *batches: tuple[int, list[Event]]) -> list[Any]:
-    encoder = CHAT.encoder(request, 1700000000)
-    wire = b"".join(encoder.feed(choice, events) for choice, events in batches) + encoder.end()
-    return parse(wire)
-
-
-def parse(wire: bytes) -> list[Any]:
-    assert wire.endswith(b"\n\n")
-    lines = wire.decode().removesuffix("\n\n").split("\n\n")
-    assert all(line.startswith("data: ") for line in lines)
-    return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def collected(*batches: list[Event]) -> Reply:
-    collection = Collection()
-    for events in batches:
-        collection.add(0, events)
-    return collection.reply()
-
-
-REQUEST = GenerationRequest(id="chatcmpl-1", model="m")
-STAMP = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1700000000, "model": "m"}
-
-
-def chunk(delta: dict[str, Any], index: int = 0, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
-    return {**STAMP, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]}
-
-
-def test_frames_of_a_stream() -> None:
-    told = frames(
+def test_stream_frames() -> None:
+    encoded = frames(
         REQUEST, (0, [Started(3)]), (0, [TextDelta('a"\n'), TextDelta(""), TextDelta("é😀")]), (0, [Finished()])
     )
-    assert told == [
+    assert encoded == [
         chunk({"role": "assistant", "content": ""}),
         chunk({"content": 'a"\n'}),
         chunk({"content": "é😀"}),
@@ -216,19 +172,19 @@ def test_frames_of_a_stream() -> None:
     ]
 
 
-def test_choices_are_interleaved_and_usage_comes_when_asked() -> None:
+def test_interleaved_choices_and_usage() -> None:
     request = msgspec.structs.replace(REQUEST, choices=2, delivery=Delivery(stream=True, usage=True))
-    told = frames(
+    encoded = frames(
         request,
         (0, [Started(3), TextDelta("a")]),
         (1, [Started(3), TextDelta("b")]),
         (1, [Finished("length", usage=Usage(completion=1))]),
         (0, [Finished("stop", usage=Usage(prompt=3, completion=1, cached=2))]),
     )
-    assert [entry["choices"][0]["index"] for entry in told[:-2]] == [0, 0, 1, 1, 1, 0]
-    assert all(entry["usage"] is None for entry in told[:-2])
-    assert told[-2]["choices"] == []
-    assert told[-2]["usage"] == {
+    assert [entry["choices"][0]["index"] for entry in encoded[:-2]] == [0, 0, 1, 1, 1, 0]
+    assert all(entry["usage"] is None for entry in encoded[:-2])
+    assert encoded[-2]["choices"] == []
+    assert encoded[-2]["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "total_tokens": 5,
@@ -237,31 +193,10 @@ def test_choices_are_interleaved_and_usage_comes_when_asked() -> None:
     }
 
 
-def test_reasoning_and_calls() -> None:
-    told = frames(
-        REQUEST,
-        (0, [ReasoningDelta("hm"), ToolCallStart("c1", "f"), ToolCallDelta('{"x"'), ToolCallDelta(":1}")]),
-        (0, [ToolCallStart("c2", "g"), Finished("tool_calls")]),
-    )
-
-    def call(index: int, **fields: Any) -> dict[str, Any]:
-        return chunk({"tool_calls": [{"index": index, **fields}]})
-
-    assert told == [
-        chunk({"reasoning_content": "hm", "reasoning": "hm"}),
-        call(0, id="c1", type="function", function={"name": "f", "arguments": ""}),
-        call(0, function={"arguments": '{"x"'}),
-        call(0, function={"arguments": ":1}"}),
-        call(1, id="c2", type="function", function={"name": "g", "arguments": ""}),
-        chunk({}, finish="tool_calls"),
-        "data: [DONE]",
-    ]
-
-
-def test_logprobs() -> None:
+def test_logprobs_in_a_frame() -> None:
     request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(1))
     entry = TokenLogprob(5, b"\xc3", -0.5, (TokenLogprob(6, b"x", -0.1),))
-    told = frames(request, (0, [TextDelta("", logprobs=(entry,))]), (0, [Finished()]))
+    encoded = frames(request, (0, [TextDelta("", logprobs=(entry,))]), (0, [Finished()]))
     content = [
         {
             "token": "�",
@@ -270,18 +205,18 @@ def test_logprobs() -> None:
             "top_logprobs": [{"token": "x", "logprob": -0.1, "bytes": [120]}],
         }
     ]
-    assert told[0] == chunk({"content": ""}, logprobs={"content": content, "refusal": None})
+    assert encoded[0] == chunk({"content": ""}, logprobs={"content": content, "refusal": None})
 
 
-def test_a_late_failure_is_a_frame_of_its_own() -> None:
+def test_error_frame() -> None:
     encoder = CHAT.encoder(REQUEST, 1)
     assert parse(encoder.fail(EngineDied("gone"))) == [
         {"error": {"message": "gone", "type": "inference_error", "param": None, "code": "engine_died"}}
     ]
 
 
-def test_the_reply_is_the_collected_stream() -> None:
-    told = CHAT.encode_reply(
+def test_reply_is_the_collected_stream() -> None:
+    encoded = CHAT.encode_reply(
         REQUEST,
         1700000000,
         collected(
@@ -292,29 +227,24 @@ def test_the_reply_is_the_collected_stream() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message: dict[str, Any] = {"role": "assistant", "content": "ab", "refusal": None}
     message |= {"reasoning_content": "hm", "reasoning": "hm", "tool_calls": [call]}
-    assert told["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}]
-    assert (told["object"], told["usage"]["total_tokens"]) == ("chat.completion", 8)
-
-
-def test_an_asked_feature_has_a_path() -> None:
-    assert Asked("choices", "n") in decode(n=3).asked
+    assert encoded["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}]
+    assert (encoded["object"], encoded["usage"]["total_tokens"]) == ("chat.completion", 8)
 
 
 def test_documents() -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "documents": [{"title": "A", "text": "b"}]}
-    request = PROTOCOLS["chat"].decode(json.dumps(body).encode())
+    request = decode(documents=[{"title": "A", "text": "b"}])
     assert request.documents == ({"title": "A", "text": "b"},)
-    assert ("documents", "documents") in [(asked.feature, asked.param) for asked in request.asked]
+    assert asked(request) == {("documents", "documents")}
 
 
 @pytest.mark.parametrize(("retention", "seconds"), [(None, 0), ("in_memory", 0), ("in-memory", 0), ("24h", 24 * 3600)])
-def test_how_long_a_prompt_is_to_be_kept(retention: str | None, seconds: float) -> None:
+def test_prompt_cache_retention(retention: str | None, seconds: float) -> None:
     request = decode(prompt_cache_retention=retention)
     assert request.keep_seconds == seconds
     assert asked(request) == set()
 
 
-def test_a_time_that_nobody_knows_is_refused() -> None:
+def test_unknown_retention_is_rejected() -> None:
     with pytest.raises(BadRequest) as caught:
-        decode(prompt_cache_retention="for ever")
+        decode(prompt_cache_retention="forever")
     assert caught.value.param == "prompt_cache_retention"

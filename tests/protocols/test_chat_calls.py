@@ -1,4 +1,4 @@
-"""Thoughts and calls on the wire: frame by frame, and the joined frames against the whole reply."""
+"""Reasoning and tool calls in chat replies: single frames, and joined frames compared with the whole reply."""
 
 from itertools import pairwise
 from typing import Any
@@ -17,8 +17,7 @@ from dragoman.core.events import (
     Usage,
 )
 from dragoman.core.request import Asked, GenerationRequest
-from dragoman.protocols.registry import PROTOCOLS
-from tests.protocols.test_chat import REQUEST, chunk, collected, frames
+from tests.protocols.chat_helpers import CHAT, REQUEST, chunk, collected, frames
 
 LEGACY = GenerationRequest(id="chatcmpl-1", model="m", asked=(Asked("chat", "messages"), Asked("tools", "functions")))
 
@@ -27,14 +26,13 @@ def call(index: int, **fields: Any) -> dict[str, Any]:
     return chunk({"tool_calls": [{"index": index, **fields}]})
 
 
-def test_frames_of_calls() -> None:
-    """The first has id, type and name; those that follow only arguments; nothing is sent for no arguments."""
-    told = frames(
+def test_call_frames_have_id_and_name_first_then_only_arguments() -> None:
+    encoded = frames(
         REQUEST,
         (0, [Started(3), ToolCallStart("c1", "f"), ToolCallDelta(""), ToolCallDelta('{"x'), ToolCallDelta('": 1}')]),
         (0, [ToolCallStart("c2", "g"), ToolCallDelta("{}", count=2), Finished("tool_calls")]),
     )
-    assert told == [
+    assert encoded == [
         chunk({"role": "assistant", "content": ""}),
         call(0, id="c1", type="function", function={"name": "f", "arguments": ""}),
         call(0, function={"arguments": '{"x'}),
@@ -46,30 +44,30 @@ def test_frames_of_calls() -> None:
     ]
 
 
-def test_calls_of_several_choices_count_for_themselves() -> None:
-    told = frames(
+def test_call_index_counts_per_choice() -> None:
+    encoded = frames(
         REQUEST,
         (0, [ToolCallStart("c1", "f")]),
         (1, [ToolCallStart("c2", "f"), ToolCallDelta("{")]),
         (0, [ToolCallDelta("{}"), ToolCallStart("c3", "f")]),
     )
-    entries = [(frame["choices"][0]["index"], frame["choices"][0]["delta"]["tool_calls"][0]) for frame in told[:-1]]
+    entries = [(frame["choices"][0]["index"], frame["choices"][0]["delta"]["tool_calls"][0]) for frame in encoded[:-1]]
     assert [(choice, entry["index"]) for choice, entry in entries] == [(0, 0), (1, 0), (1, 0), (0, 0), (0, 1)]
 
 
-def test_frames_of_thoughts() -> None:
-    told = frames(REQUEST, (0, [ReasoningDelta("hm"), ReasoningDelta(""), TextDelta("so"), Finished()]))
-    assert told[:-1] == [
+def test_reasoning_frames() -> None:
+    encoded = frames(REQUEST, (0, [ReasoningDelta("hm"), ReasoningDelta(""), TextDelta("so"), Finished()]))
+    assert encoded[:-1] == [
         chunk({"reasoning_content": "hm", "reasoning": "hm"}),
         chunk({"content": "so"}),
         chunk({}, finish="stop"),
     ]
 
 
-def test_the_older_words() -> None:
+def test_legacy_function_call() -> None:
     events: list[Event] = [Started(), TextDelta("hm"), ToolCallStart("c1", "f"), ToolCallDelta("{}")]
-    told = frames(LEGACY, (0, [*events, Finished("tool_calls")]))
-    assert told == [
+    encoded = frames(LEGACY, (0, [*events, Finished("tool_calls")]))
+    assert encoded == [
         chunk({"role": "assistant", "content": ""}),
         chunk({"content": "hm"}),
         chunk({"function_call": {"name": "f", "arguments": ""}}),
@@ -88,15 +86,15 @@ def test_the_older_words() -> None:
 
 
 def whole(request: GenerationRequest, events: list[Event]) -> dict[str, Any]:
-    choice: dict[str, Any] = PROTOCOLS["chat"].encode_reply(request, 1, collected(events))["choices"][0]
+    choice: dict[str, Any] = CHAT.encode_reply(request, 1, collected(events))["choices"][0]
     return choice
 
 
-def test_messages_have_only_what_there_is() -> None:
+def test_reply_message_omits_absent_fields() -> None:
     text = whole(REQUEST, [Started(), TextDelta("a"), Finished()])
     assert text["message"] == {"role": "assistant", "content": "a", "refusal": None}
-    nothing = whole(REQUEST, [Started(), Finished()])
-    assert nothing["message"] == {"role": "assistant", "content": "", "refusal": None}
+    empty = whole(REQUEST, [Started(), Finished()])
+    assert empty["message"] == {"role": "assistant", "content": "", "refusal": None}
     only_call = whole(REQUEST, [Started(), ToolCallStart("c", "f"), ToolCallDelta("{}"), Finished("tool_calls")])
     assert only_call["finish_reason"] == "tool_calls"
     assert only_call["message"] == {
@@ -116,10 +114,10 @@ CALL = st.builds(
 DELTAS = st.one_of(TEXT.map(lambda text: [TextDelta(text)]), TEXT.map(lambda text: [ReasoningDelta(text)]), CALL)
 
 
-def joined(told: list[Any]) -> dict[str, Any]:
-    """The message that a client puts together from a stream."""
+def joined(encoded: list[Any]) -> dict[str, Any]:
+    """Join the frames of a stream to a message, as a client does."""
     message: dict[str, Any] = {"role": None, "content": "", "reasoning": "", "calls": [], "reason": None}
-    for entry in (frame["choices"][0] for frame in told[:-1]):
+    for entry in (frame["choices"][0] for frame in encoded[:-1]):
         delta = entry["delta"]
         message["role"] = delta.get("role", message["role"])
         message["content"] += delta.get("content", "")
@@ -136,7 +134,7 @@ def joined(told: list[Any]) -> dict[str, Any]:
 
 
 @given(st.lists(DELTAS, max_size=12), st.lists(st.integers(1, 40), max_size=6))
-def test_the_joined_stream_is_the_reply(deltas: list[list[Event]], cuts: list[int]) -> None:
+def test_joined_stream_equals_reply(deltas: list[list[Event]], cuts: list[int]) -> None:
     events: list[Event] = [Started(2), *(event for group in deltas for event in group), Finished(usage=Usage(2, 3))]
     edges = sorted({0, len(events), *(cut for cut in cuts if cut < len(events))})
     batches = [(0, events[start:end]) for start, end in pairwise(edges)]

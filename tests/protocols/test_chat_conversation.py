@@ -1,4 +1,4 @@
-"""Messages of a chat as clients send them back."""
+"""Decoding of chat messages that clients send back."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Message, Part, Reasoning, Text, ToolCall, ToolResult
-from tests.protocols.test_chat import asked, decode
+from tests.protocols.chat_helpers import asked, decode
 
 
-def only(**fields: Any) -> Message:
+def decode_message(**fields: Any) -> Message:
     request = decode(messages=[fields])
     assert asked(request) == set()
     return request.messages[0]
@@ -20,7 +20,7 @@ BLOCKS = [{"type": "thinking", "thinking": "c", "signature": "s"}, {"type": "red
 
 
 @pytest.mark.parametrize(
-    ("fields", "thought"),
+    ("fields", "reasoning"),
     [
         ({"reasoning_content": "x"}, "x"),
         ({"reasoning": "x"}, "x"),
@@ -34,18 +34,18 @@ BLOCKS = [{"type": "thinking", "thinking": "c", "signature": "s"}, {"type": "red
         ({"reasoning_content": "", "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}, None),
     ],
 )
-def test_thoughts(fields: dict[str, Any], thought: str | None) -> None:
-    thoughts: tuple[Part, ...] = () if thought is None else (Reasoning(thought),)
-    assert only(role="assistant", content="hi", **fields).parts == (*thoughts, Text("hi"))
+def test_reasoning_fields(fields: dict[str, Any], reasoning: str | None) -> None:
+    expected: tuple[Part, ...] = () if reasoning is None else (Reasoning(reasoning),)
+    assert decode_message(role="assistant", content="hi", **fields).parts == (*expected, Text("hi"))
 
 
 @pytest.mark.parametrize(
-    ("given", "arguments"),
+    ("field", "arguments"),
     [('{"x": 1}', '{"x": 1}'), ({"x": 1}, '{"x":1}'), (None, "{}"), ("", "{}"), ("{cut", "{cut")],
 )
-def test_arguments_of_calls(given: Any, arguments: str) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
-    assert only(role="assistant", content=None, tool_calls=[call]).parts == (ToolCall("c", "f", arguments),)
+def test_call_arguments(field: Any, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": field}}
+    assert decode_message(role="assistant", content=None, tool_calls=[call]).parts == (ToolCall("c", "f", arguments),)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_arguments_of_calls(given: Any, arguments: str) -> None:
         ({"content": "no", "is_error": True}, ToolResult("c", (Text("no"),), is_error=True)),
     ],
 )
-def test_results_need_no_call(fields: dict[str, Any], result: ToolResult) -> None:
-    assert only(role="tool", tool_call_id="c", **fields).parts == (result,)
+def test_tool_result_without_call(fields: dict[str, Any], result: ToolResult) -> None:
+    assert decode_message(role="tool", tool_call_id="c", **fields).parts == (result,)
 
 
-def test_a_call_of_another_kind() -> None:
+def test_call_of_another_type() -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}
     request = decode(messages=[{"role": "assistant", "tool_calls": [call]}])
     assert asked(request) == {("custom_tools", "messages[0].tool_calls[0].type")}

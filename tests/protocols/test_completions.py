@@ -1,4 +1,4 @@
-"""Completions: JSON to values, events to frames."""
+"""Server side of completions: decoding requests, encoding replies."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from dragoman.core.errors import BadRequest
 from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, OneOf
 from dragoman.protocols.registry import PROTOCOLS
-from tests.protocols.test_chat import collected, parse
+from tests.protocols.chat_helpers import collected, parse
 
 COMPLETIONS = PROTOCOLS["completions"]
 
@@ -29,14 +29,14 @@ def decode(**fields: Any) -> GenerationRequest:
         ([[1, 2], [3]], ((1, 2), (3,))),
     ],
 )
-def test_a_prompt_has_four_shapes(prompt: Any, prompts: tuple[Any, ...]) -> None:
+def test_prompt_types(prompt: Any, prompts: tuple[Any, ...]) -> None:
     request = decode(prompt=prompt)
     assert request.prompts == prompts
-    by_tokens = any(entry.feature == "token_prompt" for entry in request.asked)
-    assert by_tokens == any(isinstance(entry, tuple) for entry in prompts)
+    has_tokens = any(entry.feature == "token_prompt" for entry in request.asked)
+    assert has_tokens == any(isinstance(entry, tuple) for entry in prompts)
 
 
-MISTAKES = [
+INVALID = [
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt[0]"),
     ({"prompt": [1, "a"]}, "prompt[1]"),
@@ -56,14 +56,14 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), MISTAKES)
-def test_mistakes_name_their_place(fields: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("fields", "param"), INVALID)
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(**fields)
     assert caught.value.param == param
 
 
-def test_what_is_asked() -> None:
+def test_requested_features() -> None:
     request = decode(echo=True, max_tokens=0, logprobs=2, suffix="end", best_of=3, n=2, return_token_ids=True)
     assert request.logprobs == Logprobs(2, prompt=True)
     assert (request.echo, request.max_tokens, request.choices, request.best_of) == (True, 0, 2, 3)
@@ -88,15 +88,15 @@ def frames(request: GenerationRequest, events: list[Event]) -> list[Any]:
     return parse(encoder.feed(0, events) + encoder.end())
 
 
-def test_frames_of_a_stream() -> None:
-    told = frames(REQUEST, [Started(1), TextDelta(" world"), Finished("length", usage=Usage(1, 1))])
-    assert [entry["choices"][0]["text"] for entry in told[:-1]] == [" world", ""]
-    assert [entry["choices"][0]["finish_reason"] for entry in told[:-1]] == [None, "length"]
-    assert told[0]["object"] == "text_completion"
-    assert told[-1] == "data: [DONE]"
+def test_stream_frames() -> None:
+    encoded = frames(REQUEST, [Started(1), TextDelta(" world"), Finished("length", usage=Usage(1, 1))])
+    assert [entry["choices"][0]["text"] for entry in encoded[:-1]] == [" world", ""]
+    assert [entry["choices"][0]["finish_reason"] for entry in encoded[:-1]] == [None, "length"]
+    assert encoded[0]["object"] == "text_completion"
+    assert encoded[-1] == "data: [DONE]"
 
 
-def test_echo_with_logprobs_and_ids() -> None:
+def test_echo_with_logprobs_and_token_ids() -> None:
     delivery = Delivery(stream=True, usage=True, token_ids=True)
     request = msgspec.structs.replace(REQUEST, echo=True, logprobs=Logprobs(2, prompt=True), delivery=delivery)
     events: list[Event] = [STARTED, TextDelta(" world", tokens=(2,), logprobs=(WORLD,)), Finished(usage=Usage(1, 1))]
@@ -123,7 +123,7 @@ def test_echo_with_logprobs_and_ids() -> None:
     assert choice["logprobs"]["text_offset"] == [0, 5]
 
 
-def test_a_shape_can_be_asked_for_here_too() -> None:
+def test_constrained_output() -> None:
     request = decode(prompt="a", guided_choice=["yes", "no"])
     assert request.constraint == OneOf(("yes", "no"))
     assert Asked("constraint", "guided_choice") in request.asked

@@ -1,4 +1,4 @@
-"""Embeddings and rerank on the wire."""
+"""Server side of embeddings and rerank."""
 
 import base64
 import json
@@ -23,16 +23,16 @@ def decode(**fields: Any) -> EmbeddingRequest:
     return embeddings.decode(json.dumps(fields).encode())
 
 
-def ranked(**fields: Any) -> RerankRequest:
+def decode_rerank(**fields: Any) -> RerankRequest:
     return rerank.decode(json.dumps({"query": "q", "documents": ["a", "b"], **fields}).encode())
 
 
-def written(request: EmbeddingRequest, made: list[Embedding]) -> Any:
-    return json.loads(msgspec.json.encode(embeddings.encode_reply(request, made)))
+def encode(request: EmbeddingRequest, embedded: list[Embedding]) -> Any:
+    return json.loads(msgspec.json.encode(embeddings.encode_reply(request, embedded)))
 
 
 @pytest.mark.parametrize(
-    ("given_input", "inputs"),
+    ("field", "inputs"),
     [
         ("one text", ("one text",)),
         (["one", "two"], ("one", "two")),
@@ -43,8 +43,8 @@ def written(request: EmbeddingRequest, made: list[Embedding]) -> Any:
         (["x"] * 2048, ("x",) * 2048),
     ],
 )
-def test_inputs(given_input: object, inputs: object) -> None:
-    assert decode(input=given_input).inputs == inputs
+def test_input_types(field: object, inputs: object) -> None:
+    assert decode(input=field).inputs == inputs
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_inputs(given_input: object, inputs: object) -> None:
         ({"input": "a", "model": 7}, "model"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
         decode(**fields)
-    assert refusal.value.param == param
-    assert "$" not in refusal.value.message
+    assert caught.value.param == param
+    assert "$" not in caught.value.message
 
 
-def test_the_rest_of_a_request() -> None:
+def test_other_request_fields() -> None:
     plain = decode(input="a", encoding_format=None, dimensions=None, user="me")
     assert plain == EmbeddingRequest(("a",))
     full = decode(input="a", model="m", encoding_format="base64", dimensions=8, flavour="sweet", nothing=None)
@@ -94,13 +94,13 @@ RECORDINGS = {
 }
 
 
-def test_all_recordings_are_looked_at() -> None:
+def test_every_recording_is_tested() -> None:
     paths = {file.stem: json.loads(file.read_text()).get("path") for file in RECORDED.glob("*.json")}
     assert {name for name, path in paths.items() if path == "/v1/embeddings"} == set(RECORDINGS)
 
 
 @pytest.mark.parametrize(("name", "request_"), RECORDINGS.items())
-def test_what_real_clients_send(name: str, request_: EmbeddingRequest) -> None:
+def test_recorded_request(name: str, request_: EmbeddingRequest) -> None:
     body = json.loads((RECORDED / f"{name}.json").read_text())["body"]
     assert decode(**body) == request_
 
@@ -108,21 +108,21 @@ def test_what_real_clients_send(name: str, request_: EmbeddingRequest) -> None:
 @given(
     st.lists(st.lists(st.floats(-1, 1, width=32), min_size=6, max_size=6), min_size=1, max_size=5), st.integers(1, 6)
 )
-def test_both_ways_of_writing_say_the_same(vectors: list[list[float]], dimensions: int) -> None:
-    made = [Embedding.of(vector, tokens=2) for vector in vectors]
-    request = EmbeddingRequest(("x",) * len(made), "m", dimensions)
-    plain = written(request, made)
-    packed = written(msgspec.structs.replace(request, base64=True), made)
-    assert plain["usage"] == packed["usage"] == {"prompt_tokens": 2 * len(made), "total_tokens": 2 * len(made)}
-    assert [entry["index"] for entry in plain["data"]] == list(range(len(made)))
-    for entry, other, whole in zip(plain["data"], packed["data"], made, strict=True):
+def test_float_and_base64_are_equal(vectors: list[list[float]], dimensions: int) -> None:
+    embedded = [Embedding.of(vector, tokens=2) for vector in vectors]
+    request = EmbeddingRequest(("x",) * len(embedded), "m", dimensions)
+    plain = encode(request, embedded)
+    packed = encode(msgspec.structs.replace(request, base64=True), embedded)
+    assert plain["usage"] == packed["usage"] == {"prompt_tokens": 2 * len(embedded), "total_tokens": 2 * len(embedded)}
+    assert [entry["index"] for entry in plain["data"]] == list(range(len(embedded)))
+    for entry, other, whole in zip(plain["data"], packed["data"], embedded, strict=True):
         data = base64.b64decode(other["embedding"], validate=True)
         numbers = list(struct.unpack(f"<{dimensions}f", data))
         assert entry["embedding"] == numbers == whole.cut(dimensions).values
 
 
-def test_the_shape_of_a_reply() -> None:
-    reply = written(EmbeddingRequest(("x",), "m"), [Embedding.of([0, 2], tokens=1)])
+def test_reply() -> None:
+    reply = encode(EmbeddingRequest(("x",), "m"), [Embedding.of([0, 2], tokens=1)])
     assert reply == {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": [0.0, 1.0]}],
@@ -131,8 +131,8 @@ def test_the_shape_of_a_reply() -> None:
     }
 
 
-def test_documents() -> None:
-    request = ranked(documents=["a", {"text": "b", "title": "t"}], top_n=1, return_documents=True, max_chunks=3)
+def test_decode_rerank() -> None:
+    request = decode_rerank(documents=["a", {"text": "b", "title": "t"}], top_n=1, return_documents=True, max_chunks=3)
     assert (request.documents, request.top, request.return_documents) == (("a", "b"), 1, True)
     assert request.inputs == ("q", "a", "b")
     assert [asked.param for asked in request.asked] == ["max_chunks"]
@@ -150,20 +150,20 @@ def test_documents() -> None:
         ({"top_n": 0}, "top_n"),
     ],
 )
-def test_what_cannot_be_ranked(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
-        ranked(**fields)
-    assert refusal.value.param == param
+def test_invalid_rerank_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode_rerank(**fields)
+    assert caught.value.param == param
 
 
-def test_the_most_alike_comes_first_and_equals_stay_in_order() -> None:
-    made = [Embedding.of(values, tokens=1) for values in ([1, 0], [0, 1], [1, 1], [1, 0], [1, 1])]
+def test_rerank_sorts_by_score_and_keeps_order_of_equals() -> None:
+    embedded = [Embedding.of(values, tokens=1) for values in ([1, 0], [0, 1], [1, 1], [1, 0], [1, 1])]
     documents = ["none", "half", "same", "half again"]
-    reply = rerank.encode_reply(ranked(documents=documents, return_documents=True), "id-1", made)
+    reply = rerank.encode_reply(decode_rerank(documents=documents, return_documents=True), "id-1", embedded)
     assert [result["index"] for result in reply["results"]] == [2, 1, 3, 0]
     assert [result["relevance_score"] for result in reply["results"]] == pytest.approx([1, 0.5**0.5, 0.5**0.5, 0])
     assert [result["document"]["text"] for result in reply["results"]] == ["same", "half", "half again", "none"]
     assert (reply["id"], reply["usage"]) == ("id-1", {"prompt_tokens": 5, "total_tokens": 5})
-    short = rerank.encode_reply(ranked(documents=documents, top_n=2), "id-1", made)
+    short = rerank.encode_reply(decode_rerank(documents=documents, top_n=2), "id-1", embedded)
     assert [list(result) for result in short["results"]] == [["index", "relevance_score"]] * 2
-    assert len(rerank.encode_reply(ranked(documents=documents, top_n=99), "id-1", made)["results"]) == 4
+    assert len(rerank.encode_reply(decode_rerank(documents=documents, top_n=99), "id-1", embedded)["results"]) == 4

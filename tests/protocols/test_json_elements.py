@@ -1,5 +1,3 @@
-"""The counted elements of a JSON text are those of the decoded value, whatever its strings contain."""
-
 import json
 from typing import Any
 
@@ -16,12 +14,12 @@ VALUES = st.recursive(
 )
 
 
-def counted(value: Any) -> int:
-    """The elements of a decoded value."""
+def elements_of(value: Any) -> int:
+    """Count the elements of a decoded value."""
     if isinstance(value, dict):
-        return elements.CONTAINER_WEIGHT + max(0, len(value) - 1) + len(value) + sum(map(counted, value.values()))
+        return elements.CONTAINER_WEIGHT + max(0, len(value) - 1) + len(value) + sum(map(elements_of, value.values()))
     if isinstance(value, list):
-        return elements.CONTAINER_WEIGHT + max(0, len(value) - 1) + sum(map(counted, value))
+        return elements.CONTAINER_WEIGHT + max(0, len(value) - 1) + sum(map(elements_of, value))
     return 0
 
 
@@ -36,7 +34,7 @@ def keys(value: Any) -> int:
 @given(VALUES, st.booleans())
 def test_counts_match_the_decoded_value(chunk: int, value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
-    exact = counted(value)
+    exact = elements_of(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(elements, "CHUNK_BYTES", chunk)
         assert elements.count_keys(text) == keys(value)

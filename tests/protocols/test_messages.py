@@ -1,4 +1,4 @@
-"""Anthropic messages: JSON to values."""
+"""Decoding of Anthropic requests."""
 
 import json
 import re
@@ -22,12 +22,12 @@ from dragoman.core.request import (
     ToolResult,
 )
 from dragoman.protocols import messages
-from dragoman.protocols.messages.signature import sign
+from dragoman.protocols.messages.blocks import sign
 from dragoman.protocols.registry import PROTOCOLS
-from tests.protocols.messaging import HI, asked, decode, refused
+from tests.protocols.anthropic_requests import HI, asked, decode, rejected_param
 
 
-def test_the_least() -> None:
+def test_minimal_request() -> None:
     assert decode() == GenerationRequest(
         model="m",
         messages=(Message("user", (Text("hi"),)),),
@@ -37,7 +37,7 @@ def test_the_least() -> None:
     )
 
 
-def test_a_whole_conversation() -> None:
+def test_conversation() -> None:
     request = decode(
         system=[
             {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
@@ -94,7 +94,7 @@ def test_a_whole_conversation() -> None:
     assert asked(request) == []
 
 
-def test_the_same_conversation_as_a_chat() -> None:
+def test_same_values_as_chat() -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Köln"}'}}
     chat = PROTOCOLS["chat"].decode(
@@ -160,7 +160,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.197.3d9; cc_entrypoint=sdk
         ([], None),
     ],
 )
-def test_the_billing_line_is_no_part_of_the_prompt(system: list[str], text: str | None) -> None:
+def test_billing_header_is_removed(system: list[str], text: str | None) -> None:
     expected = () if text is None else (Message("system", (Text(text),)),)
     assert decode(system=[{"type": "text", "text": part} for part in system]).messages[:-1] == expected
     if len(system) == 1:
@@ -213,16 +213,16 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
-def test_shape() -> None:
-    given: dict[str, dict[str, Any]] = {
+def test_output_format() -> None:
+    cases: dict[str, dict[str, Any]] = {
         "output_config.format": {"output_config": {"format": FORMAT}},
         "output_format": {"output_format": FORMAT},
     }
-    for path, fields in given.items():
+    for path, fields in cases.items():
         request = decode(**fields)
         assert request.constraint == JsonSchema(SCHEMA, path=f"{path}.schema")
         assert asked(request) == [("constraint", path)]
-    assert refused(output_config={"format": FORMAT}, output_format=FORMAT) == "output_format"
+    assert rejected_param(output_config={"format": FORMAT}, output_format=FORMAT) == "output_format"
 
 
 EPHEMERAL = {"type": "ephemeral"}
@@ -253,7 +253,7 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
         ),
     ],
 )
-def test_how_long_a_prompt_is_to_be_kept(fields: dict[str, Any], seconds: float) -> None:
+def test_cache_control_seconds(fields: dict[str, Any], seconds: float) -> None:
     request = decode(**fields)
     assert request.keep_seconds == seconds
     assert not [entry for entry in request.asked if "cache" in entry.param]
@@ -270,21 +270,21 @@ def test_how_long_a_prompt_is_to_be_kept(fields: dict[str, Any], seconds: float)
         ([], ""),
     ],
 )
-def test_a_wish_to_keep_that_is_written_wrongly(control: Any, where: str) -> None:
+def test_malformed_cache_control_is_rejected(control: Any, where: str) -> None:
     block = {"type": "text", "text": "x", "cache_control": control}
-    fine = {"type": "text", "text": "x", "cache_control": EPHEMERAL}
-    result = {"type": "tool_result", "tool_use_id": "t", "content": [fine, block]}
-    assert refused(cache_control=control) == f"cache_control{where}"
-    assert refused(system=[fine, block]) == f"system[1].cache_control{where}"
+    valid = {"type": "text", "text": "x", "cache_control": EPHEMERAL}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [valid, block]}
+    assert rejected_param(cache_control=control) == f"cache_control{where}"
+    assert rejected_param(system=[valid, block]) == f"system[1].cache_control{where}"
     tool = {"name": "t", "input_schema": {"type": "object"}, "cache_control": control}
-    assert refused(tools=[tool]) == f"tools[0].cache_control{where}"
-    said = {"role": "user", "content": [fine, block]}
-    assert refused(messages=[said]) == f"messages[0].content[1].cache_control{where}"
+    assert rejected_param(tools=[tool]) == f"tools[0].cache_control{where}"
+    user = {"role": "user", "content": [valid, block]}
+    assert rejected_param(messages=[user]) == f"messages[0].content[1].cache_control{where}"
     answered = {"role": "user", "content": [result]}
-    assert refused(messages=[answered]) == f"messages[0].content[0].content[1].cache_control{where}"
+    assert rejected_param(messages=[answered]) == f"messages[0].content[0].content[1].cache_control{where}"
 
 
-def test_what_asks_for_nothing() -> None:
+def test_fields_without_effect() -> None:
     request = decode(
         metadata={"user_id": "u"},
         cache_control={"type": "ephemeral"},
@@ -300,7 +300,7 @@ def test_what_asks_for_nothing() -> None:
     assert asked(request) == []
 
 
-def test_what_nobody_honours_is_asked_for() -> None:
+def test_unsupported_fields_are_reported() -> None:
     fields: dict[str, Any] = {
         "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
         "container": "c",
@@ -308,7 +308,7 @@ def test_what_nobody_honours_is_asked_for() -> None:
         "inference_geo": "eu",
         "speed": "fast",
         "service_tier": "priority",
-        "unheard_of": 1,
+        "unknown_field": 1,
     }
     assert asked(decode(**fields)) == [("unknown", name) for name in fields]
     assert asked(decode(output_config={"task_budget": {}})) == [("unknown", "output_config.task_budget")]
@@ -318,19 +318,19 @@ def test_what_nobody_honours_is_asked_for() -> None:
     assert asked(decode(thinking={"type": "between_tools"})) == [("between_tools", "thinking.type")]
 
 
-def test_a_reply_that_was_begun_is_asked_to_be_continued() -> None:
+def test_trailing_assistant_message_is_a_prefill() -> None:
     request = decode(messages=[HI, {"role": "assistant", "content": "The answer is ("}])
     assert request.messages[-1] == Message("assistant", (Text("The answer is ("),))
     assert asked(request) == [("prefill", "messages[1]")]
 
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
-def test_threads_are_not_kept(thread: dict[str, Any]) -> None:
+def test_threads_are_unsupported(thread: dict[str, Any]) -> None:
     with pytest.raises(ThreadUnsupported):
         decode(thread=thread)
 
 
-def test_what_is_counted_needs_no_limit() -> None:
+def test_count_needs_no_max_tokens() -> None:
     body = json.dumps({"model": "m", "messages": [HI]}).encode()
     assert messages.decode_count(body).messages == decode().messages
     with pytest.raises(BadRequest) as raised:
@@ -351,7 +351,7 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"messages": [HI, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-        (block(type="unheard_of"), "messages[0].content[0].type"),
+        (block(type="unknown_type"), "messages[0].content[0].type"),
         (block(text="x"), "messages[0].content[0].type"),
         (block(type=7), "messages[0].content[0].type"),
         (block(type="text"), "messages[0].content[0].text"),
@@ -400,18 +400,18 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"stream": 1}, "stream"),
     ],
 )
-def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
-    assert refused(**fields) == param
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
+    assert rejected_param(**fields) == param
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         (block(), "messages[0].content[0].type: required, but missing"),
-        (block(type=7), "messages[0].content[0].type: no block is of the type 7"),
-        ({"system": [{"type": "image"}]}, "system[0].type: no image block belongs here"),
+        (block(type=7), "messages[0].content[0].type: unknown block type 7"),
+        ({"system": [{"type": "image"}]}, "system[0].type: image blocks are not allowed here"),
     ],
 )
-def test_words_about_blocks(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadRequest, match=f"^{re.escape(words)}$"):
+def test_block_type_messages(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{re.escape(message)}$"):
         decode(**fields)

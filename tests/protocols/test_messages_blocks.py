@@ -1,4 +1,4 @@
-"""Anthropic's content blocks: images, documents, what a server did, thoughts with their signatures."""
+"""Decoding of Anthropic content blocks."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from dragoman.core.request import (
     Text,
     ToolResult,
 )
-from dragoman.protocols.messages.signature import sign
-from tests.protocols.messaging import HI, asked, decode, refused, said
+from dragoman.protocols.messages.blocks import sign
+from tests.protocols.anthropic_requests import HI, asked, decode, decode_blocks, rejected_param
 
 
 def test_images() -> None:
@@ -33,8 +33,8 @@ def test_images() -> None:
     ]
 
 
-def test_documents_are_text() -> None:
-    (message,) = said(
+def test_documents_become_text() -> None:
+    (message,) = decode_blocks(
         "user",
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Once."}, "title": "Tale"},
         {"type": "document", "source": {"type": "content", "content": "Twice."}, "context": "told again"},
@@ -65,21 +65,21 @@ def test_documents_are_text() -> None:
         ({"type": "container_upload", "file_id": "f"}, ""),
     ],
 )
-def test_files_are_asked_for(block: dict[str, Any], param: str) -> None:
+def test_files_are_reported(block: dict[str, Any], param: str) -> None:
     assert asked(decode(messages=[{"role": "user", "content": [block]}])) == [
         ("files", f"messages[0].content[0]{param}")
     ]
 
 
-def test_citations_are_asked_for() -> None:
+def test_citations_are_reported() -> None:
     document = {"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}
     request = decode(messages=[{"role": "user", "content": [document, document | {"citations": {"enabled": False}}]}])
     assert asked(request) == [("citations", "messages[0].content[0].citations")]
 
 
-def test_what_a_server_did_is_text() -> None:
+def test_server_tool_blocks_become_text() -> None:
     found = {"type": "web_search_result", "title": "X", "url": "https://x", "encrypted_content": "…"}
-    (message,) = said(
+    (message,) = decode_blocks(
         "assistant",
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": [found]},
@@ -95,13 +95,15 @@ def test_what_a_server_did_is_text() -> None:
 
 
 @pytest.mark.parametrize("signature", [None, "", "c2ln", "EqQBCkYIARgC", sign("hm")])
-def test_signatures_that_are_taken(signature: str | None) -> None:
-    (message,) = said("assistant", {"type": "thinking", "thinking": "hm", "signature": signature})
+def test_accepted_signatures(signature: str | None) -> None:
+    (message,) = decode_blocks("assistant", {"type": "thinking", "thinking": "hm", "signature": signature})
     assert message.parts == (Reasoning("hm", signature or None),)
 
 
 @pytest.mark.parametrize("signature", [sign("other"), "dgm1.", "dgm1.AAAA"])
-def test_a_signature_of_ours_fits_its_thought(signature: str) -> None:
+def test_own_signature_must_match_the_thinking(signature: str) -> None:
     block = {"type": "thinking", "thinking": "hm", "signature": signature}
     content = [{"type": "text", "text": "x"}, block]
-    assert refused(messages=[HI, {"role": "assistant", "content": content}]) == "messages[1].content[1].signature"
+    assert (
+        rejected_param(messages=[HI, {"role": "assistant", "content": content}]) == "messages[1].content[1].signature"
+    )

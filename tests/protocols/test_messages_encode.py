@@ -1,4 +1,4 @@
-"""Anthropic messages: events to frames, the reply to a message, errors to their envelope."""
+"""Encoding of Anthropic replies, streams and errors."""
 
 import json
 from itertools import pairwise
@@ -22,10 +22,10 @@ from dragoman.core.events import (
     Usage,
 )
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols.messages.signature import sign
+from dragoman.protocols.messages.blocks import sign
 from dragoman.protocols.registry import ANTHROPIC, PROTOCOLS
-from tests.protocols.streams import accumulated, read
-from tests.protocols.test_chat import collected
+from tests.protocols.anthropic_stream import accumulated, read
+from tests.protocols.chat_helpers import collected
 
 MESSAGES = PROTOCOLS["messages"]
 REQUEST = GenerationRequest(id="msg_1", model="m")
@@ -99,7 +99,7 @@ MESSAGE: dict[str, Any] = {
 }
 
 
-def test_frames() -> None:
+def test_stream_frames() -> None:
     assert streamed(EVENTS) == [
         {
             "type": "message_start",
@@ -131,11 +131,11 @@ def test_frames() -> None:
     ]
 
 
-def test_message() -> None:
+def test_reply_message() -> None:
     assert whole(EVENTS) == MESSAGE
 
 
-def test_the_bytes_of_a_frame() -> None:
+def test_frame_bytes() -> None:
     encoder = MESSAGES.encoder(REQUEST, 1)
     encoder.feed(0, [Started(), TextDelta("a")])
     assert encoder.feed(0, [TextDelta('","'), TextDelta("b")]) == (
@@ -156,7 +156,7 @@ def test_the_bytes_of_a_frame() -> None:
         (Finished("content_filter"), "refusal", None),
     ],
 )
-def test_why_it_ended(finished: Finished, reason: str, sequence: str | None) -> None:
+def test_stop_reason(finished: Finished, reason: str, sequence: str | None) -> None:
     events: list[Event] = [Started(1), TextDelta("a"), finished]
     for message in (whole(events), accumulated(streamed(events))):
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
@@ -164,7 +164,7 @@ def test_why_it_ended(finished: Finished, reason: str, sequence: str | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ("", {}),
         (" ", {}),
@@ -175,12 +175,12 @@ def test_why_it_ended(finished: Finished, reason: str, sequence: str | None) -> 
         ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
     ],
 )
-def test_input_of_a_call(arguments: str, told: dict[str, Any]) -> None:
+def test_call_input(arguments: str, expected: dict[str, Any]) -> None:
     message = whole([Started(), ToolCallStart("c", "f"), ToolCallDelta(arguments), Finished("tool_calls")])
-    assert message["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": told}]
+    assert message["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": expected}]
 
 
-def test_a_late_failure_is_an_error_event() -> None:
+def test_error_event() -> None:
     encoder = MESSAGES.encoder(REQUEST, 1)
     encoder.feed(0, [Started(), TextDelta("a")])
     assert encoder.fail(errors.EngineDied("gone")) == (
@@ -209,27 +209,27 @@ def test_a_late_failure_is_an_error_event() -> None:
         (errors.EngineTimeout("x"), 504, "timeout_error"),
     ],
 )
-def test_errors(error: errors.DragomanError, status: int, kind: str) -> None:
+def test_error_status_and_type(error: errors.DragomanError, status: int, kind: str) -> None:
     assert ANTHROPIC.status(error) == status
-    told = {"type": "error", "error": {"type": kind, "message": "x"}, "request_id": "req_1"}
-    assert ANTHROPIC.encode_error(error, "req_1") == told
+    expected = {"type": "error", "error": {"type": kind, "message": "x"}, "request_id": "req_1"}
+    assert ANTHROPIC.encode_error(error, "req_1") == expected
 
 
-def test_errors_that_agents_read() -> None:
-    def told(error: errors.DragomanError) -> dict[str, Any]:
+def test_error_messages_that_agents_recognize() -> None:
+    def encode(error: errors.DragomanError) -> dict[str, Any]:
         inner: dict[str, Any] = ANTHROPIC.encode_error(error, "r")["error"]
         return inner
 
     long = errors.ContextTooLong("it is", tokens=21, limit=20)
-    assert told(long)["message"] == "prompt is too long: 21 tokens > 20 maximum"
+    assert encode(long)["message"] == "prompt is too long: 21 tokens > 20 maximum"
     full = errors.NoRoomForReply("it is", tokens=20, limit=19)
-    assert told(full)["message"] == "prompt is too long: 20 tokens > 19 maximum: one of 20 is needed for the reply"
-    assert told(errors.ContextTooLong("it is"))["message"] == "prompt is too long: it is"
-    assert told(errors.ThreadUnsupported("no"))["details"] == {"error_code": "thread_unsupported_request"}
+    assert encode(full)["message"] == "prompt is too long: 20 tokens > 19 maximum (one of 20 is reserved for the reply)"
+    assert encode(errors.ContextTooLong("it is"))["message"] == "prompt is too long: it is"
+    assert encode(errors.ThreadUnsupported("no"))["details"] == {"error_code": "thread_unsupported_request"}
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (errors.BadRequest("at most 32 are allowed", param="stop_sequences"), "stop_sequences: at most 32 are allowed"),
         (errors.BadRequest("system: no", param="system"), "system: no"),
@@ -237,8 +237,8 @@ def test_errors_that_agents_read() -> None:
         (errors.ContextTooLong("it is", param="messages"), "prompt is too long: it is"),
     ],
 )
-def test_an_error_begins_with_its_field(error: errors.DragomanError, words: str) -> None:
-    assert ANTHROPIC.encode_error(error, "r")["error"]["message"] == words
+def test_error_message_starts_with_the_field(error: errors.DragomanError, message: str) -> None:
+    assert ANTHROPIC.encode_error(error, "r")["error"]["message"] == message
 
 
 TEXT = st.text(alphabet='ab"\\\n,{}é😀\x00 ', max_size=4)
@@ -257,7 +257,7 @@ FINISHED = st.builds(
 
 
 @given(st.lists(DELTAS, max_size=12), FINISHED, st.lists(st.integers(1, 40), max_size=6))
-def test_the_joined_stream_is_the_message(deltas: list[list[Event]], finished: Finished, cuts: list[int]) -> None:
+def test_joined_stream_equals_message(deltas: list[list[Event]], finished: Finished, cuts: list[int]) -> None:
     usage = finished.usage or Usage()
     started = Started(usage.prompt, usage.cached, kept_tokens=usage.kept)
     events: list[Event] = [started, *(event for group in deltas for event in group), finished]
@@ -267,7 +267,7 @@ def test_the_joined_stream_is_the_message(deltas: list[list[Event]], finished: F
 
 
 @pytest.mark.parametrize(("seconds", "short", "long"), [(300.0, 6, 0), (3600.0, 0, 6)])
-def test_what_is_kept_is_counted_apart(seconds: float, short: int, long: int) -> None:
+def test_cache_writes_are_counted_separately(seconds: float, short: int, long: int) -> None:
     request = msgspec.structs.replace(REQUEST, keep_seconds=seconds)
     events: list[Event] = [
         Started(9, cached_tokens=2, kept_tokens=6),
@@ -277,5 +277,5 @@ def test_what_is_kept_is_counted_apart(seconds: float, short: int, long: int) ->
     reply = json.loads(msgspec.json.encode(MESSAGES.encode_reply(request, 1, collected(events))))
     counts = reply["usage"]
     assert counts["cache_creation"] == {"ephemeral_5m_input_tokens": short, "ephemeral_1h_input_tokens": long}
-    told = (counts["input_tokens"], counts["cache_creation_input_tokens"], counts["cache_read_input_tokens"])
-    assert told == (1, 6, 2)
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert [counts[name] for name in names] == [1, 6, 2]

@@ -1,4 +1,4 @@
-"""Anthropic's tools: those a client runs are offered, those a server would run are reported."""
+"""Decoding of Anthropic tools: client tools are offered, server tools are reported."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolChoice
-from tests.protocols.messaging import asked, decode, refused
+from tests.protocols.anthropic_requests import asked, decode, rejected_param
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 
 
-def test_tools_of_the_client() -> None:
+def test_client_tools() -> None:
     extras = {"cache_control": {"type": "ephemeral"}, "defer_loading": True, "eager_input_streaming": True}
     request = decode(
         tools=[
@@ -39,7 +39,7 @@ def test_tools_of_the_client() -> None:
         ("computer_20250124", "computer", "coordinate", ["action"]),
     ],
 )
-def test_tools_that_anthropic_describes(kind: str, name: str, field: str, required: list[str]) -> None:
+def test_anthropic_defined_tools(kind: str, name: str, field: str, required: list[str]) -> None:
     request = decode(tools=[{"type": kind, "name": name, "display_width_px": 800, "display_height_px": 600}])
     (tool,) = request.tools
     assert tool.name == name
@@ -51,7 +51,7 @@ def test_tools_that_anthropic_describes(kind: str, name: str, field: str, requir
     assert asked(request) == [("tools", "tools")]
 
 
-def test_what_an_old_editor_and_a_screen_are_told() -> None:
+def test_old_editor_and_computer_schemas() -> None:
     (editor,) = decode(tools=[{"type": "text_editor_20241022", "name": "e"}]).tools
     assert editor.parameters is not None
     assert "insert_text" not in editor.parameters["properties"]
@@ -68,10 +68,10 @@ def test_what_an_old_editor_and_a_screen_are_told() -> None:
     "kind",
     [
         *("web_search_20250305", "web_fetch_20250910", "code_execution_20250825", "tool_search_tool_bm25_20251119"),
-        *("mcp_toolset", "computer_toolset_20260801", "browser_toolset_20260801", "advisor_20260301", "unheard_of"),
+        *("mcp_toolset", "computer_toolset_20260801", "browser_toolset_20260801", "advisor_20260301", "unknown_type"),
     ],
 )
-def test_tools_of_a_server(kind: str) -> None:
+def test_server_tools_are_reported(kind: str) -> None:
     request = decode(tools=[WEATHER, {"type": kind}])
     assert [tool.name for tool in request.tools] == ["weather"]
     assert asked(request) == [("server_tools", "tools[1].type"), ("tools", "tools")]
@@ -89,14 +89,14 @@ def test_tools_of_a_server(kind: str) -> None:
         ({"type": "any", "disable_parallel_tool_use": True}, ToolChoice("required", parallel=False), True),
     ],
 )
-def test_choices(field: dict[str, Any], choice: ToolChoice, is_constraint: bool) -> None:
+def test_tool_choice(field: dict[str, Any], choice: ToolChoice, is_constraint: bool) -> None:
     request = decode(tools=[WEATHER], tool_choice=field)
     assert request.tool_choice == choice
     assert asked(request) == [("tools", "tools"), *([("constraint", "tool_choice")] if is_constraint else [])]
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "web_search"}])
-def test_a_tool_of_a_server_cannot_be_required(choice: dict[str, Any]) -> None:
+def test_server_tool_cannot_be_required(choice: dict[str, Any]) -> None:
     request = decode(tools=[SEARCH], tool_choice=choice)
     assert request.tool_choice == ToolChoice()
     assert asked(request) == [("server_tools", "tools[0].type"), ("server_tools", "tool_choice")]
@@ -121,11 +121,11 @@ def test_a_tool_of_a_server_cannot_be_required(choice: dict[str, Any]) -> None:
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
     ],
 )
-def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
-    assert refused(**fields) == param
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
+    assert rejected_param(**fields) == param
 
 
 @pytest.mark.parametrize("tools", [[], [WEATHER], [SEARCH], [{"type": "web_search_20250305"}]])
-def test_a_choice_that_names_nothing(tools: list[dict[str, Any]]) -> None:
+def test_tool_choice_without_name(tools: list[dict[str, Any]]) -> None:
     with pytest.raises(BadRequest, match=r"^tool_choice\.name: required, but missing$"):
         decode(tools=tools, tool_choice={"type": "tool"})

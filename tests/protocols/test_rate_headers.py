@@ -1,22 +1,22 @@
-"""The limits of a key as each family's headers tell them."""
-
 import pytest
 
 from dragoman.core.rate_limits import Rate
-from dragoman.protocols.rate_headers import anthropic_headers, duration, openai_headers
+from dragoman.protocols import messages, openai
 
 RATES = [Rate("requests", 60, 59, 1.25), Rate("tokens", 1000, 0, 61.0)]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0, "0ms"), (0.0201, "21ms"), (1, "1s"), (1.25, "1.25s"), (60, "1m0s"), (361.5, "6m1.5s")]
+    ("seconds", "text"),
+    [(0, b"0ms"), (0.0201, b"21ms"), (1, b"1s"), (1.25, b"1.25s"), (60, b"1m0s"), (361.5, b"6m1.5s")],
 )
-def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+def test_openai_durations(seconds: float, text: bytes) -> None:
+    headers = dict(openai.rate_headers([Rate("requests", 60, 59, seconds)]))
+    assert headers[b"x-ratelimit-reset-requests"] == text
 
 
-def test_openai() -> None:
-    assert dict(openai_headers(RATES)) == {
+def test_openai_headers() -> None:
+    assert dict(openai.rate_headers(RATES)) == {
         b"x-ratelimit-limit-requests": b"60",
         b"x-ratelimit-remaining-requests": b"59",
         b"x-ratelimit-reset-requests": b"1.25s",
@@ -26,8 +26,8 @@ def test_openai() -> None:
     }
 
 
-def test_anthropic() -> None:
-    assert dict(anthropic_headers(RATES, lambda: 1_800_000_000.0)) == {
+def test_anthropic_headers() -> None:
+    assert dict(messages.rate_headers(RATES, lambda: 1_800_000_000.0)) == {
         b"anthropic-ratelimit-requests-limit": b"60",
         b"anthropic-ratelimit-requests-remaining": b"59",
         b"anthropic-ratelimit-requests-reset": b"2027-01-15T08:00:02Z",

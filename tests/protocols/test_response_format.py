@@ -1,4 +1,4 @@
-"""Everybody's words for the shape that a reply must have."""
+"""Decoding of the fields that constrain the output."""
 
 import json
 from typing import Any
@@ -7,36 +7,43 @@ import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Constraint, Grammar, JsonObject, JsonSchema, OneOf, Regex
-from tests.protocols.test_chat import asked, decode
+from tests.protocols.chat_helpers import asked, decode
 
-STRUCTURED = "structured_outputs.json"
-INNER = "response_format.json_schema.schema"
+SCHEMA_PATH = "response_format.json_schema.schema"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9007199254740991}}}
 LARK = 'start: "a" | "b"'
 
 
-def of(kind: str, **fields: Any) -> dict[str, Any]:
+def output(kind: str, **fields: Any) -> dict[str, Any]:
     return {"response_format": {"type": kind, **fields}}
 
 
 CASES: list[tuple[dict[str, Any], Constraint, str]] = [
-    (of("json_object"), JsonObject(), "response_format"),
-    (of("json_object", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
+    (output("json_object"), JsonObject(), "response_format"),
     (
-        of("json_schema", json_schema={"name": "r", "schema": SCHEMA, "strict": True, "description": "d"}),
-        JsonSchema(SCHEMA, "r", strict=True, path=INNER),
+        output("json_object", schema=SCHEMA),
+        JsonSchema(SCHEMA, path="response_format.schema"),
         "response_format",
     ),
     (
-        of("json_schema", json_schema={"schema": SCHEMA}),
-        JsonSchema(SCHEMA, strict=False, path=INNER),
+        output("json_schema", json_schema={"name": "r", "schema": SCHEMA, "strict": True, "description": "d"}),
+        JsonSchema(SCHEMA, "r", strict=True, path=SCHEMA_PATH),
         "response_format",
     ),
-    (of("json_schema", json_schema={"name": "r"}), JsonObject(), "response_format"),
-    (of("json_schema", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema"), "response_format"),
-    (of("regex", pattern="a+"), Regex("a+"), "response_format"),
-    (of("regex", regex="a+"), Regex("a+"), "response_format"),
-    (of("grammar", grammar=LARK), Grammar(LARK), "response_format"),
+    (
+        output("json_schema", json_schema={"schema": SCHEMA}),
+        JsonSchema(SCHEMA, strict=False, path=SCHEMA_PATH),
+        "response_format",
+    ),
+    (output("json_schema", json_schema={"name": "r"}), JsonObject(), "response_format"),
+    (
+        output("json_schema", schema=SCHEMA),
+        JsonSchema(SCHEMA, path="response_format.schema"),
+        "response_format",
+    ),
+    (output("regex", pattern="a+"), Regex("a+"), "response_format"),
+    (output("regex", regex="a+"), Regex("a+"), "response_format"),
+    (output("grammar", grammar=LARK), Grammar(LARK), "response_format"),
     ({"json_schema": SCHEMA}, JsonSchema(SCHEMA, path="json_schema"), "json_schema"),
     ({"guided_json": SCHEMA}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
     ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
@@ -63,7 +70,7 @@ CASES: list[tuple[dict[str, Any], Constraint, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "constraint", "param"), CASES)
-def test_words(fields: dict[str, Any], constraint: Constraint, param: str) -> None:
+def test_constraint_fields(fields: dict[str, Any], constraint: Constraint, param: str) -> None:
     request = decode(**fields)
     assert request.constraint == constraint
     assert asked(request) == {("constraint", param)}
@@ -72,20 +79,20 @@ def test_words(fields: dict[str, Any], constraint: Constraint, param: str) -> No
 @pytest.mark.parametrize(
     "fields",
     [
-        of("text"),
+        output("text"),
         {"grammar": None, "regex": None, "guided_json": None, "structural_tag": None},
         {"structured_outputs": {"json_object": False, "regex": None, "whitespace_pattern": None}},
-        {**of("text"), "structured_outputs": None},
+        {**output("text"), "structured_outputs": None},
     ],
 )
-def test_nothing_is_asked_for(fields: dict[str, Any]) -> None:
+def test_no_constraint(fields: dict[str, Any]) -> None:
     request = decode(**fields)
     assert request.constraint is None
     assert asked(request) == set()
 
 
-def test_what_is_not_offered_is_named() -> None:
-    request = decode(**of("structural_tag", structures=[]))
+def test_unsupported_fields_are_reported() -> None:
+    request = decode(**output("structural_tag", structures=[]))
     assert request.constraint is None
     assert asked(request) == {("structural_tag", "response_format.type")}
     request = decode(structural_tag={"structures": [], "triggers": []})
@@ -104,13 +111,13 @@ DEEP: dict[str, Any] = {"guided_json": '{"a":' * 70 + "1" + "}" * 70}
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (of("json_schema"), "response_format.json_schema"),
-        (of("json_schema", json_schema={"schema": True}), "response_format.json_schema.schema"),
-        (of("json_schema", json_schema={"schema": "{}"}), "response_format.json_schema.schema"),
-        (of("json_object", schema=[1]), "response_format.schema"),
-        (of("regex"), "response_format.pattern"),
-        (of("grammar", pattern="a"), "response_format.grammar"),
-        (of("poem"), "response_format.type"),
+        (output("json_schema"), "response_format.json_schema"),
+        (output("json_schema", json_schema={"schema": True}), "response_format.json_schema.schema"),
+        (output("json_schema", json_schema={"schema": "{}"}), "response_format.json_schema.schema"),
+        (output("json_object", schema=[1]), "response_format.schema"),
+        (output("regex"), "response_format.pattern"),
+        (output("grammar", pattern="a"), "response_format.grammar"),
+        (output("poem"), "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"json_schema": True}, "json_schema"),
         ({"guided_json": "true"}, "guided_json"),
@@ -123,7 +130,7 @@ DEEP: dict[str, Any] = {"guided_json": '{"a":' * 70 + "1" + "}" * 70}
         ({"structured_outputs": {"json": "["}}, "structured_outputs.json"),
     ],
 )
-def test_mistakes(fields: dict[str, Any], param: str) -> None:
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(**fields)
     assert caught.value.param == param
@@ -131,7 +138,7 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["regex", "guided_regex", "grammar", "guided_grammar", "guided_json"])
-def test_empty_text_is_no_shape(name: str) -> None:
+def test_empty_text_is_rejected(name: str) -> None:
     with pytest.raises(BadRequest, match=f"^{name}: must not be empty$"):
         decode(**{name: ""})
     kind = name.removeprefix("guided_")
@@ -142,12 +149,12 @@ def test_empty_text_is_no_shape(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({**of("json_object"), "guided_json": SCHEMA}, "guided_json"),
+        ({**output("json_object"), "guided_json": SCHEMA}, "guided_json"),
         ({"regex": "a", "grammar": LARK}, "grammar"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
     ],
 )
-def test_there_is_one_shape(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest, match="one shape") as caught:
+def test_two_constraints_are_rejected(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest, match="only one output format") as caught:
         decode(**fields)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""Everybody's words for how much a model may think."""
+"""Decoding of the fields that control reasoning."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Thinking
-from tests.protocols.test_chat import asked, decode
+from tests.protocols.chat_helpers import asked, decode
 
 KWARGS = "chat_template_kwargs"
 CASES: list[tuple[dict[str, Any], Thinking, list[str]]] = [
@@ -40,7 +40,7 @@ CASES: list[tuple[dict[str, Any], Thinking, list[str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "thinking", "params"), CASES)
-def test_words(fields: dict[str, Any], thinking: Thinking, params: list[str]) -> None:
+def test_thinking_fields(fields: dict[str, Any], thinking: Thinking, params: list[str]) -> None:
     request = decode(**fields)
     assert request.thinking == thinking
     assert asked(request) == {("thinking", param) for param in params}
@@ -60,16 +60,16 @@ def test_words(fields: dict[str, Any], thinking: Thinking, params: list[str]) ->
         ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, Thinking(effort="low")),
     ],
 )
-def test_a_switch_wins_and_then_the_first_word(fields: dict[str, Any], thinking: Thinking) -> None:
+def test_precedence_of_fields(fields: dict[str, Any], thinking: Thinking) -> None:
     assert decode(**fields).thinking == thinking
 
 
-def test_hiding_the_thoughts_is_nothing_we_do() -> None:
+def test_exclude_is_reported_as_unsupported() -> None:
     assert asked(decode(reasoning={"exclude": True})) == {("unknown", "reasoning.exclude")}
     assert asked(decode(reasoning={"exclude": False})) == set()
 
 
-def test_other_variables_of_the_template() -> None:
+def test_template_options() -> None:
     request = decode(chat_template_kwargs={"enable_thinking": True, "style": "brief", "deep": {"a": [1]}, "no": None})
     assert request.template_options == {"style": "brief", "deep": {"a": [1]}}
     options = {("template_options", f"{KWARGS}.{name}") for name in ("style", "deep")}
@@ -95,7 +95,7 @@ def test_other_variables_of_the_template() -> None:
         ({"chat_template": ""}, "chat_template"),
     ],
 )
-def test_mistakes(fields: dict[str, Any], param: str) -> None:
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(**fields)
     assert caught.value.param == param

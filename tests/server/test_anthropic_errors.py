@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.protocols.streams import read
+from tests.protocols.anthropic_stream import read
 from tests.support.anthropic_sdk import anthropic_sdk
 from tests.support.serving import Running, serving
 from tests.support.talking import raw, talking

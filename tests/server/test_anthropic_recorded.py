@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.protocols.streams import accumulated, read
+from tests.protocols.anthropic_stream import accumulated, read
 from tests.support.serving import serving
 from tests.support.talking import talking
 

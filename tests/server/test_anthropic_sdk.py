@@ -19,8 +19,8 @@ from anthropic.types import (
 from anthropic.types.beta import BetaMessage
 from pydantic import BaseModel
 
-from dragoman.protocols.messages.signature import sign
-from tests.protocols.streams import read
+from dragoman.protocols.messages.blocks import sign
+from tests.protocols.anthropic_stream import read
 from tests.support.anthropic_sdk import anthropic_sdk, validated
 from tests.support.serving import Running, serving
 from tests.support.talking import recorded

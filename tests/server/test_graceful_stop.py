@@ -110,7 +110,8 @@ def test_the_second_ctrl_c_under_load(tmp_path: Path, workers: str) -> None:
         assert eventually(lambda: all(map(gone, children)))
     for at, (status, text) in enumerate(told):
         assert "the server is stopping" in text
-        assert status == (503 if at % 2 else 200)
+        # A stream whose first event has not come yet still has a status.
+        assert status == 503 or (status == 200 and at % 2 == 0)
     log = running.log.read_text()
     assert "requests that could not finish and are told so" in log
     assert "Traceback" not in log

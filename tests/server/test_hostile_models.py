@@ -46,5 +46,5 @@ def test_endless_template_fails_only_its_own_model(tmp_path: Path, smollm2_path:
         assert text_of(ask(client, CHAT, model="echo")) == "hello"
         told = {model["id"]: model for model in client.get("/admin/models").json()["data"]}
         assert told["endless"]["state"] == "failed"
-        assert "the chat template takes more than" in told["endless"]["failure"]
+        assert "the chat template exceeds a limit" in told["endless"]["failure"]
         assert running.workers() == []

@@ -82,7 +82,7 @@ def test_news_wake_the_one_who_waits_and_keep_until_then() -> None:
 def test_a_copied_process_has_ids_of_its_own() -> None:
     program = (
         "import os\n"
-        "from dragoman.server.handlers.generation import new_id\n"
+        "from dragoman.core.ids import new_id\n"
         "new_id('')\n"
         "reads, writes = os.pipe()\n"
         "if not os.fork():\n"

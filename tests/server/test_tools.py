@@ -222,7 +222,7 @@ def test_a_choice_against_tools(agent: Asking) -> None:
 def test_a_choice_for_tools(agent: Asking) -> None:
     for choice in ("auto", "required", {"type": "function", "function": {"name": "GetWeather"}}):
         assert calls_of(ask(agent, "twice", tool_choice=choice)) == [IN_PARIS]
-    with pytest.raises(openai.BadRequestError, match="no tool is called 'other'"):
+    with pytest.raises(openai.BadRequestError, match="no tool named 'other'"):
         ask(agent, "twice", tool_choice={"type": "function", "function": {"name": "other"}})
 
 

@@ -6,6 +6,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -139,3 +140,21 @@ def test_shown_keys_survive_kill_9(store: KeyStore) -> None:
     writer.wait()
     writer.stdout.close()
     assert {name for name in shown if len(name) == 12} <= {key.id for key in store.all()}
+
+
+def test_the_first_read_waits_for_a_writer(store: KeyStore) -> None:
+    store.create("anna")
+    writer = sqlite3.connect(store.path, check_same_thread=False)
+    writer.execute("BEGIN EXCLUSIVE")
+    timer = threading.Timer(0.5, writer.rollback)
+    timer.start()
+    with KeyReader(store.path) as reader:
+        assert reader.has_changed()
+        assert len(reader.keys()) == 1
+        timer.join()
+        writer.execute("BEGIN EXCLUSIVE")
+        began = time.monotonic()
+        with pytest.raises(StorageUnavailable):
+            reader.keys()
+        assert time.monotonic() - began < 5
+    writer.close()

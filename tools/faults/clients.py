@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.client import chat_body, read_reply, request_bytes
 from tools.faults.judge import Scenario
-from tools.faults.trial import ANSWERED, IN_WORKER, KEY, PROBE, PROBE_TEXT, REQUEST_SECONDS, TOLD, Trial
+from tools.faults.trial import ANSWERED, ANSWERED_OR_ERROR, IN_WORKER, KEY, PROBE, PROBE_TEXT, REQUEST_SECONDS, Trial
 
 SLOT_FREE_SECONDS = 1.0
 """How long the slot of a client that has disconnected may be taken, in the 99th percentile."""
@@ -173,7 +173,7 @@ async def _send_slowly(trial: Trial, name: str, at_once: bytes, slowly: bytes) -
         await asyncio.gather(sending, return_exceptions=True)
         connection.close()
     result = read_reply(bytes(received))
-    trial.note(name, result, TOLD | {"cut"})
+    trial.note(name, result, ANSWERED_OR_ERROR | {"cut"})
     trial.expect(result.ending != "answered", f"{name}: answered although it takes more than {LIMIT_SECONDS:g} s")
 
 

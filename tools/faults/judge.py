@@ -21,16 +21,16 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from tools.faults.trial import KEY, PROBE, PROBE_MODEL, Speed, Standing, Trial
+from tools.faults.trial import KEY, PROBE, PROBE_MODEL, Baseline, Speed, Trial
 from tools.server import Server, is_server_process, run_server
 
 MIB = 2**20
 SETTLE_SECONDS = 60.0
-FEW = 3
+MAX_EXTRA = 3
 """Open files and threads by which a server may differ from before."""
 MEMORY_SHARE, MEMORY_BYTES = 0.1, 16 * MIB
 """What memory may keep of a fault: a part of itself, and a little."""
-SLOWER = 1.5
+MAX_SLOWDOWN = 1.5
 CPU_SECONDS, LATENCY_SECONDS = 0.0005, 0.02
 """Differences of speed below these are noise."""
 
@@ -60,7 +60,7 @@ class Setup(NamedTuple):
     """Models that need not work."""
     settings: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}
-    part: Any = None
+    resource: Any = None
     """For the scenario itself."""
 
 
@@ -91,7 +91,7 @@ async def _run(
     }
     environment = {"DRAGOMAN_HOME": str(folder / "home"), **setup.environment}
     with run_server(folder, config, "--workers", str(scenario.workers), env=environment) as server:
-        trial = Trial(server, folder, times, Random(seed), patience, setup.part)
+        trial = Trial(server, folder, times, Random(seed), patience, setup.resource)
         for model in scenario.models:
             await trial.post(f"/admin/models/{model}/load")
         if scenario.warm_up is not None:
@@ -113,7 +113,7 @@ async def _run(
     return Verdict([f"{problem} ({count} times)" for problem, count in trial.problems.most_common()], lines)
 
 
-async def _settled(trial: Trial, before: Standing, may_fail: frozenset[str]) -> Standing:
+async def _settled(trial: Trial, before: Baseline, may_fail: frozenset[str]) -> Baseline:
     """Wait until the server is as it was, or until that takes too long."""
     await trial.wait(lambda: _is_idle(trial, may_fail), "all models ready and all slots free", SETTLE_SECONDS)
     deadline = time.monotonic() + SETTLE_SECONDS * trial.patience
@@ -134,24 +134,24 @@ async def _is_idle(trial: Trial, may_fail: frozenset[str]) -> bool:
     )
 
 
-def _differences(before: Standing, after: Standing) -> list[str]:
+def _differences(before: Baseline, after: Baseline) -> list[str]:
     problems = []
     if after.processes != before.processes:
         problems.append(f"{after.processes} processes, {before.processes} before")
-    if after.usage.files > before.usage.files + FEW:
+    if after.usage.files > before.usage.files + MAX_EXTRA:
         problems.append(f"{after.usage.files} open files, {before.usage.files} before")
-    if after.usage.threads > before.usage.threads + FEW:
+    if after.usage.threads > before.usage.threads + MAX_EXTRA:
         problems.append(f"{after.usage.threads} threads, {before.usage.threads} before")
     if after.usage.memory > before.usage.memory * (1 + MEMORY_SHARE) + MEMORY_BYTES:
         problems.append(f"{after.usage.memory / MIB:.0f} MiB of memory, {before.usage.memory / MIB:.0f} before")
-    if after.speed.cpu > before.speed.cpu * SLOWER + CPU_SECONDS:
+    if after.speed.cpu > before.speed.cpu * MAX_SLOWDOWN + CPU_SECONDS:
         problems.append(f"{after.speed.cpu * 1000:.2f} ms of CPU for a request, {before.speed.cpu * 1000:.2f} before")
-    if after.speed.first_token > before.speed.first_token * SLOWER + LATENCY_SECONDS:
+    if after.speed.first_token > before.speed.first_token * MAX_SLOWDOWN + LATENCY_SECONDS:
         problems.append(f"{_milliseconds(after.speed)} to the first token, {_milliseconds(before.speed)} before")
     return problems
 
 
-def _judge_usage(trial: Trial, before: Standing, after: Standing, peak: int) -> None:
+def _judge_usage(trial: Trial, before: Baseline, after: Baseline, peak: int) -> None:
     trial.problems.update(f"afterwards: {problem}" for problem in _differences(before, after))
     grown = trial.peak - before.usage.memory
     trial.expect(grown <= peak, f"memory grew by {grown / MIB:.0f} MiB; at most {peak / MIB:.0f} MiB are allowed")
@@ -180,7 +180,7 @@ def _milliseconds(speed: Speed) -> str:
     return f"{speed.first_token * 1000:.1f} ms"
 
 
-def _comparison(before: Standing, after: Standing, peak: int) -> str:
+def _comparison(before: Baseline, after: Baseline, peak: int) -> str:
     return (
         f"before and after: {before.usage.memory / MIB:.0f} and {after.usage.memory / MIB:.0f} MiB"
         f" (at most {peak / MIB:.0f}), {before.usage.files} and {after.usage.files} files,"

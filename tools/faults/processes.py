@@ -9,14 +9,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from tools.background import in_background
 from tools.client import Ending
 from tools.faults.judge import Scenario
-from tools.faults.trial import ANSWERED, IN_WORKER, PROBE, PROBE_TEXT, TOLD, Trial
+from tools.faults.trial import ANSWERED, ANSWERED_OR_ERROR, IN_WORKER, PROBE, PROBE_TEXT, Trial
 from tools.server import kill
 
 TEXT = "".join(f"{number:03} " for number in range(40))
 VICTIMS = ("a", "b", "c", "d")
 PACED = {**IN_WORKER, "tokens_per_second": 50, "replies": [{"output": TEXT}]}
 STALL_SECONDS = 2.0
-CUT: frozenset[Ending] = TOLD | {"cut"}
+CUT: frozenset[Ending] = ANSWERED_OR_ERROR | {"cut"}
 """The connections of a front end end with it: nobody is left to send an error."""
 
 

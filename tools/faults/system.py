@@ -22,7 +22,7 @@ from tools.client import Ending
 from tools.faults.clients import Connection
 from tools.faults.judge import Scenario, Setup
 from tools.faults.processes import PACED, TEXT
-from tools.faults.trial import ANSWERED, PROBE, PROBE_TEXT, TOLD, Skipped, Trial
+from tools.faults.trial import ANSWERED, ANSWERED_OR_ERROR, PROBE, PROBE_TEXT, Skipped, Trial
 from tools.server import kill, usage_of
 
 DISK_BYTES = 4 * 2**20
@@ -89,7 +89,7 @@ def fill(disk: Path) -> Path:
 
 async def disk_full(trial: Trial) -> None:
     """No room for the event log, the key store and a download. Requests go on; nothing that is there is damaged."""
-    disk: Path = trial.part
+    disk: Path = trial.resource
     store, events = KeyStore(disk / "home" / "keys.db"), disk / "events.jsonl"
     first, _ = store.create("first")
     for _ in range(trial.times):
@@ -136,7 +136,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-CROWDED: frozenset[Ending] = TOLD | {"cut"}
+CROWDED: frozenset[Ending] = ANSWERED_OR_ERROR | {"cut"}
 """The system accepts a connection for which the server has no file descriptor: it can only be closed."""
 
 
@@ -152,7 +152,7 @@ async def files_exhausted(trial: Trial) -> None:
         for _ in range(trial.times):
             await _crowd(trial)
             kill(trial.random.choice(server.workers()), signal.SIGKILL)
-            trial.note("paced", await trial.ask("paced"), TOLD, TEXT)
+            trial.note("paced", await trial.ask("paced"), ANSWERED_OR_ERROR, TEXT)
             trial.note(PROBE, await trial.ask(PROBE), ANSWERED, PROBE_TEXT)
             await trial.wait(lambda: bool(server.workers()), "the worker is started again")
     finally:
@@ -184,7 +184,7 @@ def adjustable_clock(folder: Path) -> Iterator[Setup]:
     (modules / "sitecustomize.py").write_text(CLOCK)
     set_clock(offset, 0)
     path = os.pathsep.join(filter(None, [str(modules), os.environ.get("PYTHONPATH")]))
-    yield Setup(environment={"PYTHONPATH": path, "FAULTS_CLOCK": str(offset)}, part=offset)
+    yield Setup(environment={"PYTHONPATH": path, "FAULTS_CLOCK": str(offset)}, resource=offset)
 
 
 def set_clock(offset: Path, seconds: float) -> None:
@@ -195,7 +195,7 @@ def set_clock(offset: Path, seconds: float) -> None:
 
 async def clock_jumps(trial: Trial) -> None:
     """The time of day jumps by a day, back and forth. No timer and no limit of a key may notice."""
-    offset: Path = trial.part
+    offset: Path = trial.resource
     uptime = (await trial.get("/stats"))["uptime_seconds"]
     begun = time.monotonic()
     async with trial.load("paced", 4, ANSWERED, TEXT), trial.load("single", 4, ANSWERED, TEXT):

@@ -34,7 +34,7 @@ ROUND = 100
 """Requests of one measurement of speed."""
 SAMPLE_SECONDS = 0.2
 ANSWERED: frozenset[Ending] = frozenset({"answered"})
-TOLD: frozenset[Ending] = frozenset({"answered", "error", "error frame"})
+ANSWERED_OR_ERROR: frozenset[Ending] = frozenset({"answered", "error", "error frame"})
 """The caller has an answer, or knows why there is none."""
 
 
@@ -49,7 +49,7 @@ class Speed(NamedTuple):
     """Seconds of CPU time that the server used for a request."""
 
 
-class Standing(NamedTuple):
+class Baseline(NamedTuple):
     """What a server uses while it has nothing to do."""
 
     usage: Usage
@@ -65,7 +65,7 @@ class Trial:
     random: Random
     patience: float = 1.0
     """Factor of the time bounds."""
-    part: Any = None
+    resource: Any = None
     """What the setup of the scenario made for it."""
     endings: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,9 @@ class Trial:
     peak: int = 0
     """The most memory that was seen, in bytes."""
 
-    def note(self, name: str, result: Result, allowed: frozenset[Ending] = TOLD, text: str | None = None) -> None:
+    def note(
+        self, name: str, result: Result, allowed: frozenset[Ending] = ANSWERED_OR_ERROR, text: str | None = None
+    ) -> None:
         """Count how a request ended. `text` is what an answer must be, where it is known."""
         self.endings[f"{name}: {result.label}"] += 1
         if result.ending not in allowed:
@@ -129,7 +131,12 @@ class Trial:
 
     @asynccontextmanager
     async def load(
-        self, model: str, clients: int, allowed: frozenset[Ending] = TOLD, text: str | None = None, **fields: Any
+        self,
+        model: str,
+        clients: int,
+        allowed: frozenset[Ending] = ANSWERED_OR_ERROR,
+        text: str | None = None,
+        **fields: Any,
     ) -> AsyncIterator[None]:
         """Clients that ask one request after the other during the block. Those that have begun are read to the end."""
         is_over = asyncio.Event()
@@ -169,6 +176,6 @@ class Trial:
             first.append(result.first_token or REQUEST_SECONDS)
         return Speed(statistics.median(first), (self.server.cpu_seconds() - cpu) / ROUND)
 
-    async def measure(self) -> Standing:
+    async def measure(self) -> Baseline:
         speed = await self.measure_speed()
-        return Standing(self.server.usage(), len(self.server.processes()), speed)
+        return Baseline(self.server.usage(), len(self.server.processes()), speed)

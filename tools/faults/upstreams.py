@@ -13,7 +13,7 @@ from tests.support.bad_server import GZIP_HEAD, HEL, ROWS, STREAM_HEAD, ZIPPED_H
 
 from tools.client import CHAT
 from tools.faults.judge import Scenario, Setup
-from tools.faults.trial import ANSWERED, PROBE, PROBE_TEXT, TOLD, Trial
+from tools.faults.trial import ANSWERED, ANSWERED_OR_ERROR, PROBE, PROBE_TEXT, Trial
 
 OPTIONS = {"protocol": "chat", "silence_seconds": 2.0, "health_seconds": 0}
 REPLY_SECONDS = 15.0
@@ -73,7 +73,7 @@ def bad_server(folder: Path) -> Iterator[Setup]:
         for number, scripts in enumerate(SCRIPTS.values()):
             server.also(*scripts, path=f"/{number}{CHAT}")
             models[f"bad-{number}"] = {"engine": "upstream", "url": f"{server.url}/{number}", **OPTIONS}
-        yield Setup(models, part=server)
+        yield Setup(models, resource=server)
 
 
 async def bad_upstreams(trial: Trial) -> None:
@@ -96,11 +96,11 @@ def _chosen(trial: Trial) -> list[tuple[int, str]]:
 
 
 async def _ask_bad(trial: Trial, number: int, name: str) -> None:
-    server: BadServer = trial.part
+    server: BadServer = trial.resource
     begun = time.monotonic()
     for result in await asyncio.gather(*(trial.ask(f"bad-{number}", stream=stream) for stream in (True, False))):
         trial.endings[f"bad: {result.label}"] += 1
-        trial.expect(result.ending in TOLD, f"{name}: {result.label}: {result.text[:200]}")
+        trial.expect(result.ending in ANSWERED_OR_ERROR, f"{name}: {result.label}: {result.text[:200]}")
         trial.expect(name not in FAILS or result.ending != "answered", f"{name}: answered with {result.text[:100]!r}")
     took = time.monotonic() - begun
     bound = REPLY_SECONDS * trial.patience

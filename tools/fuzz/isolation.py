@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
@@ -91,17 +92,18 @@ class LocalRun:
     def _run_child(self, first: int, end: int) -> Problem | None:
         """The case that the child died of, or None."""
         command = [sys.executable, "-m", "tools.fuzz.isolation", self._target, self._seed, str(first), str(end)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-        assert child.stdout is not None
-        assert child.stderr is not None
-        try:
-            is_complete = self._read(child.stdout)
-        finally:
-            child.kill()
-            last_words = child.stderr.read().decode("utf-8", "replace")[-2000:]
-            code = child.wait()
-            child.stdout.close()
-            child.stderr.close()
+        # A pipe would fill up, because nothing reads it before the child has ended.
+        with tempfile.TemporaryFile() as errors:
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT)
+            assert child.stdout is not None
+            try:
+                is_complete = self._read(child.stdout)
+            finally:
+                child.kill()
+                code = child.wait()
+                child.stdout.close()
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
+            last_words = errors.read().decode("utf-8", "replace")
         if is_complete:
             return None
         number = first if self._current is None else self._current

@@ -83,7 +83,7 @@ PIECES = (
 
 @functools.cache
 def real() -> tuple[str, ...]:
-    return tuple(file.read_text() for file in sorted((ROOT / "tests" / "templates").glob("*.jinja")))
+    return tuple(file.read_text() for file in sorted((ROOT / "tests" / "prompt" / "templates").glob("*.jinja")))
 
 
 def case(seed: str, number: int) -> Any:

@@ -20,9 +20,8 @@ from dragoman.core.engine import Rendered
 from dragoman.core.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
 from dragoman.core.request import LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY, GenerationRequest, Sampling
 from dragoman.engines.thinking_budget import Budget
-from dragoman.formats.syntax import ModelFormat, Tags
+from dragoman.formats.syntax import ModelFormat, Tags, reasoning_end, reasoning_tags
 from dragoman.grammar.reply_grammar import Speaker
-from dragoman.grammar.thinking import closing, thoughts
 from dragoman.prompt import ChatTemplate, Segment
 
 MOST_TOKENIZED = 1024 * 1024
@@ -89,7 +88,7 @@ class Reading:
         model.show(syntax.markers)
         self.control = model.control_ids(syntax.markers)
         known = model.chat_template or ""
-        self.thinks = any(text in known for tags in thoughts(syntax) for text in (tags.open, tags.close))
+        self.thinks = any(text in known for tags in reasoning_tags(syntax) for text in (tags.open, tags.close))
         self.spaced = b"".join(map(model.text, model.tokenize("a", special=False))) != b"a"
 
     def read(self, request: GenerationRequest) -> Read:
@@ -119,7 +118,7 @@ class Reading:
         return self.thinks or bool(asked.enabled or asked.effort or asked.budget_tokens)
 
     def budget(self, request: GenerationRequest, opener: str | None) -> Budget | None:
-        asked, known = request.thinking, thoughts(self.format)
+        asked, known = request.thinking, reasoning_tags(self.format)
         tokens = 0 if asked.is_off else asked.budget_tokens
         if tokens is None or not known or not request.messages:
             return None
@@ -128,7 +127,7 @@ class Reading:
         return Budget(tokens, known, self._closing, opened)
 
     def _closing(self, tags: Tags) -> list[int]:
-        return self.model.tokenize(closing(self.format, tags), special=True)
+        return self.model.tokenize(reasoning_end(self.format, tags), special=True)
 
     def inner_tokens(self, text: str) -> list[int]:
         """A text as it is written in the midst of others: some vocabularies put a space before what they begin with."""

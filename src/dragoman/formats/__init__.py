@@ -1,9 +1,10 @@
-"""The syntaxes in which models write thoughts and tool calls: one file per family, one line in this table.
+"""The syntaxes in which models write reasoning and tool calls: one module per family, and the table of all formats.
 
-A format only declares markers and how a call's text becomes name and arguments; reading is done in `stages`.
+A format only declares markers and call syntaxes. `pipeline` reads replies with it, `grammar` constrains them.
 """
 
 from dragoman.core.errors import ConfigError
+from dragoman.formats.bare_json import JSON
 from dragoman.formats.channel import CHANNEL
 from dragoman.formats.cohere import COHERE
 from dragoman.formats.deepseek import DEEPSEEK, DEEPSEEK_DSML, DEEPSEEK_V3
@@ -15,16 +16,14 @@ from dragoman.formats.harmony import HARMONY
 from dragoman.formats.hermes import HERMES
 from dragoman.formats.hunyuan import HUNYUAN
 from dragoman.formats.internlm import INTERNLM
-from dragoman.formats.json import JSON
 from dragoman.formats.kimi import KIMI
 from dragoman.formats.llama3 import LLAMA3
 from dragoman.formats.minimax import MINIMAX
 from dragoman.formats.mistral import MISTRAL, MISTRAL_ARRAY
 from dragoman.formats.phi import PHI
-from dragoman.formats.plain import PLAIN
 from dragoman.formats.pythonic import PYTHONIC
 from dragoman.formats.qwen_xml import QWEN_XML
-from dragoman.formats.syntax import ModelFormat
+from dragoman.formats.syntax import PLAIN, ModelFormat
 
 FORMATS: dict[str, ModelFormat] = {
     known.name: known
@@ -47,25 +46,25 @@ FORMATS: dict[str, ModelFormat] = {
         ),
     )
 }
-"""In the order in which a template is searched for their signs: what is more particular comes first."""
+"""In the order of detection: more specific formats come first."""
 
 FALLBACK = JSON.name
 
 
 def named(name: str) -> ModelFormat:
-    """The format that an operator asks for."""
+    """Return the format with this name."""
     if name not in FORMATS:
-        raise ConfigError(f"there is no format {name!r}; formats: {', '.join(sorted(FORMATS))}")
+        raise ConfigError(f"unknown format {name!r}; available: {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
 
 
 def detect(template: str | None, model: str = "") -> str:
-    """The name of the format that a chat template speaks, or that a model of this name, or one that the template names,
-    is known for."""
+    """Return the name of the format of a chat template, or of a model family named in the model's name or the
+    template."""
     for known in FORMATS.values():
-        if template and any(all(sign in template for sign in group) for group in known.signs):
+        if template and any(all(sign in template for sign in group) for group in known.template_markers):
             return known.name
-    # A file has its model's name, a folder may be called anything; the template often says who is speaking.
-    said = f"{model}\n{template or ''}".lower()
-    families = (known for known in FORMATS.values() if any(name in said for name in known.families))
+    # A directory may have any name, but the template often names the model.
+    names = f"{model}\n{template or ''}".lower()
+    families = (known for known in FORMATS.values() if any(name in names for name in known.families))
     return next((known.name for known in families), FALLBACK)

@@ -1,16 +1,16 @@
-"""Channels by name alone: a marker with a name switches, and what follows belongs to that channel.
+"""Channels with a name only: a marker and a name switch to a channel.
 
     reply  := text? ("<|channel>" space* NAME text)*            NAME := [A-Za-z0-9_-]+, in any case
 
-`thought`, `analysis`, `thinking` and `reasoning` are thought, every other channel is the answer. A marker without a
+`thought`, `analysis`, `thinking` and `reasoning` are reasoning, every other channel is the answer. A marker without a
 name is text.
 """
 
-from dragoman.formats.syntax import Calls, Channels, JsonCall, ModelFormat
+from dragoman.formats.syntax import CallSection, Channels, JsonCall, ModelFormat
 
 CHANNEL = ModelFormat(
     name="channel",
     channels=Channels(open="<|channel>"),
-    calls=(Calls(JsonCall(), open="<tool_call>", close="</tool_call>"),),
-    signs=(("<|channel>",),),
+    calls=(CallSection(JsonCall(), open="<tool_call>", close="</tool_call>"),),
+    template_markers=(("<|channel>",),),
 )

@@ -6,19 +6,19 @@ section := "<|START_ACTION|>" [{"tool_call_id": string, "tool_name": string, "pa
            "<|END_ACTION|>"
 """
 
-from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import CallSection, JsonCall, ModelFormat, Tags
 
 COHERE = ModelFormat(
     name="cohere",
     thoughts=(Tags("<|START_THINKING|>", "<|END_THINKING|>"),),
     calls=(
-        Calls(
+        CallSection(
             JsonCall(name=("tool_name", "name"), arguments=("parameters", "arguments"), array=True),
             open="<|START_ACTION|>",
             close="<|END_ACTION|>",
-            several=True,
+            multiple=True,
         ),
     ),
-    silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    signs=(("<|START_ACTION|>",), ("<|START_RESPONSE|>",)),
+    frame_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    template_markers=(("<|START_ACTION|>",), ("<|START_RESPONSE|>",)),
 )

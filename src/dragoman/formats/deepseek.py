@@ -1,7 +1,7 @@
 """DeepSeek V3 and R1, V3.1, and the DSML of V3.2 and V4. `｜` is U+FF5C, `▁` is U+2581.
 
 reply   := thought? text section?
-thought := "<think>" text "</think>"                 the prompt often holds the opener
+thought := "<think>" text "</think>"                 the prompt often ends with the opener
 section := "<｜tool▁calls▁begin｜>" call* "<｜tool▁calls▁end｜>"
 V3      call := "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" NAME "\n```json\n" object "\n```<｜tool▁call▁end｜>"
 V3.1    call := "<｜tool▁call▁begin｜>" NAME "<｜tool▁sep｜>" object "<｜tool▁call▁end｜>"
@@ -10,7 +10,7 @@ DSML    section := "<｜DSML｜function_calls>" invoke* "</｜DSML｜function_ca
         parameter := '<｜DSML｜parameter name="KEY" string="true|false">' value "</｜DSML｜parameter>"
 """
 
-from dragoman.formats.syntax import Calls, ModelFormat, NamedJson, Tagged, Tags
+from dragoman.formats.syntax import CallSection, ModelFormat, NamedJson, Tagged, Tags
 
 _THOUGHTS = (Tags("<think>", "</think>"),)
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -26,23 +26,25 @@ _INVOKE = Tagged(
 DEEPSEEK = ModelFormat(
     name="deepseek",
     thoughts=_THOUGHTS,
-    calls=(Calls(NamedJson((_SHORT, _FENCED), "<｜tool▁call▁end｜>"), open=_BEGIN, close=_END, several=True),),
-    signs=(("<｜tool▁calls▁begin｜>",),),
+    calls=(CallSection(NamedJson((_SHORT, _FENCED), "<｜tool▁call▁end｜>"), open=_BEGIN, close=_END, multiple=True),),
+    template_markers=(("<｜tool▁calls▁begin｜>",),),
 )
 
 DEEPSEEK_V3 = ModelFormat(
     name="deepseek_v3",
     thoughts=_THOUGHTS,
-    calls=(Calls(NamedJson((_FENCED, _SHORT), "\n```<｜tool▁call▁end｜>"), open=_BEGIN, close=_END, several=True),),
-    signs=(("<｜tool▁calls▁begin｜>", "```json"),),
+    calls=(
+        CallSection(NamedJson((_FENCED, _SHORT), "\n```<｜tool▁call▁end｜>"), open=_BEGIN, close=_END, multiple=True),
+    ),
+    template_markers=(("<｜tool▁calls▁begin｜>", "```json"),),
 )
 
 DEEPSEEK_DSML = ModelFormat(
     name="deepseek_dsml",
     thoughts=_THOUGHTS,
     calls=(
-        Calls(_INVOKE, open="<｜DSML｜function_calls>", close="</｜DSML｜function_calls>", several=True),
-        Calls(_INVOKE, open="<｜DSML｜tool_calls>", close="</｜DSML｜tool_calls>", several=True),
+        CallSection(_INVOKE, open="<｜DSML｜function_calls>", close="</｜DSML｜function_calls>", multiple=True),
+        CallSection(_INVOKE, open="<｜DSML｜tool_calls>", close="</｜DSML｜tool_calls>", multiple=True),
     ),
-    signs=(("｜DSML｜",),),
+    template_markers=(("｜DSML｜",),),
 )

@@ -7,19 +7,19 @@ value   := <|"|>text<|"|> | number | true | false | null | "[" value,* "]" | "{"
 FunctionGemma: "<start_function_call>" … "<end_function_call>", strings between two "<escape>"
 """
 
-from dragoman.formats.syntax import Braced, Calls, Channels, ModelFormat
+from dragoman.formats.syntax import Braced, CallSection, Channels, ModelFormat
 
 GEMMA = ModelFormat(
     name="gemma",
     channels=Channels(open="<|channel>", ends=("<channel|>",)),
-    calls=(Calls(Braced(quote='<|"|>'), open="<|tool_call>", close="<tool_call|>"),),
-    silent=("<turn|>", "<end_of_turn>"),
-    signs=(("<|tool_call>", "<tool_call|>"),),
+    calls=(CallSection(Braced(quote='<|"|>'), open="<|tool_call>", close="<tool_call|>"),),
+    frame_markers=("<turn|>", "<end_of_turn>"),
+    template_markers=(("<|tool_call>", "<tool_call|>"),),
 )
 
 FUNCTION_GEMMA = ModelFormat(
     name="function_gemma",
-    calls=(Calls(Braced(quote="<escape>"), open="<start_function_call>", close="<end_function_call>"),),
-    silent=("<end_of_turn>",),
-    signs=(("<start_function_call>",),),
+    calls=(CallSection(Braced(quote="<escape>"), open="<start_function_call>", close="<end_function_call>"),),
+    frame_markers=("<end_of_turn>",),
+    template_markers=(("<start_function_call>",),),
 )

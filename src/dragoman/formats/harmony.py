@@ -5,7 +5,7 @@
     header  := recipient? "<|channel|>" NAME recipient? ("<|constrain|>" word)?
     recipient := " to=functions." TOOL
 
-`analysis` is thought; a message with a recipient is a call, its text the arguments; everything else is the answer.
+`analysis` is reasoning. A message with a recipient is a call with the text as its arguments. The rest is the answer.
 """
 
 from dragoman.formats.syntax import Channels, ModelFormat
@@ -20,6 +20,6 @@ HARMONY = ModelFormat(
         start="<|start|>",
         recipient="to=functions.",
     ),
-    silent=("<|constrain|>",),
-    signs=(("<|channel|>", "<|message|>"),),
+    frame_markers=("<|constrain|>",),
+    template_markers=(("<|channel|>", "<|message|>"),),
 )

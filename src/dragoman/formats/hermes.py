@@ -5,12 +5,12 @@ thought := "<think>" text "</think>"
 call    := "<tool_call>" object "</tool_call>"        object := {"name": string, "arguments": object}
 """
 
-from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tags
+from dragoman.formats.syntax import CallSection, JsonCall, ModelFormat, Tags
 
 HERMES = ModelFormat(
     name="hermes",
     thoughts=(Tags("<think>", "</think>"),),
-    calls=(Calls(JsonCall(), open="<tool_call>", close="</tool_call>"),),
-    signs=(("<tool_call>",),),
+    calls=(CallSection(JsonCall(), open="<tool_call>", close="</tool_call>"),),
+    template_markers=(("<tool_call>",),),
     families=("smollm",),
 )

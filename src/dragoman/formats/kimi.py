@@ -1,4 +1,4 @@
-"""Kimi K2, and the thought marks of earlier ones.
+"""Kimi K2, and the reasoning tags of earlier models.
 
 reply   := thought? text section?
 thought := "<think>" text "</think>" | "◁think▷" text "◁/think▷"
@@ -6,13 +6,13 @@ section := "<|tool_calls_section_begin|>" call* "<|tool_calls_section_end|>"
 call    := "<|tool_call_begin|>functions." NAME ":" INDEX "<|tool_call_argument_begin|>" object "<|tool_call_end|>"
 """
 
-from dragoman.formats.syntax import Calls, ModelFormat, NamedJson, Tags
+from dragoman.formats.syntax import CallSection, ModelFormat, NamedJson, Tags
 
 KIMI = ModelFormat(
     name="kimi",
     thoughts=(Tags("<think>", "</think>"), Tags("◁think▷", "◁/think▷")),
     calls=(
-        Calls(
+        CallSection(
             NamedJson(
                 (
                     "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
@@ -23,9 +23,9 @@ KIMI = ModelFormat(
             ),
             open="<|tool_calls_section_begin|>",
             close="<|tool_calls_section_end|>",
-            several=True,
+            multiple=True,
         ),
     ),
-    signs=(("<|tool_calls_section_begin|>",), ("◁think▷",)),
+    template_markers=(("<|tool_calls_section_begin|>",), ("◁think▷",)),
     call_ids="kimi",
 )

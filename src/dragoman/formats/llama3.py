@@ -3,19 +3,19 @@
     reply := text | "<|python_tag|>"? call (";" call)*
     call  := {"name": string, "parameters": object}
 
-Without the tag it counts as a call only if it names a tool that was offered.
+Without the tag, JSON is a call only if it names an offered tool.
 """
 
-from dragoman.formats.syntax import Calls, JsonCall, ModelFormat
+from dragoman.formats.syntax import CallSection, JsonCall, ModelFormat
 
 _CALL = JsonCall(arguments=("parameters", "arguments"))
 
 LLAMA3 = ModelFormat(
     name="llama3",
     calls=(
-        Calls(_CALL, several=True, between=";"),
-        Calls(_CALL, open="<|python_tag|>", several=True, between=";"),
+        CallSection(_CALL, multiple=True, separator=";"),
+        CallSection(_CALL, open="<|python_tag|>", multiple=True, separator=";"),
     ),
-    silent=("<|eom_id|>", "<|eot_id|>"),
-    signs=(("<|python_tag|>",), ("<|start_header_id|>", "parameters")),
+    frame_markers=("<|eom_id|>", "<|eot_id|>"),
+    template_markers=(("<|python_tag|>",), ("<|start_header_id|>", "parameters")),
 )

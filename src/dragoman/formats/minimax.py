@@ -1,19 +1,19 @@
 """MiniMax M2.
 
 reply     := thought? text section?
-thought   := "<think>" text "</think>"                  the prompt often holds the opener
+thought   := "<think>" text "</think>"                  the prompt often ends with the opener
 section   := "<minimax:tool_call>" invoke* "</minimax:tool_call>"
 invoke    := '<invoke name="NAME">' parameter* "</invoke>"
 parameter := '<parameter name="KEY">' value "</parameter>"
 """
 
-from dragoman.formats.syntax import Calls, ModelFormat, Tagged, Tags
+from dragoman.formats.syntax import CallSection, ModelFormat, Tagged, Tags
 
 MINIMAX = ModelFormat(
     name="minimax",
     thoughts=(Tags("<think>", "</think>"),),
     calls=(
-        Calls(
+        CallSection(
             Tagged(
                 function='<invoke name="{name}">',
                 parameter='<parameter name="{key}">',
@@ -22,8 +22,8 @@ MINIMAX = ModelFormat(
             ),
             open="<minimax:tool_call>",
             close="</minimax:tool_call>",
-            several=True,
+            multiple=True,
         ),
     ),
-    signs=(("<minimax:tool_call>",),),
+    template_markers=(("<minimax:tool_call>",),),
 )

@@ -6,16 +6,16 @@ section := "[TOOL_CALLS]" NAME "[ARGS]" object              tokenizer v11 and la
          | "[TOOL_CALLS]" [{"name": string, "arguments": object}, …]
 """
 
-from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, NamedJson, Tags
+from dragoman.formats.syntax import CallSection, JsonCall, ModelFormat, NamedJson, Tags
 
 MISTRAL = ModelFormat(
     name="mistral",
     thoughts=(Tags("[THINK]", "[/THINK]"),),
     calls=(
-        Calls(NamedJson(("{name}[ARGS]", "{name}[CALL_ID]{id}[ARGS]", "{name}")), open="[TOOL_CALLS]"),
-        Calls(JsonCall(array=True), open="[TOOL_CALLS]", several=True),
+        CallSection(NamedJson(("{name}[ARGS]", "{name}[CALL_ID]{id}[ARGS]", "{name}")), open="[TOOL_CALLS]"),
+        CallSection(JsonCall(array=True), open="[TOOL_CALLS]", multiple=True),
     ),
-    signs=(("[TOOL_CALLS]", "[ARGS]"),),
+    template_markers=(("[TOOL_CALLS]", "[ARGS]"),),
     call_ids="mistral",
 )
 
@@ -23,7 +23,7 @@ MISTRAL_ARRAY = ModelFormat(
     name="mistral_array",
     thoughts=MISTRAL.thoughts,
     calls=MISTRAL.calls[::-1],
-    signs=(("[TOOL_CALLS]",),),
+    template_markers=(("[TOOL_CALLS]",),),
     call_ids="mistral",
 )
-"""The same tongue; what is written when a call is forced is the array of the models before v11."""
+"""Models before tokenizer v11: a required call is written as an array."""

@@ -5,19 +5,19 @@
     section := "[" call ("," call)* "]"                 bare, or between the tags of the family
     call    := NAME "(" (KEY "=" literal ("," …)*)? ")"
 
-Without a tag the list counts as calls only at the beginning of the reply and if its names are tools that were offered.
+Without a tag, a list is read as calls only at the beginning of the reply and only if its names are offered tools.
 """
 
-from dragoman.formats.syntax import Calls, ModelFormat, Pythonic, Tags
+from dragoman.formats.syntax import CallSection, ModelFormat, Pythonic, Tags
 
 PYTHONIC = ModelFormat(
     name="pythonic",
     thoughts=(Tags("<think>", "</think>"),),
     calls=(
-        Calls(Pythonic(), several=True),
-        Calls(Pythonic(), open="<|python_start|>", close="<|python_end|>", several=True),
-        Calls(Pythonic(), open="<|tool_call_start|>", close="<|tool_call_end|>", several=True),
-        Calls(Pythonic(), open="<function_calls>", close="</function_calls>", several=True),
+        CallSection(Pythonic(), multiple=True),
+        CallSection(Pythonic(), open="<|python_start|>", close="<|python_end|>", multiple=True),
+        CallSection(Pythonic(), open="<|tool_call_start|>", close="<|tool_call_end|>", multiple=True),
+        CallSection(Pythonic(), open="<function_calls>", close="</function_calls>", multiple=True),
     ),
-    signs=(("<|python_start|>",), ("<|tool_call_start|>",), ("<function_calls>",), ("<|header_start|>",)),
+    template_markers=(("<|python_start|>",), ("<|tool_call_start|>",), ("<function_calls>",), ("<|header_start|>",)),
 )

@@ -6,11 +6,11 @@
     function  := "<function=NAME>" parameter* "</function>"
     parameter := "<parameter=KEY>" value "</parameter>"
 
-A string is written as it is, everything else as JSON. These models now and then forget `<tool_call>`, or fall back to
-the object of Hermes inside it; both are read.
+A string is written as it is, everything else as JSON. These models sometimes omit `<tool_call>` or write a Hermes
+object inside it. Both are read.
 """
 
-from dragoman.formats.syntax import Calls, JsonCall, ModelFormat, Tagged, Tags
+from dragoman.formats.syntax import CallSection, JsonCall, ModelFormat, Tagged, Tags
 
 _FUNCTION = Tagged(
     function="<function={name}>",
@@ -23,14 +23,14 @@ QWEN_XML = ModelFormat(
     name="qwen_xml",
     thoughts=(Tags("<think>", "</think>"), Tags("<seed:think>", "</seed:think>")),
     calls=(
-        Calls(_FUNCTION, open="<tool_call>", close="</tool_call>"),
-        Calls(JsonCall(), open="<tool_call>", close="</tool_call>"),
-        Calls(_FUNCTION, open="<seed:tool_call>", close="</seed:tool_call>"),
-        Calls(
+        CallSection(_FUNCTION, open="<tool_call>", close="</tool_call>"),
+        CallSection(JsonCall(), open="<tool_call>", close="</tool_call>"),
+        CallSection(_FUNCTION, open="<seed:tool_call>", close="</seed:tool_call>"),
+        CallSection(
             Tagged("{name}>", _FUNCTION.parameter, _FUNCTION.value_end, _FUNCTION.function_end),
             open="<function=",
             close="</tool_call>",
         ),
     ),
-    signs=(("<function=", "<parameter="),),
+    template_markers=(("<function=", "<parameter="),),
 )

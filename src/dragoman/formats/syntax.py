@@ -1,15 +1,14 @@
-"""How a model writes what is not plain text, as values: thoughts, tool calls, and the markers around them.
+"""Declarations of model syntax: reasoning, tool calls, and the markers around them.
 
-A `ModelFormat` only declares. Reading is the split stage's business (with one reader per kind of call), writing a
-grammar that keeps a model to a shape is `constrain`'s; both follow the same declaration.
+`pipeline.split` and its call readers parse replies with a `ModelFormat`; `grammar` builds grammars from it.
 
     reply   := (text | thought | section)*
-    thought := Tags, or a channel of that name
+    thought := Tags, or a hidden channel
     section := open call* close
     call    := JsonCall | NamedJson | Tagged | Pythonic | Braced
 
-In templates of text `{name}` stands for the tool's name, `{key}` for a parameter's, `{id}`, `{index}` and `{string}`
-for what else a family writes there; white space in a template stands for any or none when it is read.
+In text templates, `{name}` is the tool's name and `{key}` a parameter's name. `{id}`, `{index}` and `{string}` are
+other fields of some families. Whitespace in a template matches any or no whitespace when it is read.
 """
 
 import re
@@ -19,12 +18,12 @@ import msgspec
 
 _NAMED = r"(\{(?:name|key|id|index|string)\})"
 FIELD = re.compile(_NAMED + r"|\s+")
-"""Where a template of text is not literal."""
+"""Matches the parts of a text template that are not literal."""
 MARKER = re.compile(r"(?=(<[^<>\s{}]+>|\[/?[A-Z_]+\]|◁[^▷]+▷|｜[A-Z]+｜))")
 
 
-def cut_at_fields(template: str) -> list[str]:
-    """Literal text and fields in turn: whoever fills them in fills nothing into what was filled in."""
+def split_fields(template: str) -> list[str]:
+    """Split a template into literals and fields, in turn."""
     return re.split(_NAMED, template)
 
 
@@ -34,23 +33,23 @@ class Tags(msgspec.Struct, frozen=True):
 
 
 class JsonCall(msgspec.Struct, frozen=True):
-    """`{"name": NAME, "arguments": {…}}`, alone or in an array. Of several keys the first is written, all are read."""
+    """`{"name": NAME, "arguments": {…}}`, alone or in an array. The first of several keys is written, all are read."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
     array: bool = False
-    """Whether the calls of a section are written as one array; both are read."""
+    """Whether the calls of a section are written as one array. Both forms are read."""
 
 
 class NamedJson(msgspec.Struct, frozen=True):
-    """The name in a text of its own, then the arguments as JSON. The first of `begins` is the one that is written."""
+    """The name in a text template, then the arguments as JSON. The first of `begins` is written, all are read."""
 
     begins: tuple[str, ...]
     end: str = ""
 
 
 class Tagged(msgspec.Struct, frozen=True):
-    """Each parameter between tags of its own: a string as it is, anything else as JSON, as the tool's schema says."""
+    """Each parameter between tags: a string as it is, anything else as JSON, according to the tool's schema."""
 
     function: str
     parameter: str
@@ -72,26 +71,26 @@ class Braced(msgspec.Struct, frozen=True):
 CallSyntax = JsonCall | NamedJson | Tagged | Pythonic | Braced
 
 
-class Calls(msgspec.Struct, frozen=True):
-    """A section of calls. No `open`: it stands bare at the beginning of the reply. No `close`: it ends with its calls.
+class CallSection(msgspec.Struct, frozen=True):
+    """A section of calls. Without `open` it starts the reply. Without `close` it ends with its calls.
 
-    `several`: one section holds all calls of a turn; otherwise each call has a section of its own.
-    `between` separates the calls of one section.
+    `multiple`: one section contains all calls of a turn. Otherwise each call has its own section.
+    `separator` is the text between the calls of one section.
     """
 
     call: CallSyntax
     open: str = ""
     close: str = ""
-    several: bool = False
-    between: str = ""
+    multiple: bool = False
+    separator: str = ""
 
 
 class Channels(msgspec.Struct, frozen=True):
     """`open` and a name switch to a channel, which lasts until the next `open` or one of `ends`.
 
-    `message` stands between the name, with what else its header says, and the text; without it the name ends itself.
-    `start` begins a header before its channel. A `recipient` in the header names the tool that the text is the
-    arguments of; such a message ends with `call_end`, which is one of `ends`.
+    `message` separates the header (the name and other words) from the text. Without it, the header is the name.
+    `start` begins a header before its channel. `recipient` in the header names a tool; the text is then the arguments
+    and ends with `call_end`, which is one of `ends`.
     """
 
     open: str
@@ -104,29 +103,29 @@ class Channels(msgspec.Struct, frozen=True):
 
 
 class ModelFormat(msgspec.Struct, frozen=True):
-    """`calls`: the first is the one that is written, all are read. `silent`: markers that frame an answer and are not
-    part of it. `signs`: the chat template of such a model contains all texts of one of these groups."""
+    """The syntax of a model family. The first of `calls` is written, all are read. `frame_markers` frame an answer and
+    are not part of it. A chat template has this format if it contains all texts of one group of `template_markers`."""
 
     name: str
     thoughts: tuple[Tags, ...] = ()
     channels: Channels | None = None
-    calls: tuple[Calls, ...] = ()
-    silent: tuple[str, ...] = ()
+    calls: tuple[CallSection, ...] = ()
+    frame_markers: tuple[str, ...] = ()
     answer: Tags | None = None
-    """What may stand around the answer and is not part of it; the same text further on is text."""
-    signs: tuple[tuple[str, ...], ...] = ()
+    """Tags around the answer that are not part of it. They count only at its beginning and end."""
+    template_markers: tuple[tuple[str, ...], ...] = ()
     families: tuple[str, ...] = ()
-    """Names of models whose template does not show the format they were trained on."""
+    """Names of models whose template does not show the format."""
     call_ids: Literal["any", "kimi", "mistral"] = "any"
-    """What ids of calls in the history must look like for the chat template."""
+    """The form of call ids that the chat template requires."""
 
     @property
     def markers(self) -> frozenset[str]:
-        """Every text that may be a control token of the model and must be seen by whoever reads its output."""
+        """All texts that may be control tokens of the model and must stay visible in its output."""
         return frozenset(found for text in self._texts() for found in MARKER.findall(text))
 
     def _texts(self) -> list[str]:
-        texts = [*self.silent]
+        texts = [*self.frame_markers]
         for tags in (*self.thoughts, *([self.answer] if self.answer else ())):
             texts += [tags.open, tags.close]
         for section in self.calls:
@@ -143,3 +142,26 @@ def _texts(call: CallSyntax) -> list[str]:
     if isinstance(call, Tagged):
         return [call.function, call.parameter, call.value_end, call.function_end]
     return [call.quote] if isinstance(call, Braced) else []
+
+
+PLAIN = ModelFormat("plain")
+"""Text only: no reasoning and no calls."""
+
+
+def reasoning_tags(syntax: ModelFormat) -> tuple[Tags, ...]:
+    """The texts that open and close reasoning. For channels: the headers that switch to and from a hidden channel."""
+    channels = syntax.channels
+    if channels is None:
+        return syntax.thoughts
+    if channels.message:
+        return (Tags(f"{channels.open}{channels.hidden[1]}{channels.message}", channels.ends[0]),)
+    end = channels.ends[0] if channels.ends else f"{channels.open}final"
+    return (*syntax.thoughts, Tags(f"{channels.open}{channels.hidden[0]}", end))
+
+
+def reasoning_end(syntax: ModelFormat, tags: Tags) -> str:
+    """The text that ends reasoning early, so that the model continues with the answer."""
+    channels = syntax.channels
+    if channels is not None and channels.message:
+        return f"{tags.close}{channels.start}assistant"
+    return f"\n{tags.close}\n\n"

@@ -1,10 +1,10 @@
-"""Arguments that are not one JSON text: parameters between tags, Python's keyword arguments, Gemma's braces.
+"""Builds grammars for arguments that are not JSON: tagged parameters, Python keyword arguments, Gemma's braces.
 
-Their grammars are written here from the schema, parameter by parameter; what stands inside one of them as JSON is left
-to llguidance. Parameters come in the order of the schema, those that are not required may be missing.
+The grammars are derived from the schema parameter by parameter. JSON values inside them are left to llguidance.
+Parameters follow the order of the schema; optional ones may be missing.
 
-A keyword that says something about a text which is not written as JSON (its pattern, its length) or about the object as
-a whole (how many properties, which together) is not enforced here, and is reported.
+Keywords for strings that are not written as JSON (pattern, length) and for the object as a whole (number of properties,
+combinations) are not enforced here. They are reported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,48 +12,47 @@ from typing import Any
 
 import msgspec
 
-from dragoman.grammar.lark import GAP, Rules, either, quoted
-from dragoman.grammar.schema import inline
+from dragoman.grammar.lark import GAP, RuleSet, one_of, quote
+from dragoman.grammar.schema import json_directive
 from dragoman.grammar.schema_check import Check
-from dragoman.grammar.schema_walk import Parts, at, named, resolve
-from dragoman.grammar.subschemas import Excerpts
+from dragoman.grammar.schema_walk import PathParts, format_path, lookup, resolve_ref
+from dragoman.grammar.subschemas import Subschemas
 
-ANYTHING = "/[A-Za-z0-9_.-]{1,64}/"
-"""A name of a parameter that no schema knows."""
-MOST_UNKNOWN = 16
-DEEPEST = 8
-"""How deep values are followed by their schema; below they may be anything."""
+ANY_NAME = "/[A-Za-z0-9_.-]{1,64}/"
+"""A parameter name that is not in a schema."""
+MAX_UNKNOWN_PARAMETERS = 16
+MAX_DEPTH = 8
+"""Depth to which values follow their schema. Deeper values may be anything."""
 
-OF_TEXT = ("pattern", "format", "minLength", "maxLength")
-OF_WHOLE = ("minProperties", "maxProperties", "patternProperties", "allOf", "anyOf", "oneOf")
+STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+OBJECT_KEYWORDS = ("minProperties", "maxProperties", "patternProperties", "allOf", "anyOf", "oneOf")
 
 
 class Parameter(msgspec.Struct, frozen=True):
     name: str
     schema: Any
     required: bool
-    parts: Parts
+    parts: PathParts
 
 
-class Document:
-    """A tool's schema of parameters, in which references are followed."""
+class ParameterSchema:
+    """The schema of a tool's parameters, with references resolved."""
 
-    def __init__(self, schema: Any, told: Any, base: str) -> None:
-        """`told` is the schema with all that it came with."""
+    def __init__(self, schema: Any, full_schema: Any, base: str) -> None:
         self.schema = schema if isinstance(schema, Mapping) else {}
-        self.told = told
+        self.full_schema = full_schema
         self.base = base
         self.relaxed: list[str] = []
         self.checks: list[Check] = []
-        self.excerpts = Excerpts(self.schema)
+        self.subschemas = Subschemas(self.schema)
 
     def parameters(self) -> list[Parameter] | None:
-        """None: whatever the model likes."""
+        """Return the parameters, or None if any are allowed."""
         return self.properties(self.schema, ())
 
-    def properties(self, schema: Any, parts: Parts) -> list[Parameter] | None:
-        schema, parts = self.followed(schema, parts)
-        self.relaxed += [named(self.base, (*parts, keyword)) for keyword in OF_WHOLE if keyword in schema]
+    def properties(self, schema: Any, parts: PathParts) -> list[Parameter] | None:
+        schema, parts = self.follow_refs(schema, parts)
+        self.relaxed += [format_path(self.base, (*parts, keyword)) for keyword in OBJECT_KEYWORDS if keyword in schema]
         known = schema.get("properties", {})
         required = dict.fromkeys(schema.get("required", ()))
         if not known and not required and schema.get("additionalProperties") is not False:
@@ -63,67 +62,66 @@ class Document:
             Parameter(name, known.get(name, True), name in required, (*parts, "properties", name)) for name in names
         ]
 
-    def followed(self, schema: Any, parts: Parts) -> tuple[Mapping[str, Any], Parts]:
-        """The schema that a reference without anything beside it means."""
-        for _ in range(DEEPEST):
-            target = resolve(self.schema, schema["$ref"], {}) if self._refers(schema) else None
+    def follow_refs(self, schema: Any, parts: PathParts) -> tuple[Mapping[str, Any], PathParts]:
+        """Follow a schema that is only a reference."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, Mapping) or set(schema) - {"$defs", "definitions"} != {"$ref"}:
+                break
+            target = resolve_ref(self.schema, schema["$ref"], {})
             if target is None:
                 break
-            schema, parts = at(self.schema, target), target
+            schema, parts = lookup(self.schema, target), target
         return schema if isinstance(schema, Mapping) else {}, parts
 
-    def _refers(self, schema: Any) -> bool:
-        return isinstance(schema, Mapping) and set(schema) - {"$defs", "definitions"} == {"$ref"}
-
-    def text(self, schema: Mapping[str, Any], parts: Parts) -> tuple[str, ...] | None:
-        """The texts that a string may be; none at all stands for any text, None for no string."""
+    def string_values(self, schema: Mapping[str, Any], parts: PathParts) -> tuple[str, ...] | None:
+        """Return the allowed strings; an empty tuple if any string is allowed, None if the value is not a string."""
         options = [schema["const"]] if "const" in schema else schema.get("enum")
         if options is not None:
             return tuple(options) if options and all(isinstance(option, str) for option in options) else None
-        if "string" not in kinds(schema) and not any(
-            "string" in kinds(self.followed(inner, parts)[0]) for inner in schema.get("anyOf", ())
+        if "string" not in schema_types(schema) and not any(
+            "string" in schema_types(self.follow_refs(inner, parts)[0]) for inner in schema.get("anyOf", ())
         ):
             return None
         if "type" not in schema and "anyOf" not in schema:
             return None
-        self.relaxed += [named(self.base, (*parts, keyword)) for keyword in OF_TEXT if keyword in schema]
+        self.relaxed += [format_path(self.base, (*parts, keyword)) for keyword in STRING_KEYWORDS if keyword in schema]
         return ()
 
-    def watched(self, parts: Parts, end: str) -> str | None:
-        """The name under which a text is captured, to be looked at afterwards; None where anything will do."""
-        told = at(self.told, parts) if isinstance(self.told, Mapping) else {}
-        asked = {keyword: told[keyword] for keyword in OF_TEXT if keyword in told}
-        if not asked:
+    def add_check(self, parts: PathParts, end: str) -> str | None:
+        """Return the capture name for a string that must be validated afterwards. None if no check is necessary."""
+        full_schema = lookup(self.full_schema, parts) if isinstance(self.full_schema, Mapping) else {}
+        keywords = {keyword: full_schema[keyword] for keyword in STRING_KEYWORDS if keyword in full_schema}
+        if not keywords:
             return None
-        place = named(self.base, parts)
-        self.checks.append(Check(place, asked, place, end))
+        place = format_path(self.base, parts)
+        self.checks.append(Check(place, keywords, place, end))
         return place
 
 
-def kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    given = schema.get("type", ())
-    return (given,) if isinstance(given, str) else tuple(given)
+def schema_types(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    declared = schema.get("type", ())
+    return (declared,) if isinstance(declared, str) else tuple(declared)
 
 
-def sequence(rules: Rules, items: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Items in order, those that are not required may be missing; the separator between those that are there."""
+def optional_sequence(rules: RuleSet, items: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Items in order with separators between them. Items that are not required may be missing."""
     rest_first, rest_next = '""', '""'
     for item, required in reversed(items):
-        first = rules.rule("list", f"{item} {rest_next}")
-        more = rules.rule("list", f"{separator} {item} {rest_next}")
+        first = rules.add_rule("list", f"{item} {rest_next}")
+        more = rules.add_rule("list", f"{separator} {item} {rest_next}")
         if required:
             rest_first, rest_next = first, more
         else:
-            rest_first = rules.rule("list", either((first, rest_first)))
-            rest_next = rules.rule("list", either((more, rest_next)))
+            rest_first = rules.add_rule("list", one_of((first, rest_first)))
+            rest_next = rules.add_rule("list", one_of((more, rest_next)))
     return rest_first
 
 
-class Tags:
-    """Parameters between tags of their own."""
+class TaggedArguments:
+    """Parameters between tags."""
 
-    def __init__(self, rules: Rules, document: Document, begin: Callable[[str, bool], str], end: str) -> None:
-        """`begin` gives what stands before the value of a parameter of a name that is a string, or is not."""
+    def __init__(self, rules: RuleSet, document: ParameterSchema, begin: Callable[[str, bool], str], end: str) -> None:
+        """`begin` returns the text before the value of a parameter, given its name and whether it is a string."""
         self.rules = rules
         self.document = document
         self.begin = begin
@@ -133,111 +131,114 @@ class Tags:
         parameters = self.document.parameters()
         if parameters is None:
             unknown = f"{self.begin('', True)} {self.rules.until(self.end)} {GAP}"
-            return f"({unknown}){{0,{MOST_UNKNOWN}}}"
+            return f"({unknown}){{0,{MAX_UNKNOWN_PARAMETERS}}}"
         return " ".join(self._parameter(parameter) for parameter in parameters) or '""'
 
     def _parameter(self, parameter: Parameter) -> str:
-        schema, parts = self.document.followed(parameter.schema, parameter.parts)
-        texts = self.document.text(schema, parts)
+        schema, parts = self.document.follow_refs(parameter.schema, parameter.parts)
+        texts = self.document.string_values(schema, parts)
         if texts is None:
-            value = f"{self.rules.rule('value', self.document.excerpts.inline(schema))} {self.rules.text(self.end)}"
+            rule = self.rules.add_rule("value", self.document.subschemas.json_directive(schema))
+            value = f"{rule} {self.rules.literal(self.end)}"
         elif texts:
-            value = f"{either([quoted(text) for text in texts])} {self.rules.text(self.end)}"
+            value = f"{one_of([quote(text) for text in texts])} {self.rules.literal(self.end)}"
         else:
-            value = self.rules.until(self.end, capture=self.document.watched(parts, self.rules.ending(self.end)))
-        written = self.rules.rule("parameter", f"{self.begin(parameter.name, texts is not None)} {value} {GAP}")
+            value = self.rules.until(
+                self.end, capture=self.document.add_check(parts, self.rules.until_suffix(self.end))
+            )
+        written = self.rules.add_rule("parameter", f"{self.begin(parameter.name, texts is not None)} {value} {GAP}")
         return written if parameter.required else f"{written}?"
 
 
-class Python:
-    """`a=1, b="x"`: strings and numbers as in JSON, which Python reads the same way."""
+class PythonArguments:
+    """`a=1, b="x"`: strings and numbers as in JSON, which is valid Python."""
 
-    def __init__(self, rules: Rules, document: Document) -> None:
+    def __init__(self, rules: RuleSet, document: ParameterSchema) -> None:
         self.rules = rules
         self.document = document
 
     def body(self) -> str:
         parameters = self.document.parameters()
         if parameters is None:
-            one = f'{ANYTHING} "=" {self._value({}, ())}'
-            return f'({one} ("," GAP? {one}){{0,{MOST_UNKNOWN}}})?'
+            one = f'{ANY_NAME} "=" {self._value({}, ())}'
+            return f'({one} ("," GAP? {one}){{0,{MAX_UNKNOWN_PARAMETERS}}})?'
         items = [(self._item(parameter), parameter.required) for parameter in parameters]
-        return sequence(self.rules, items, '"," GAP?')
+        return optional_sequence(self.rules, items, '"," GAP?')
 
     def _item(self, parameter: Parameter) -> str:
         value = self._value(parameter.schema, parameter.parts)
-        return self.rules.rule("argument", f"{quoted(parameter.name + '=')} {value}")
+        return self.rules.add_rule("argument", f"{quote(parameter.name + '=')} {value}")
 
-    def _value(self, schema: Any, parts: Parts) -> str:
-        schema, parts = self.document.followed(schema, parts)
-        if kinds(schema) == ("boolean",) and "enum" not in schema and "const" not in schema:
+    def _value(self, schema: Any, parts: PathParts) -> str:
+        schema, parts = self.document.follow_refs(schema, parts)
+        if schema_types(schema) == ("boolean",) and "enum" not in schema and "const" not in schema:
             return '("True" | "False")'
-        if kinds(schema) == ("null",):
+        if schema_types(schema) == ("null",):
             return '"None"'
-        return self.rules.rule("literal", self.document.excerpts.inline(schema))
+        return self.rules.add_rule("literal", self.document.subschemas.json_directive(schema))
 
 
-class Braces:
-    """`key:value` pairs, strings between two quotes of the family's own."""
+class BracedArguments:
+    """`key:value` pairs with strings between special quotes."""
 
-    def __init__(self, rules: Rules, document: Document, quote: str) -> None:
+    def __init__(self, rules: RuleSet, document: ParameterSchema, quote: str) -> None:
         self.rules = rules
         self.document = document
         self.quote = quote
-        self._values: dict[tuple[Parts, int], str] = {}
+        self._values: dict[tuple[PathParts, int], str] = {}
 
     def body(self) -> str:
         return self._members(self.document.schema, (), 0)
 
-    def _members(self, schema: Any, parts: Parts, depth: int) -> str:
+    def _members(self, schema: Any, parts: PathParts, depth: int) -> str:
         properties = self.document.properties(schema, parts)
         if properties is None:
             one = f'/[^:{{}}\\[\\],]{{1,64}}/ ":" {self._any()}'
             return f'({one} ("," {one})*)?'
         items = [(self._item(member, depth), member.required) for member in properties]
-        return sequence(self.rules, items, '","')
+        return optional_sequence(self.rules, items, '","')
 
     def _item(self, member: Parameter, depth: int) -> str:
         value = self._value(member.schema, member.parts, depth)
-        return self.rules.rule("member", f"{quoted(member.name + ':')} {value}")
+        return self.rules.add_rule("member", f"{quote(member.name + ':')} {value}")
 
-    def _value(self, schema: Any, parts: Parts, depth: int) -> str:
-        schema, parts = self.document.followed(schema, parts)
-        # Many members may refer to one place.
+    def _value(self, schema: Any, parts: PathParts, depth: int) -> str:
+        schema, parts = self.document.follow_refs(schema, parts)
+        # Several members may refer to the same schema.
         if (parts, depth) not in self._values:
-            self._values[parts, depth] = self._written(schema, parts, depth)
+            self._values[parts, depth] = self._build_value(schema, parts, depth)
         return self._values[parts, depth]
 
-    def _written(self, schema: Mapping[str, Any], parts: Parts, depth: int) -> str:
-        texts = self.document.text(schema, parts)
+    def _build_value(self, schema: Mapping[str, Any], parts: PathParts, depth: int) -> str:
+        texts = self.document.string_values(schema, parts)
         if texts:
-            mark = self.rules.text(self.quote)
-            return self.rules.rule("text", " | ".join(f"{mark} {quoted(text)} {mark}" for text in texts))
+            mark = self.rules.literal(self.quote)
+            return self.rules.add_rule("text", " | ".join(f"{mark} {quote(text)} {mark}" for text in texts))
         if texts is not None:
-            return self._string(self.document.watched(parts, self.rules.ending(self.quote)))
-        if depth < DEEPEST and kinds(schema) == ("object",):
+            return self._string(self.document.add_check(parts, self.rules.until_suffix(self.quote)))
+        if depth < MAX_DEPTH and schema_types(schema) == ("object",):
             return f'"{{" {self._members(schema, parts, depth + 1)} "}}"'
-        if depth < DEEPEST and kinds(schema) == ("array",):
-            one = self.rules.rule("item", self._value(schema.get("items", True), (*parts, "items"), depth + 1))
+        if depth < MAX_DEPTH and schema_types(schema) == ("array",):
+            one = self.rules.add_rule("item", self._value(schema.get("items", True), (*parts, "items"), depth + 1))
             return f'"[" ({one} ("," {one})*)? "]"'
-        if set(kinds(schema)) and set(kinds(schema)) <= {"number", "integer", "boolean", "null"}:
-            return self.rules.rule("scalar", self.document.excerpts.inline(schema))
+        if set(schema_types(schema)) and set(schema_types(schema)) <= {"number", "integer", "boolean", "null"}:
+            return self.rules.add_rule("scalar", self.document.subschemas.json_directive(schema))
         return self._any()
 
     def _string(self, capture: str | None = None) -> str:
-        return f"{self.rules.text(self.quote)} {self.rules.until(self.quote, capture=capture)}"
+        return f"{self.rules.literal(self.quote)} {self.rules.until(self.quote, capture=capture)}"
 
     def _any(self) -> str:
-        scalar = inline({"type": ["number", "boolean", "null"]})
+        scalar = json_directive({"type": ["number", "boolean", "null"]})
         if "anything" not in self.rules.fixed:
             self.rules.fixed.add("anything")
-            self.rules.lines.append("anything: held")
+            self.rules.lines.append("anything: any_value")
             member = '/[^:{}\\[\\],]{1,64}/ ":" anything'
             options = [
                 self._string(),
-                self.rules.rule("scalar", scalar),
+                self.rules.add_rule("scalar", scalar),
                 '"[" (anything ("," anything)*)? "]"',
                 f'"{{" ({member} ("," {member})*)? "}}"',
             ]
-            self.rules.lines.append("held: " + " | ".join(options))
+            self.rules.lines.append("any_value: " + " | ".join(options))
         return "anything"

@@ -1,61 +1,59 @@
-"""Constraints on a model's replies: tried in another process, then compiled in this one and cached.
+"""Compiles the constraints of requests: tried in another process, then compiled in this one and cached.
 
-    request -> job -> cached? -> turn of the caller -> trial -> compile -> guide
+    request -> job -> cached? -> semaphore -> trial -> compile -> guide
 
 Rules
 1. This process does not interpret a caller's schema, expression or grammar before it has passed its trial.
-2. A cached result needs no turn and no trial.
-3. A caller has at most `MOST_PER_CALLER` turns at once, and waiting callers are served in rotation: one caller cannot
-   block the others. A turn lasts until the compiling thread has ended, even if the request is cancelled.
+2. A cached result needs no semaphore and no trial.
+3. A caller holds the semaphore at most `MAX_PER_CALLER` times, and waiting callers are served in rotation, so one
+   caller cannot block the others. It is held until the compiling thread has ended, even if the request is cancelled.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
 import msgspec
 
 from dragoman.core.errors import ENCODE_ERRORS, InvalidSchema, by_name
 from dragoman.core.request import GenerationRequest
-from dragoman.grammar.caller_turns import CallerTurns
+from dragoman.grammar.grammar_trial import TrialJob, TrialModel
 from dragoman.grammar.lru_cache import Kept
-from dragoman.grammar.masks import Grammars, Guide, vocabulary
-from dragoman.grammar.reply_grammar import Shape, Speaker, blamed_field
-from dragoman.grammar.trial import TrialJob, TrialModel
+from dragoman.grammar.masks import GrammarCache, Guide, build_tokenizer
+from dragoman.grammar.reply_grammar import Shape, Speaker, constraint_param
 from dragoman.grammar.trial_client import TrialClient
 from dragoman.grammar.trial_server import CPU_SECONDS, MEMORY_BYTES
 
-MOST_TURNS = 4
-"""Trials and compilations at the same time."""
-MOST_PER_CALLER = 2
-MOST_SHAPES = 256
-MOST_BYTES = 16 * 1024 * 1024
-"""Of all cached shapes together with their jobs."""
-MOST_JOB = 4 * 1024 * 1024
-"""Bytes of all schemas of a request together."""
+MAX_CONCURRENT = 4
+"""Concurrent trials and compilations."""
+MAX_PER_CALLER = 2
+MAX_CACHED = 256
+MAX_BYTES = 16 * 1024 * 1024
+"""Of all cached grammars together with their jobs."""
+MAX_JOB = 4 * 1024 * 1024
+"""Bytes of all schemas of a request."""
 
-TOO_COMPLEX = (
-    f"this is too complex to be enforced: it takes more than {CPU_SECONDS:g} s or "
-    f"{MEMORY_BYTES >> 20} MB to compile; simplify it"
-)
+TOO_COMPLEX = f"too complex: compiling takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MB; simplify it"
 
 
 class Constrained(msgspec.Struct, frozen=True):
-    """The shape of a reply, and the guide that enforces it."""
+    """The grammar of a reply, and the guide that enforces it."""
 
     shape: Shape
     guide: Guide
 
 
-class _Tried(msgspec.Struct, frozen=True):
-    """The result of a passed trial. `shape` is None if the reply is unconstrained."""
+class _TrialResult(msgspec.Struct, frozen=True):
+    """The result of a passed trial. `shape` is None if the reply is unrestricted."""
 
     shape: Shape | None
     memory: int
 
 
 class Constraints:
-    """Use it in one event loop only."""
+    """Compiles and caches the constraints of one model. Not thread-safe: use it in one event loop."""
 
     def __init__(
         self,
@@ -64,45 +62,46 @@ class Constraints:
         control: frozenset[int],
         tokenize: Callable[[str], Sequence[int]],
     ) -> None:
-        self.grammars = Grammars(vocabulary(pieces, control, speaker.ends, tokenize))
+        self.grammars = GrammarCache(build_tokenizer(pieces, control, speaker.ends, tokenize))
         self.trials = TrialClient(lambda: TrialModel(tuple(pieces), control, speaker))
-        self._tried: Kept[_Tried] = Kept(MOST_SHAPES, MOST_BYTES)
-        self._turns = CallerTurns(MOST_TURNS, MOST_PER_CALLER)
-        self._threads = ThreadPoolExecutor(MOST_TURNS, thread_name_prefix="dragoman-compile")
+        self._results: Kept[_TrialResult] = Kept(MAX_CACHED, MAX_BYTES)
+        self._semaphore = FairSemaphore(MAX_CONCURRENT, MAX_PER_CALLER)
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="dragoman-compile")
 
     async def constrain(self, request: GenerationRequest, *, thinks: bool, opened: bool) -> Constrained | None:
-        """None if the reply is unconstrained. `opened`: the prompt ends inside a thought."""
-        param = blamed_field(request)
-        job = _encoded(TrialJob.of(request, thinks=thinks, opened=opened), param)
-        tried = self._tried.get(job)
-        if tried is not None:
-            if tried.shape is None:
+        """Return the compiled constraint of a request. None if the reply is unrestricted. `opened`: the prompt ends
+        inside reasoning."""
+        param = constraint_param(request)
+        job = _encode_job(TrialJob.of(request, thinks=thinks, opened=opened), param)
+        result = self._results.get(job)
+        if result is not None:
+            if result.shape is None:
                 return None
-            guide = self.grammars.find(tried.shape.grammar, param)
+            guide = self.grammars.find(result.shape.grammar, param)
             if guide is not None:
-                return Constrained(tried.shape, guide)
-        async with self._turns.turn(request.principal):
+                return Constrained(result.shape, guide)
+        async with self._semaphore.acquire(request.principal):
             # Another request with the same job may have been tried meanwhile.
-            tried = self._tried.get(job) or await self._try(job, param)
-            return None if tried.shape is None else await self._compile(tried.shape, tried.memory)
+            result = self._results.get(job) or await self._run_trial(job, param)
+            return None if result.shape is None else await self._compile(result.shape, result.memory)
 
     async def close(self) -> None:
         await self.trials.close()
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _try(self, job: bytes, param: str) -> _Tried:
+    async def _run_trial(self, job: bytes, param: str) -> _TrialResult:
         outcome = await self.trials.run(job)
         if outcome is None:
             raise InvalidSchema(f"{param}: {TOO_COMPLEX}", param=param)
         if outcome.failure is not None:
             raise by_name(outcome.failure.name)(outcome.failure.message, param=outcome.failure.param)
-        tried = _Tried(outcome.shape, outcome.memory)
-        self._tried.keep(job, tried, 0 if outcome.shape is None else len(outcome.shape.grammar))
-        return tried
+        result = _TrialResult(outcome.shape, outcome.memory)
+        self._results.keep(job, result, 0 if outcome.shape is None else len(outcome.shape.grammar))
+        return result
 
     async def _compile(self, shape: Shape, memory: int) -> Constrained:
         loop = asyncio.get_running_loop()
-        compiling = loop.run_in_executor(self._threads, self.grammars.guide, shape.grammar, shape.param, memory)
+        compiling = loop.run_in_executor(self._threads, self.grammars.create_guide, shape.grammar, shape.param, memory)
         try:
             return Constrained(shape, await asyncio.shield(compiling))
         except asyncio.CancelledError:
@@ -111,12 +110,57 @@ class Constraints:
             raise
 
 
-def _encoded(job: TrialJob, param: str) -> bytes:
+class FairSemaphore:
+    """Limits concurrent work in total and per caller. Waiting callers are served in rotation. Not thread-safe."""
+
+    def __init__(self, total: int, per_caller: int) -> None:
+        self._free = total
+        self._per_caller = per_caller
+        self._running: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def acquire(self, caller: str) -> AsyncGenerator[None, None]:
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(granted)
+        self._grant()
+        try:
+            await granted
+            yield
+        finally:
+            # `_grant` skips a request that was cancelled while it waited.
+            if not granted.cancelled():
+                self._release(caller)
+
+    def _grant(self) -> None:
+        while self._free:
+            caller = next((name for name in self._waiting if self._running[name] < self._per_caller), None)
+            if caller is None:
+                return
+            # Serve another waiting caller next.
+            self._waiting.move_to_end(caller)
+            granted = self._waiting[caller].popleft()
+            if not self._waiting[caller]:
+                del self._waiting[caller]
+            if not granted.cancelled():
+                self._running[caller] += 1
+                self._free -= 1
+                granted.set_result(None)
+
+    def _release(self, caller: str) -> None:
+        self._running[caller] -= 1
+        if not self._running[caller]:
+            del self._running[caller]
+        self._free += 1
+        self._grant()
+
+
+def _encode_job(job: TrialJob, param: str) -> bytes:
     try:
         encoded = msgspec.msgpack.encode(job)
     except ENCODE_ERRORS as error:
-        raise InvalidSchema(f"{param}: this cannot be encoded: {error}", param=param) from error
-    if len(encoded) > MOST_JOB:
-        words = f"all schemas of a request may have {MOST_JOB} bytes together, not {len(encoded)}"
-        raise InvalidSchema(f"{param}: {words}", param=param)
+        raise InvalidSchema(f"{param}: cannot be encoded: {error}", param=param) from error
+    if len(encoded) > MAX_JOB:
+        message = f"the schemas of the request have {len(encoded)} bytes in total; at most {MAX_JOB} are allowed"
+        raise InvalidSchema(f"{param}: {message}", param=param)
     return encoded

@@ -1,10 +1,10 @@
-"""Pieces of grammar text, in llguidance's dialect of Lark.
+"""Builds grammar text in llguidance's dialect of Lark.
 
 Rules
-1. A marker that is a control token of the model is that token, never its letters; any other text is its letters.
-2. Free text never holds control tokens.
-3. White space is bounded wherever it is optional.
-4. A grammar that is too long to be compiled is not written to its end.
+1. A marker that is a control token of the model is written as that token. All other text is written literally.
+2. Free text never contains control tokens.
+3. Optional whitespace is bounded.
+4. The size of the text is limited while it is built.
 """
 
 import json
@@ -12,39 +12,38 @@ import re
 from collections.abc import Mapping, Sequence
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.grammar.schema import WHITE
+from dragoman.grammar.schema import WHITESPACE
 
-MOST_TEXT = 1024 * 1024
+MAX_TEXT = 1024 * 1024
 """Characters of one grammar."""
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
-ANY = "/(?s:.*)/"
+ANY_TEXT = "/(?s:.*)/"
 SPACE = "SPACE?"
-"""What may stand between the tokens of JSON."""
+"""Optional whitespace between JSON tokens."""
 GAP = "GAP?"
-"""What may stand between markers."""
+"""Optional whitespace between markers."""
 
-TERMINALS = f"SPACE: /{WHITE}/\nGAP: /[ \\t\\n]{{1,4}}/\nTEXT: {ANY}\n"
+TERMINALS = f"SPACE: /{WHITESPACE}/\nGAP: /[ \\t\\n]{{1,4}}/\nTEXT: {ANY_TEXT}\n"
 
 
-def quoted(text: str) -> str:
-    """The text as a terminal."""
+def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def escaped(text: str) -> str:
-    """The text as a part of a regular expression between slashes."""
+def escape_regex(text: str) -> str:
+    """Escape text for a regular expression between slashes."""
     return _META.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n")
 
 
-def either(options: Sequence[str]) -> str:
+def one_of(options: Sequence[str]) -> str:
     return options[0] if len(options) == 1 else "(" + " | ".join(options) + ")"
 
 
-class Rules:
-    """The rules of one grammar as they are written. `control` are the ids of markers that are control tokens, `param`
-    is the field that asked for it. What is `fixed` has one name in every grammar."""
+class RuleSet:
+    """The rules of one grammar. `control` has the token ids of markers that are control tokens. `param` is the request
+    field that errors name. `fixed` are rule names that are written without a number."""
 
     def __init__(self, control: Mapping[str, int], param: str) -> None:
         self.control = control
@@ -56,57 +55,61 @@ class Rules:
         longest_first = sorted(control, key=len, reverse=True)
         self._split = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
-    def rule(self, hint: str, body: str, options: str = "") -> str:
+    def add_rule(self, hint: str, body: str, options: str = "") -> str:
         return self._define(hint, body, options)
 
-    def terminal(self, hint: str, body: str) -> str:
+    def add_terminal(self, hint: str, body: str) -> str:
         return self._define(hint.upper(), body, "")
 
     def _define(self, hint: str, body: str, options: str) -> str:
         name = self.names.setdefault((hint, body, options), f"{hint}_{len(self.lines)}")
         if name == f"{hint}_{len(self.lines)}":
-            self._grow(len(body))
+            self._add_size(len(body))
             self.lines.append(f"{name}{options}: {body}")
         return name
 
-    def _grow(self, size: int) -> None:
+    def _add_size(self, size: int) -> None:
         self.size += size
-        if self.size > MOST_TEXT:
-            problem = f"{self.param}: this makes a grammar of more than {MOST_TEXT} characters; ask for less at once"
+        if self.size > MAX_TEXT:
+            problem = f"{self.param}: the grammar for this has more than {MAX_TEXT} characters; simplify it"
             raise InvalidSchema(problem, param=self.param)
 
-    def pieces(self, text: str) -> list[str]:
-        """The text as terminals and control tokens."""
-        return [self._piece(part) for part in self._split.split(text) if part]
+    def literal_terms(self, text: str) -> list[str]:
+        """Return the text as terminals and control tokens."""
+        return [self._term(part) for part in self._split.split(text) if part]
 
-    def text(self, text: str) -> str:
-        return " ".join(self.pieces(text)) or '""'
+    def literal(self, text: str) -> str:
+        return " ".join(self.literal_terms(text)) or '""'
 
     def until(self, marker: str, before: str = "TEXT", capture: str | None = None) -> str:
-        """Free text up to the first place where the marker stands, and the marker. What is captured of it is the text
-        with `ending(marker)`."""
-        letters, control, rest = self._parted(marker)
-        held = "" if capture is None else f'capture="{capture}"'
+        """Return a rule for free text up to and including the first `marker`. The capture holds the text with
+        `until_suffix(marker)`."""
+        letters, control, rest = self._split_marker(marker)
+        capture_option = "" if capture is None else f'capture="{capture}"'
         if not control:
-            return self.rule("until", f"{before} {quoted(letters)}", f"[lazy, {held}]" if held else "[lazy]")
+            return self.add_rule(
+                "until", f"{before} {quote(letters)}", f"[lazy, {capture_option}]" if capture_option else "[lazy]"
+            )
         if letters:
-            # Letters alone may stand in the text; it is the token behind them that ends it.
-            before = self.terminal("UNTIL", f"{before} & /(?s:.*){escaped(letters)}/")
-        until = self.rule("until", f"{before} {self._piece(control)}", f"[{held}]" if held else "")
-        return " ".join((until, *self.pieces(rest)))
+            # The letters may also occur in the text. Only the token after them ends it.
+            before = self.add_terminal("UNTIL", f"{before} & /(?s:.*){escape_regex(letters)}/")
+        until = self.add_rule(
+            "until", f"{before} {self._term(control)}", f"[{capture_option}]" if capture_option else ""
+        )
+        return " ".join((until, *self.literal_terms(rest)))
 
-    def ending(self, marker: str) -> str:
-        return "".join(self._parted(marker)[:2])
+    def until_suffix(self, marker: str) -> str:
+        return "".join(self._split_marker(marker)[:2])
 
-    def _parted(self, marker: str) -> tuple[str, str, str]:
-        """The letters before the first control token, that token, and the rest."""
+    def _split_marker(self, marker: str) -> tuple[str, str, str]:
+        """Return the letters before the first control token, that token, and the rest."""
         letters, *found = self._split.split(marker, maxsplit=1)
         return (letters, found[0], found[1]) if found else (letters, "", "")
 
-    def grammar(self, start: str) -> str:
-        self._grow(len(start))
+    def build(self, start: str) -> str:
+        self._add_size(len(start))
         return "%llguidance {}\n" + TERMINALS + "\n".join((*self.lines, f"start: {start}")) + "\n"
 
-    def _piece(self, part: str) -> str:
+    def _term(self, part: str) -> str:
         token = self.control.get(part)
-        return quoted(part) if token is None else f"<[{token}]>"
+        return quote(part) if token is None else f"<[{token}]>"

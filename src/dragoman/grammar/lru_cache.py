@@ -1,4 +1,4 @@
-"""Results that were expensive, kept for the next time: a bounded number of them, of a bounded size together."""
+"""A least-recently-used cache with limits on the number and the total size of its entries."""
 
 import threading
 from collections import OrderedDict
@@ -8,11 +8,11 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """What was not used for longest goes first. For any thread."""
+    """A thread-safe LRU cache."""
 
-    def __init__(self, count: int, size: int) -> None:
-        self.most = count
-        self.room = size
+    def __init__(self, max_count: int, size: int) -> None:
+        self.max_count = max_count
+        self.max_size = size
         self.size = 0
         self._results: OrderedDict[str | bytes, tuple[T, int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -29,12 +29,12 @@ class Kept(Generic[T]):
             return found[0]
 
     def keep(self, key: str | bytes, result: T, size: int = 0) -> None:
-        """`size` is what the result takes beside its key. A result that is kept already is replaced."""
+        """Add or replace an entry. `size` is the size of the result without its key."""
         with self._lock:
             self._remove(key)
             self._results[key] = result, len(key) + size
             self.size += len(key) + size
-            while len(self._results) > self.most or self.size > self.room:
+            while len(self._results) > self.max_count or self.size > self.max_size:
                 self._remove(next(iter(self._results)))
 
     def _remove(self, key: str | bytes) -> None:

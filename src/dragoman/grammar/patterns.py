@@ -1,10 +1,10 @@
-"""Regular expressions of schemas: which of them an automaton can follow while the model writes.
+"""Decides which regular expressions of schemas can be enforced.
 
 Rules
-1. What llguidance takes is kept. What only a backtracking engine could do (looking ahead or behind, references back,
-   word boundaries) is relaxed. What is no pattern at all is an error.
-2. Counted repetitions multiply; more than MOST_REPEATS of them are an error, and so is a pattern of more than
-   LONGEST characters: each would cost time at every token.
+1. A pattern that llguidance supports is enforced. One that needs backtracking (look-around, back-references, word
+   boundaries) is relaxed. A malformed one is an error.
+2. Nested repetition counts multiply. More than MAX_REPEATS repetitions or MAX_PATTERN characters are an error because
+   they would slow down every token.
 """
 
 import json
@@ -14,8 +14,8 @@ from functools import lru_cache
 import regex
 from llguidance import LLMatcher
 
-LONGEST = 4096
-MOST_REPEATS = 10_000
+MAX_PATTERN = 4096
+MAX_REPEATS = 10_000
 
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|[()]|.", re.DOTALL)
 
@@ -25,12 +25,12 @@ class MalformedPattern(Exception):
 
 
 @lru_cache(1024)
-def enforceable(pattern: str) -> bool:
-    """Whether it can be kept to; MalformedPattern where it is none, or one that nobody should have to follow."""
-    if len(pattern) > LONGEST:
-        raise MalformedPattern(f"a pattern may have {LONGEST} characters, not {len(pattern)}")
-    if repeats(pattern) > MOST_REPEATS:
-        raise MalformedPattern(f"a pattern may repeat {MOST_REPEATS} times, not more")
+def is_enforceable(pattern: str) -> bool:
+    """Whether the pattern can be enforced. Raises MalformedPattern if it is invalid or too large."""
+    if len(pattern) > MAX_PATTERN:
+        raise MalformedPattern(f"the pattern has {len(pattern)} characters; at most {MAX_PATTERN} are allowed")
+    if count_repeats(pattern) > MAX_REPEATS:
+        raise MalformedPattern(f"the pattern has more than {MAX_REPEATS} repetitions")
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
     error = LLMatcher.validate_grammar(grammar)
     if not error:
@@ -42,8 +42,8 @@ def enforceable(pattern: str) -> bool:
     return False
 
 
-def repeats(pattern: str) -> int:
-    """How often the innermost piece of it may have to be repeated, counting what is asked for in numbers."""
+def count_repeats(pattern: str) -> int:
+    """Return the number of repetitions of the innermost piece, as required by the counts around it."""
     outer: list[int] = []
     most = piece = 1
     for found in _PIECE.finditer(pattern):
@@ -60,8 +60,8 @@ def repeats(pattern: str) -> int:
     return max(most, *outer, 1)
 
 
-def counted(grammar: str) -> int:
-    """The greatest number of repetitions that a grammar asks for at one place."""
+def max_repeat_count(grammar: str) -> int:
+    """Return the largest repetition count in a Lark grammar."""
     return max((int(number[:9]) for number in _COUNT.findall(grammar)), default=0)
 
 

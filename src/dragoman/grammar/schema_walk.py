@@ -1,7 +1,7 @@
-"""Where schemas stand inside schemas, and how a place in one is named.
+"""Walks subschemas, formats paths and resolves references of JSON schemas.
 
-children := (keyword, …) -> schema
-place    := base ("." name | "[" index "]" | '["' other name '"]')*
+children := (keyword, name or index) -> schema
+path     := base ("." name | "[" index "]" | '["' other name '"]')*
 """
 
 import json
@@ -10,73 +10,74 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-Parts = tuple[str | int, ...]
+PathParts = tuple[str | int, ...]
 
-ONE = (
+SINGLE_SCHEMAS = (
     *("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains"),
     *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
 )
-SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 
 _PLAIN = re.compile(r"[A-Za-z0-9_$-]+")
 
 
-def children(schema: Any) -> Iterator[tuple[Parts, Any]]:
-    """The schemas directly inside, each with its keyword and its name or index there."""
+def children(schema: Any) -> Iterator[tuple[PathParts, Any]]:
+    """Yield the direct subschemas, each with its keyword and its name or index."""
     if not isinstance(schema, Mapping):
         return
     for keyword, value in schema.items():
-        if keyword in ONE and isinstance(value, Mapping | bool):
+        if keyword in SINGLE_SCHEMAS and isinstance(value, Mapping | bool):
             yield (keyword,), value
-        elif keyword in SEVERAL and isinstance(value, list | tuple):
-            yield from (((keyword, at), inner) for at, inner in enumerate(value))
-        elif keyword in NAMED and isinstance(value, Mapping):
-            # In the old `dependencies` a list of names may stand where others have a schema.
+        elif keyword in SCHEMA_LISTS and isinstance(value, list | tuple):
+            yield from (((keyword, index), inner) for index, inner in enumerate(value))
+        elif keyword in SCHEMA_MAPS and isinstance(value, Mapping):
+            # In `dependencies`, a value may be a list of property names instead of a schema.
             yield from (((keyword, name), inner) for name, inner in value.items() if not isinstance(inner, list))
 
 
-def walk(schema: Any, parts: Parts = ()) -> Iterator[tuple[Parts, Any]]:
-    """All schemas of a document, those inside before those around them."""
-    for place, inner in children(schema):
-        yield from walk(inner, parts + place)
+def walk_schemas(schema: Any, parts: PathParts = ()) -> Iterator[tuple[PathParts, Any]]:
+    """Yield all schemas of a document with their paths, inner schemas first."""
+    for step, inner in children(schema):
+        yield from walk_schemas(inner, parts + step)
     yield parts, schema
 
 
-def named(base: str, parts: Parts) -> str:
-    """A place as callers know it. It may end up in a header: nothing but printable ASCII."""
-    return base + "".join(map(_step, parts))
+def format_path(base: str, parts: PathParts) -> str:
+    """Format a path for error messages and headers: printable ASCII only."""
+    return base + "".join(map(_format_step, parts))
 
 
-def _step(part: str | int) -> str:
+def _format_step(part: str | int) -> str:
     if isinstance(part, int):
         return f"[{part}]"
     return f".{part}" if _PLAIN.fullmatch(part) else f"[{json.dumps(part)}]"
 
 
-def pointer(parts: Parts) -> str:
-    """The fragment of a `$ref` to a place."""
+def json_pointer(parts: PathParts) -> str:
+    """Return the fragment of a `$ref` to a path."""
     return "".join("/" + quote(str(part).replace("~", "~0").replace("/", "~1"), safe="~$") for part in parts)
 
 
-def anchors(document: Any) -> dict[str, Parts]:
-    """The names that a document gives to places in it."""
-    found = ((inner.get("$anchor"), parts) for parts, inner in walk(document) if isinstance(inner, Mapping))
+def find_anchors(document: Any) -> dict[str, PathParts]:
+    """Return the paths of all `$anchor` names in a document."""
+    found = ((inner.get("$anchor"), parts) for parts, inner in walk_schemas(document) if isinstance(inner, Mapping))
     return {name: parts for name, parts in found if isinstance(name, str)}
 
 
-def resolve(document: Any, reference: str, names: Mapping[str, Parts]) -> Parts | None:
-    """The place that a reference inside its own document means: a pointer or an anchor. None: not in here."""
+def resolve_ref(document: Any, reference: str, names: Mapping[str, PathParts]) -> PathParts | None:
+    """Return the path that a reference points to (a JSON pointer or an anchor), or None if it is not in this
+    document."""
     if reference in ("#", "#/"):
         return ()
     if reference.startswith("#/"):
-        return _follow(document, reference[2:].split("/"))
+        return _follow_pointer(document, reference[2:].split("/"))
     if reference.startswith("#"):
         return names.get(reference[1:])
     return None
 
 
-def _follow(document: Any, steps: list[str]) -> Parts | None:
+def _follow_pointer(document: Any, steps: list[str]) -> PathParts | None:
     parts: list[str | int] = []
     for step in steps:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -91,38 +92,38 @@ def _follow(document: Any, steps: list[str]) -> Parts | None:
     return tuple(parts)
 
 
-def at(document: Any, parts: Parts) -> Any:
+def lookup(document: Any, parts: PathParts) -> Any:
     for part in parts:
         document = document[part]
     return document
 
 
-def rebased(schema: Any, onto: str) -> Any:
-    """A copy whose references into its own document mean the same after it has been moved to the fragment `onto`."""
+def rebase_refs(schema: Any, prefix: str) -> Any:
+    """Return a copy whose local references stay valid after it is moved to the fragment `prefix`."""
 
     def refer(reference: str) -> str:
         if reference in ("#", "#/"):
-            return f"#{onto}"
-        return f"#{onto}{reference[1:]}" if reference.startswith("#/") else reference
+            return f"#{prefix}"
+        return f"#{prefix}{reference[1:]}" if reference.startswith("#/") else reference
 
-    return referring(schema, refer)
+    return rewrite_refs(schema, refer)
 
 
-def referring(schema: Any, refer: Callable[[str], str], keep: Callable[[str, Any], bool] = lambda *_: True) -> Any:
-    """A copy with other references, of those keywords that are to be kept."""
+def rewrite_refs(schema: Any, refer: Callable[[str], str], keep: Callable[[str, Any], bool] = lambda *_: True) -> Any:
+    """Return a copy with rewritten references that contains only the keywords accepted by `keep`."""
     if not isinstance(schema, Mapping):
         return schema
     schema = {keyword: value for keyword, value in schema.items() if keep(keyword, value)}
     copy = dict(schema)
     for (keyword, *rest), inner in children(schema):
-        moved = referring(inner, refer, keep)
+        rewritten = rewrite_refs(inner, refer, keep)
         if not rest:
-            copy[keyword] = moved
+            copy[keyword] = rewritten
         else:
             if copy[keyword] is schema[keyword]:
-                held = schema[keyword]
-                copy[keyword] = dict(held) if isinstance(held, Mapping) else list(held)
-            copy[keyword][rest[0]] = moved
+                original = schema[keyword]
+                copy[keyword] = dict(original) if isinstance(original, Mapping) else list(original)
+            copy[keyword][rest[0]] = rewritten
     if isinstance(schema.get("$ref"), str):
         copy["$ref"] = refer(schema["$ref"])
     return copy

@@ -1,9 +1,9 @@
-"""The engine's side of trials: starts the trial server, sends jobs to it, and kills the trials of cancelled requests.
+"""The engine's side of grammar trials: starts the trial server, sends jobs and kills the trials of cancelled requests.
 
 Rules
-1. The first trial starts the server. If the server has died, the next trial starts another.
+1. The first trial starts the server. If the server has died, the next trial starts another one.
 2. A trial whose request is cancelled is killed.
-3. A trial that ends without an outcome has reached its limits, or crashed. Callers get the same error for both.
+3. A trial that ends without an outcome has reached a limit or crashed. The caller gets the same error for both.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from collections.abc import Callable
 import msgspec
 
 from dragoman.core.errors import EngineFailed, Unavailable
-from dragoman.grammar.trial import LENGTH, STARTED, TrialModel, TrialOutcome
+from dragoman.grammar.grammar_trial import LENGTH, STARTED, TrialModel, TrialOutcome
 from dragoman.grammar.trial_server import COMMAND, FORK, KILL, LOWER, READY
 
 log = logging.getLogger("dragoman.grammar")
 
 START_SECONDS = 60.0
 TRIAL_SECONDS = 60.0
-"""Wall time. On a busy machine a trial takes longer to reach its limit of CPU time."""
+"""Wall time. On a busy machine a trial needs longer to reach its CPU limit."""
 LONG_SECONDS = 0.25
 """A trial that takes longer gets a lower priority than decoding."""
 
@@ -57,57 +57,57 @@ class TrialClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the trial server, if it runs."""
+        """Process id of the running trial server."""
         return None if self._server is None else self._server.process.pid
 
     async def run(self, job: bytes) -> TrialOutcome | None:
-        """The outcome of the job; None if it reached a limit of its trial."""
+        """Return the outcome of the job, or None if the trial reached a limit."""
         body = await self._run(job)
         if body is None:
             # The server may have died since the last trial.
             body = await self._run(job)
         if body is None:
-            raise Unavailable("the trial of a grammar could not be run; try again", retry_after=1)
-        return _outcome(body) if body else None
+            raise Unavailable("the grammar could not be compiled in its trial process; try again", retry_after=1)
+        return _decode_outcome(body) if body else None
 
     async def _run(self, job: bytes) -> bytes | None:
-        """The encoded outcome; empty if the trial ended without one, None if it did not start."""
-        ours, theirs = socket.socketpair()
+        """Return the encoded outcome. Empty if the trial ended without one, None if it did not start."""
+        local, remote = socket.socketpair()
         number = next(self._numbers)
         try:
-            with theirs:
-                server = await self._fork(number, theirs)
+            with remote:
+                server = await self._fork(number, remote)
         except BaseException:
-            ours.close()
+            local.close()
             raise
-        lowering = asyncio.get_running_loop().call_later(LONG_SECONDS, self._tell, server, LOWER, number)
+        lower_priority = asyncio.get_running_loop().call_later(LONG_SECONDS, self._send_command, server, LOWER, number)
         try:
             async with asyncio.timeout(TRIAL_SECONDS):
-                body = await self._exchange(ours, job)
+                body = await self._exchange(local, job)
         except TimeoutError:
             raise _too_busy() from None
         finally:
-            lowering.cancel()
-            self._tell(server, KILL, number)
+            lower_priority.cancel()
+            self._send_command(server, KILL, number)
         # If the server was replaced, its trials ended with it.
         return None if not body and server is not self._server else body
 
     async def _fork(self, number: int, channel: socket.socket) -> _ServerProcess:
-        server = await self._started()
+        server = await self._get_server()
         try:
             server.command(FORK, number, (channel.fileno(),))
         except OSError:
             await self._discard(server)
-            server = await self._started()
+            server = await self._get_server()
             server.command(FORK, number, (channel.fileno(),))
         return server
 
-    async def _exchange(self, ours: socket.socket, job: bytes) -> bytes | None:
+    async def _exchange(self, local: socket.socket, job: bytes) -> bytes | None:
         """Send the job and read the encoded outcome, as `_run` returns it."""
         try:
-            reader, writer = await asyncio.open_connection(sock=ours)
+            reader, writer = await asyncio.open_connection(sock=local)
         except BaseException:
-            ours.close()
+            local.close()
             raise
         try:
             if await reader.read(1) != STARTED:
@@ -128,23 +128,23 @@ class TrialClient:
                 server, self._server = self._server, None
                 await server.close()
 
-    async def _started(self) -> _ServerProcess:
+    async def _get_server(self) -> _ServerProcess:
         async with self._starting:
             if self._server is None:
                 self._server = await self._start()
             return self._server
 
     async def _start(self) -> _ServerProcess:
-        control, theirs = socket.socketpair()
+        control, remote = socket.socketpair()
         control.setblocking(False)
-        with theirs:
+        with remote:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "dragoman.grammar.trial_server",
-                str(theirs.fileno()),
+                str(remote.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(remote.fileno(),),
                 # Outside the engine's process group: the memory of a trial does not count as the model's.
                 start_new_session=True,
                 # Forking is only safe in a process with one thread.
@@ -171,17 +171,17 @@ class TrialClient:
         except ConnectionError:
             answer = b""
         if answer != READY:
-            raise EngineFailed("the process that tries grammars could not be started; see the server's log")
+            raise EngineFailed("the grammar trial process could not be started; see the server log")
 
     async def _discard(self, server: _ServerProcess) -> None:
-        """Forget and end a server that does not respond. The next trial starts another."""
-        log.error("the process that tries grammars has failed; the next request starts another")
+        """Forget and end a server that does not respond."""
+        log.error("the grammar trial process has failed; the next request starts another one")
         if self._server is server:
             self._server = None
         await server.close()
 
-    def _tell(self, server: _ServerProcess, kind: bytes, number: int) -> None:
-        """Send a command about a trial. The trial may have ended: its number is not used again."""
+    def _send_command(self, server: _ServerProcess, kind: bytes, number: int) -> None:
+        """Send a command about a trial, which may already have ended."""
         try:
             server.command(kind, number)
         except OSError:
@@ -189,11 +189,11 @@ class TrialClient:
             pass
 
 
-def _outcome(body: bytes) -> TrialOutcome:
+def _decode_outcome(body: bytes) -> TrialOutcome:
     outcome = msgspec.msgpack.decode(body, type=TrialOutcome)
     if outcome.bug is not None:
-        log.error("a trial failed: %s", outcome.bug)
-        raise EngineFailed("the shape of the reply could not be compiled; see the server's log")
+        log.error("a grammar trial failed: %s", outcome.bug)
+        raise EngineFailed("the grammar of the reply could not be compiled; see the server log")
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""The process that forks one process per trial: `python -m dragoman.grammar.trial_server FD`.
+"""The process that forks one process per grammar trial: `python -m dragoman.grammar.trial_server FD`.
 
     FD := model, then ready back, then commands*         a socket; when it closes, this process ends
     command := "F" number, with a socket for the trial | "L" number | "K" number      fork, lower the priority, kill
@@ -6,8 +6,8 @@
 The client kills every trial, even one that has ended: this also reaps its process.
 
 Rules
-1. The vocabulary is read once, and forked processes share it. A trial costs no more than a fork.
-2. A trial has limits on CPU time, memory and stack. The kernel enforces them, in native code too.
+1. The vocabulary is read once and shared with the forked processes. A trial costs only a fork.
+2. The kernel limits the CPU time, memory and stack of a trial, in native code too.
 3. The stack of a trial is smaller than that of any thread: a grammar that passes does not overflow in the engine.
 4. Only forked processes read a caller's input. This process has one thread, so that forking is safe.
 """
@@ -29,15 +29,7 @@ import msgspec
 
 from dragoman.core.errors import DragomanError
 from dragoman.core.request import GenerationRequest, JsonObject
-from dragoman.grammar.trial import (
-    LENGTH,
-    STARTED,
-    TrialFailure,
-    TrialJob,
-    TrialModel,
-    TrialOutcome,
-    run_trial,
-)
+from dragoman.grammar.grammar_trial import LENGTH, STARTED, TrialFailure, TrialJob, TrialModel, TrialOutcome, run_trial
 
 COMMAND = struct.Struct("<cQ")
 FORK, LOWER, KILL = b"F", b"L", b"K"
@@ -48,7 +40,7 @@ MEMORY_BYTES = 256 * 1024 * 1024
 """Address space of a trial in addition to that of this process."""
 STACK_BYTES = 1024 * 1024
 NICENESS = 5
-"""Of a trial that takes long, so that decoding goes first."""
+"""Priority of a slow trial, so that decoding goes first."""
 
 
 class TrialServer:
@@ -86,11 +78,11 @@ class TrialServer:
             os.close(channel)
             return
         if child == 0:
-            self._run(socket.socket(fileno=channel))
+            self._run_trial(socket.socket(fileno=channel))
         os.close(channel)
         self._children[number] = child
 
-    def _run(self, channel: socket.socket) -> Never:
+    def _run_trial(self, channel: socket.socket) -> Never:
         """Run one trial in a forked process."""
         # It ends without an outcome at a limit, or if the engine has closed the socket.
         with contextlib.suppress(MemoryError, RecursionError, OSError, EOFError):
@@ -121,7 +113,7 @@ class TrialServer:
 
 
 def set_limits() -> None:
-    """Limit this process's memory, CPU time and stack. At a limit it ends without output or a core file."""
+    """Limit memory, CPU time and stack of this process. At a limit it ends without output or a core file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))

@@ -1,8 +1,8 @@
-"""Stages: transforms of a stream of events, fed list by list.
+"""Stages: transforms of a stream of events.
 
-A stage is called with the events that are ready and returns the events that may go on. What it must hold back it keeps;
-`Finished` makes it let go of everything. However the stream is cut into lists and the text into deltas, the joined
-result is the same. The list of stages that a generation passes is in `generate`.
+A stage is called with the events that are ready and returns the events to pass on. It may hold events back; `Finished`
+releases everything. The joined result does not depend on how the stream is cut into lists and the text into deltas.
+`generate` has the list of stages.
 """
 
 from collections.abc import Callable, Sequence

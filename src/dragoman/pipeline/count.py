@@ -1,5 +1,8 @@
-"""Counts the engine's tokens as they pass, so that a generation has a usage even if it is cut short or its engine does
-not tell one; and those of thoughts, of which an engine that writes plain text knows nothing."""
+"""Stages that count tokens: `CountStage` completes the usage, `LimitStage` enforces `max_tokens`.
+
+`CountStage` provides a usage if the reply is cut short or the engine reports none. It also counts reasoning tokens,
+which engines that produce plain text cannot.
+"""
 
 from collections.abc import Sequence
 
@@ -7,10 +10,10 @@ import msgspec
 
 from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, Usage
 
-UNCOUNTED = "the reply was ended by a stop string, before anybody said how many tokens it used"
+UNCOUNTED = "the reply ended at a stop string before the engine reported its token usage"
 
 
-class Tally:
+class CountStage:
     def __init__(self) -> None:
         self._started = Started()
         self._completion = 0
@@ -18,7 +21,7 @@ class Tally:
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
-            # To ask for one of two types at once takes longer than all the rest.
+            # Faster than isinstance with two types.
             if type(event) is TextDelta or type(event) is ToolCallDelta:
                 self._completion += event.count
             elif isinstance(event, ReasoningDelta):
@@ -28,20 +31,20 @@ class Tally:
                 self._started = event
         last = events[-1] if events else None
         if isinstance(last, Finished):
-            return [*events[:-1], self._ended(last)]
+            return [*events[:-1], self._finish(last)]
         return events
 
-    def _ended(self, last: Finished) -> Finished:
-        usage = self._complete(last.usage)
-        # Whoever ends a reply does not hear what it would have said of its tokens in the end.
-        is_unheard = last.usage is None and last.stop is not None and not usage.completion
-        warnings = (*last.warnings, UNCOUNTED) if is_unheard else last.warnings
+    def _finish(self, last: Finished) -> Finished:
+        usage = self._merge_usage(last.usage)
+        # A reply that is ended by a stage does not include the usage that the engine reports last.
+        is_uncounted = last.usage is None and last.stop is not None and not usage.completion
+        warnings = (*last.warnings, UNCOUNTED) if is_uncounted else last.warnings
         return msgspec.structs.replace(last, usage=usage, warnings=warnings)
 
-    def _complete(self, told: Usage | None) -> Usage:
-        if told is None:
+    def _merge_usage(self, reported: Usage | None) -> Usage:
+        if reported is None:
             return self._usage
-        return msgspec.structs.replace(told, reasoning=self._reasoning) if self._reasoning else told
+        return msgspec.structs.replace(reported, reasoning=self._reasoning) if self._reasoning else reported
 
     @property
     def _usage(self) -> Usage:
@@ -52,3 +55,22 @@ class Tally:
             reasoning=self._reasoning,
             kept=self._started.kept_tokens,
         )
+
+
+class LimitStage:
+    """Ends the reply after `max_tokens` tokens, for engines that do not."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._left = max_tokens
+
+    def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
+        for index, event in enumerate(events):
+            if type(event) is Finished:
+                return events
+            if type(event) is TextDelta or type(event) is ReasoningDelta or type(event) is ToolCallDelta:
+                if event.count > self._left:
+                    return [*events[:index], Finished("length")]
+                self._left -= event.count
+                if not self._left:
+                    return [*events[: index + 1], Finished("length")]
+        return events

@@ -1,9 +1,9 @@
-"""What the split stage has found, on its way to being events.
+"""Turns what the split stage finds into events.
 
 Rules
-1. What was found in one piece of text and belongs together is one event.
-2. A token is counted with the text it begins in. Those of markers, and of what was held, count with what comes next.
-3. Ids and log probabilities of tokens go with text and thoughts that they are the text of, and with nothing else.
+1. Adjacent text of the same kind becomes one event.
+2. A token is counted with the text it begins in. Tokens of markers and held text count with the next event.
+3. Token ids and log probabilities go only with the text and reasoning that they consist of.
 """
 
 import os
@@ -17,8 +17,8 @@ import msgspec
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.core.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta, ToolCallStart
 from dragoman.core.request import Tool
-from dragoman.pipeline.text_buffer import Source
-from dragoman.pipeline.tool_calls import Malformed
+from dragoman.pipeline.call_readers import MalformedCall
+from dragoman.pipeline.text_buffer import TextBuffer
 
 Kind = Literal["text", "thought", "start", "arguments"]
 
@@ -28,46 +28,45 @@ LEAST_FENCE = 3
 TICKS = re.compile("`+")
 
 
-class EnoughError(Exception):
-    """The one call that may be made has been made."""
+class SingleCallDone(Exception):
+    """The reply has made the only call that is allowed."""
 
 
-class Writer:
-    def __init__(self, source: Source, tools: Mapping[str, Tool], parallel: bool) -> None:
-        self.said = False
-        """Whether there has been text."""
-        self.first = ""
-        """The first character that there was to see."""
+class EventWriter:
+    def __init__(self, buffer: TextBuffer, tools: Mapping[str, Tool], parallel: bool) -> None:
+        self.has_text = False
+        """Whether there has been visible text."""
+        self.first_char = ""
+        """The first visible character."""
         self._fence = 0
-        """Backticks of the open code fence; 0 if none is open."""
+        """Backticks of the open code fence, and `_ticks` at the end of the text so far."""
         self._ticks = 0
-        """Backticks at the end of the text so far."""
-        self.thought_of = False
-        """Whether the thought at hand has said anything yet."""
+        self.has_thought = False
+        """Whether the current reasoning has any text yet."""
         self.calls: list[str] = []
         self.warnings: list[str] = []
         self.started = False
         self.strict = False
-        self._source = source
+        self._buffer = buffer
         self._tools = tools
         self._parallel = parallel
-        self._told: list[str] = []
-        self._found: list[tuple[Kind, list[str], int]] = []
+        self._arguments: list[str] = []
+        self._pending: list[tuple[Kind, list[str], int]] = []
         self._tokens: deque[tuple[int, TextDelta]] = deque()
 
-    def arrived(self, delta: TextDelta) -> None:
-        """The tokens of the next piece of the source."""
-        self._tokens.append((self._source.position + len(self._source.window), delta))
+    def add_tokens(self, delta: TextDelta) -> None:
+        """Record the tokens of the next piece of the buffer."""
+        self._tokens.append((self._buffer.position + len(self._buffer.window), delta))
 
     def text(self, text: str) -> None:
         if text:
-            self.passed(text)
+            self.track_text(text)
             self._add("text", text)
 
-    def passed(self, text: str) -> None:
-        """The text has been said, by whomever."""
-        self.said = self.said or bool(text)
-        self.first = self.first or text.lstrip()[:1]
+    def track_text(self, text: str) -> None:
+        """Update the state for visible text."""
+        self.has_text = self.has_text or bool(text)
+        self.first_char = self.first_char or text.lstrip()[:1]
         if "`" in text or self._ticks:
             self._read_fences(text)
 
@@ -88,78 +87,74 @@ class Writer:
 
     def thought(self, text: str) -> None:
         if text:
-            self.thought_of = True
+            self.has_thought = True
             self._add("thought", text)
-
-    # Calls, for their readers.
 
     def start(self, name: str) -> None:
         if self.strict and name not in self._tools:
-            raise Malformed
+            raise MalformedCall
         self.started = True
         self.calls.append(name)
         self._add("start", name)
 
     def arguments(self, text: str) -> None:
         if text:
-            self._told.append(text)
+            self._arguments.append(text)
             self._add("arguments", text)
 
     def end(self) -> None:
         self.started = False
-        self._check("".join(self._told))
-        self._told.clear()
-        self._source.record()
+        self._check("".join(self._arguments))
+        self._arguments.clear()
+        self._buffer.start_recording()
         if not self._parallel:
-            raise EnoughError
+            raise SingleCallDone
 
     def _check(self, arguments: str) -> None:
         try:
             msgspec.json.decode(arguments)
         except DECODE_ERRORS:
-            if not self._source.cut:
+            if not self._buffer.cut:
                 self.warn("the arguments of a tool call are not JSON")
 
-    def warn(self, words: str) -> None:
-        if words not in self.warnings:
-            self.warnings.append(words)
+    def warn(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.append(message)
 
     def parameters(self, name: str) -> Mapping[str, Any]:
         tool = self._tools.get(name)
         properties = (tool.parameters or {}).get("properties") if tool else None
         return properties if isinstance(properties, Mapping) else {}
 
-    # Events.
-
     def _add(self, kind: Kind, text: str) -> None:
-        position = self._source.position
-        if self._found and self._found[-1][0] == kind != "start":
-            last = self._found[-1]
+        position = self._buffer.position
+        if self._pending and self._pending[-1][0] == kind != "start":
+            last = self._pending[-1]
             last[1].append(text)
-            self._found[-1] = (kind, last[1], position)
+            self._pending[-1] = (kind, last[1], position)
         else:
-            self._found.append((kind, [text], position))
+            self._pending.append((kind, [text], position))
 
     def flush(self, out: list[Event]) -> None:
-        for kind, pieces, end in self._found:
+        for kind, pieces, end in self._pending:
             text = "".join(pieces)
             if kind == "start":
                 out.append(ToolCallStart(f"call_{os.urandom(12).hex()}", text))
                 continue
-            count, tokens, logprobs = self._tokens_of(end - len(text), end)
+            count, tokens, logprobs = self._take_tokens(end - len(text), end)
             if kind == "arguments":
                 out.append(ToolCallDelta(text, count))
             else:
                 out.append((TextDelta if kind == "text" else ReasoningDelta)(text, count, tokens, logprobs))
-        self._found.clear()
+        self._pending.clear()
 
-    def rest(self, out: list[Event]) -> None:
-        """The tokens of what made no event."""
+    def flush_tokens(self, out: list[Event]) -> None:
+        """Emit the count of tokens that belong to no event."""
         if count := sum(delta.count for _, delta in self._tokens):
             out.append(TextDelta("", count))
         self._tokens.clear()
 
-    def _tokens_of(self, begin: int, end: int) -> tuple[int, tuple[int, ...], tuple[TokenLogprob, ...]]:
+    def _take_tokens(self, begin: int, end: int) -> tuple[int, tuple[int, ...], tuple[TokenLogprob, ...]]:
         count, ids, logprobs = 0, list[int](), list[TokenLogprob]()
         while self._tokens and self._tokens[0][0] < end:
             at, delta = self._tokens.popleft()
@@ -171,7 +166,7 @@ class Writer:
 
 
 def _fence_after(fence: int, ticks: int) -> int:
-    """The open fence after a run of backticks. As in Markdown, a run at least as long as the first closes it."""
+    """Return the open fence after a run of backticks. As in Markdown, a run at least as long as the first closes it."""
     if ticks < max(fence, LEAST_FENCE):
         return fence
     return 0 if fence else ticks

@@ -1,11 +1,11 @@
-"""From a request to events: what is asked is checked, the engine runs, the stages shape what it says.
+"""Runs a request: checks its features, runs the engine and passes the events through the stages.
 
-    request -> check -> one choice at a time or several side by side -> engine -> limit, split, stop, tally -> take
+    request -> check -> one or several choices -> engine -> limit, split, stop, count -> on_events
 
 Rules
 1. The only list of stages is here.
-2. Every choice is a generation of its own, with a slot of its own; an engine sees one prompt and one choice.
-3. Cancelling `generate` closes the engine's iterators, at once and for all choices.
+2. Every choice is a separate generation with its own slot. An engine sees one prompt and one choice.
+3. Cancelling `generate` closes the engine's iterators at once, for all choices.
 """
 
 import asyncio
@@ -20,24 +20,23 @@ from dragoman.core.errors import BadRequest, ContextTooLong, NotSupported, Unsup
 from dragoman.core.events import Event, Finished, Started, Usage
 from dragoman.core.request import Asked, GenerationRequest, Logprobs
 from dragoman.formats import FORMATS
-from dragoman.formats.json import JSON
-from dragoman.formats.plain import PLAIN
-from dragoman.formats.syntax import ModelFormat
+from dragoman.formats.bare_json import JSON
+from dragoman.formats.syntax import PLAIN, ModelFormat
 from dragoman.pipeline import Stage
-from dragoman.pipeline.count import Tally
+from dragoman.pipeline.count import CountStage, LimitStage
 from dragoman.pipeline.event_stream import call, tell
-from dragoman.pipeline.limit import Limit
-from dragoman.pipeline.split import Split
-from dragoman.pipeline.stop import Stop
+from dragoman.pipeline.split import SplitStage
+from dragoman.pipeline.stop import StopStage
 
-Running = Callable[[int], None]
-"""Is told how many choices have a slot, whenever one gets or gives back its own."""
+OnRunning = Callable[[int], None]
+"""Called with the number of choices that hold a slot, when it changes."""
 
 Take = Callable[[int, Sequence[Event]], Awaitable[None] | None]
-"""Is handed the index of a choice and events of it that were ready together; may ask to be waited for."""
+"""Called with the index of a choice and its events that are ready. It may return an awaitable to apply back
+pressure."""
 
-OURS = frozenset({"stop", "choices", "best_of"})
-"""Features that work with every engine because the server provides them."""
+SERVER_FEATURES = frozenset({"stop", "choices", "best_of"})
+"""Features that the server provides for every engine."""
 
 ESSENTIAL = frozenset(
     {
@@ -45,26 +44,26 @@ ESSENTIAL = frozenset(
         *("tools", "custom_tools", "constraint", "structural_tag"),
     }
 )
-"""Features without which a reply would not be an answer to what was asked."""
+"""Features that cannot be ignored: without them the reply would not answer the request."""
 
 
 STAGED = frozenset({"max_tokens", "usage"})
-"""Features that decide which stages there is need for."""
+"""Features that determine which stages are needed."""
 
 
 class Turns(Protocol):
-    """The slots of a request that has its first."""
+    """The slots of a request. The request already holds the first."""
 
     async def another(self) -> None: ...
 
     def give_back(self) -> None: ...
 
 
-def check(model: str, wanted: Sequence[Asked], supports: frozenset[str], strict: bool) -> tuple[str, ...]:
-    """The parameters that will be ignored; an error where ignoring them would not be honest."""
+def check(model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool) -> tuple[str, ...]:
+    """Return the parameters that will be ignored. Raises an error if one is essential or the mode is strict."""
     ignored = []
-    for asked in wanted:
-        if asked.feature in OURS or asked.feature in supports:
+    for asked in requested:
+        if asked.feature in SERVER_FEATURES or asked.feature in supports:
             continue
         if asked.feature in ESSENTIAL:
             raise NotSupported(f"model '{model}' does not support '{asked.param}'", param=asked.param)
@@ -75,41 +74,38 @@ def check(model: str, wanted: Sequence[Asked], supports: frozenset[str], strict:
 
 
 def cannot_honour(model: str, param: str) -> UnsupportedParameter:
-    words = f"model '{model}' cannot honour {quote(param)}; leave it out, or ask without strict mode"
-    return UnsupportedParameter(words, param=param)
+    message = f"model '{model}' does not support {quote(param)}; remove it or disable strict mode"
+    return UnsupportedParameter(message, param=param)
 
 
 def check_limits(request: GenerationRequest, choices: int, stop_strings: int) -> None:
-    wanted = max(request.choices, request.best_of) * max(1, len(request.prompts))
-    if wanted > choices:
-        param = _param(request, "choices", "best_of", "completion")
-        raise BadRequest(f"at most {choices} choices can be asked for at once, not {wanted}", param=param)
+    requested = max(request.choices, request.best_of) * max(1, len(request.prompts))
+    if requested > choices:
+        param = _find_param(request, "choices", "best_of", "completion")
+        raise BadRequest(f"at most {choices} choices are allowed per request, not {requested}", param=param)
     if len(request.stop) > stop_strings:
-        raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=_param(request, "stop"))
+        raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=_find_param(request, "stop"))
 
 
-def _param(request: GenerationRequest, *features: str) -> str | None:
-    """The path of the field that asked for the first of the features that was asked for."""
+def _find_param(request: GenerationRequest, *features: str) -> str | None:
+    """Return the field that asked for the first requested feature among `features`."""
     params = {asked.feature: asked.param for asked in request.asked}
     return next((params[feature] for feature in features if feature in params), None)
 
 
 def generate(
-    engine: Engine, request: GenerationRequest, slots: Turns, take: Take, running: Running | None = None
+    engine: Engine, request: GenerationRequest, slots: Turns, on_events: Take, on_running: OnRunning | None = None
 ) -> Coroutine[None, None, None]:
-    """Run all choices to their ends. The caller holds the first slot; further choices wait for their own.
-
-    Who has a slot may be expected to say something, who waits for one may not: `running` tells the difference.
-    """
-    requests = _single(request)
+    """Run all choices to their ends. The caller holds the first slot; further choices wait for their own."""
+    requests = _split_choices(request)
     if len(requests) == 1:
-        return _choice(engine, requests[0], 0, take)
+        return _run_choice(engine, requests[0], 0, on_events)
     per_prompt = len(requests) // max(1, len(request.prompts))
-    return _side_by_side(engine, requests, per_prompt, slots, take, running or (lambda count: None))
+    return _run_choices(engine, requests, per_prompt, slots, on_events, on_running or (lambda count: None))
 
 
-def _single(request: GenerationRequest) -> list[GenerationRequest]:
-    """One request per choice, those of the first prompt first. Choices of a seeded request have seeds of their own."""
+def _split_choices(request: GenerationRequest) -> list[GenerationRequest]:
+    """Return one request per choice, grouped by prompt. With a seed, each choice has its own."""
     count = max(request.choices, request.best_of)
     if count == 1 and len(request.prompts) <= 1:
         return [request]
@@ -130,102 +126,102 @@ def _single(request: GenerationRequest) -> list[GenerationRequest]:
     ]
 
 
-async def _choice(engine: Engine, request: GenerationRequest, index: int, take: Take) -> None:
+async def _run_choice(engine: Engine, request: GenerationRequest, index: int, on_events: Take) -> None:
     stages: list[Stage] = []
 
-    def listener(ready: Sequence[Event]) -> Awaitable[None] | None:
+    def on_ready(ready: Sequence[Event]) -> Awaitable[None] | None:
         nonlocal stages
         if type(ready[0]) is Started:
-            # Of a reply that begins again, no stage remembers what it saw before.
-            stages = _stages(engine, request)
+            # A reply that starts again needs new stages.
+            stages = _build_stages(engine, request)
         events = ready
         for stage in stages:
             events = stage(events)
         if not events:
             return None
-        pause = take(index, events)
+        waiting = on_events(index, events)
         if type(events[-1]) is not Finished:
-            return pause
-        if pause is not None:
-            return _ended(pause)
-        raise _Ended
+            return waiting
+        if waiting is not None:
+            return _raise_after(waiting)
+        raise _ReplyComplete
 
-    # Where a stage ends the reply the engine would go on, and nobody needs to hear how it ends.
-    with suppress(_Ended):
-        await tell(engine, request, listener)
+    # If a stage ends the reply, the rest of the engine's output is not needed.
+    with suppress(_ReplyComplete):
+        await tell(engine, request, on_ready)
 
 
-class _Ended(Exception):
+class _ReplyComplete(Exception):
     """The reply is complete."""
 
 
-async def _ended(pause: Awaitable[None]) -> None:
-    await pause
-    raise _Ended
+async def _raise_after(waiting: Awaitable[None]) -> None:
+    await waiting
+    raise _ReplyComplete
 
 
-def _stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
+def _build_stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
     supports = engine.supports()
     stages: list[Stage] = []
     if request.max_tokens is not None and "max_tokens" not in supports:
-        stages.append(Limit(request.max_tokens))
-    syntax = _syntax(engine, request)
+        stages.append(LimitStage(request.max_tokens))
+    syntax = _reply_format(engine, request)
     if syntax is not PLAIN:
         choice = request.tool_choice
         tools = () if choice.mode == "none" else request.tools
         shaped = request.constraint is not None
-        stages.append(Split(syntax, tools, parallel=choice.parallel, shaped=shaped))
-    # A shape that is guaranteed is not cut in two by a stop string.
+        stages.append(SplitStage(syntax, tools, parallel=choice.parallel, shaped=shaped))
+    # Stop strings must not cut a constrained reply.
     if request.stop and request.constraint is None:
-        stages.append(Stop(request.stop))
+        stages.append(StopStage(request.stop))
     if stages or "usage" not in supports:
-        stages.append(Tally())
+        stages.append(CountStage())
     return stages
 
 
-def _syntax(engine: Engine, request: GenerationRequest) -> ModelFormat:
-    """How the reply is written; that of a completion is the model's raw output."""
+def _reply_format(engine: Engine, request: GenerationRequest) -> ModelFormat:
+    """Return the format of the reply. Completions are raw output."""
     if not request.messages or engine.tells_calls:
         return PLAIN
     names = [info.format for info in engine.models() if info.name == request.model]
     syntax = FORMATS[names[0]] if names else PLAIN
-    # A model without a syntax for calls that must make one is made to write JSON.
+    # Without a call syntax, a required call is constrained to bare JSON.
     return JSON if syntax is PLAIN and request.tool_choice.mode in ("required", "named") else syntax
 
 
-async def _side_by_side(
+async def _run_choices(
     engine: Engine,
     requests: Sequence[GenerationRequest],
     per_prompt: int,
     slots: Turns,
-    take: Take,
-    running: Running,
+    on_events: Take,
+    on_running: OnRunning,
 ) -> None:
-    """All choices as slots allow, their batches as they come. The first failure ends them all."""
-    counting: dict[int, int] = {}
-    held = 1
+    """Run all choices as slots allow. The first failure ends them all."""
+    first_of_prompt: dict[int, int] = {}
+    active = 1
 
-    def take_once(index: int, events: Sequence[Event]) -> Awaitable[None] | None:
-        # The first to start is the one that took the prompt in, if the others shared its work.
-        first = counting.setdefault(index // per_prompt, index)
-        return take(index, events if index == first else _without_prompt(events))
+    def receive(index: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        # Only the first choice to start reports the usage of the prompt.
+        first = first_of_prompt.setdefault(index // per_prompt, index)
+        return on_events(index, events if index == first else _without_prompt_usage(events))
 
-    async def follow(index: int, request: GenerationRequest) -> None:
-        nonlocal held
+    async def run_one(index: int, request: GenerationRequest) -> None:
+        nonlocal active
         if index:
             await slots.another()
-            held += 1
-            running(held)
+            active += 1
+            on_running(active)
         try:
-            await _choice(engine, request, index, take_once)
+            await _run_choice(engine, request, index, receive)
         finally:
             slots.give_back()
-            held -= 1
-            running(held)
+            active -= 1
+            on_running(active)
 
     if len(requests) > per_prompt:
         await _check_prompt_lengths(engine, requests[::per_prompt])
-    tasks = [asyncio.create_task(follow(index, request)) for index, request in enumerate(requests)]
+    tasks = [asyncio.create_task(run_one(index, request)) for index, request in enumerate(requests)]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -235,7 +231,7 @@ async def _side_by_side(
 
 
 async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
-    """Refuse a prompt that does not fit before another one is answered: later there is no status to refuse it with."""
+    """Reject a prompt that is too long before another prompt is answered, while an error status can still be sent."""
     context = next((info.context for info in engine.models() if info.name == requests[0].model), None)
     if context is None or "count_tokens" not in engine.supports():
         return
@@ -250,8 +246,8 @@ async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationReq
             )
 
 
-def _without_prompt(events: Sequence[Event]) -> Sequence[Event]:
-    """The events of a further choice of a prompt, whose tokens another choice counts."""
+def _without_prompt_usage(events: Sequence[Event]) -> Sequence[Event]:
+    """Drop the usage of the prompt, which another choice reports."""
     last = events[-1]
     if not isinstance(last, Finished):
         return events

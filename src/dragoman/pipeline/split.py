@@ -1,35 +1,35 @@
-"""What a model writes, split into text, thoughts and tool calls: the framing of every format.
+"""The stage that splits model output into text, reasoning and tool calls, for every format.
 
     reply   := thought? (text | thought | section)*
 
 Rules
-1. However the text is cut, the joined events are the same. Only what may still become a marker is held back.
-2. White space next to a marker belongs to it; all other text is somebody's: nothing is lost.
-3. A call that cannot be read is text, with a warning. Calls count only where tools were offered.
-4. In a thought a marker may be meant or only talked about. One that stands in quotes, or closes a thought that was
-   opened inside the thought, is in doubt; so is a call. Then what follows is held until it is clear: where a closer
-   comes, everything before it was thought; where the reply ends, the doubtful marker did end the thought. Calls that
-   end a thought, with nothing but another call or the end behind them, are calls.
-5. Outside of a thought an opener counts at the beginning of a line, but not inside a code fence. Elsewhere it is in
-   doubt, and text if no closer comes. Once an answer of a guaranteed shape has begun, no marker in it counts.
-6. Tokens are counted with the text they begin in, those of a marker with what follows it.
+1. The joined events do not depend on how the text is cut. Only text that may still become a marker is held back.
+2. Whitespace next to a marker belongs to the marker. All other text is preserved.
+3. A malformed call becomes text, with a warning. Calls are recognized only if tools were offered.
+4. In reasoning, a marker may be real or only mentioned. It is ambiguous if it is quoted, if it closes a nested opener,
+   or if it is a call. The following text is then held until the case is clear: if a closer follows, everything before
+   it was reasoning; if the reply ends, the ambiguous marker ended the reasoning. Calls at the end of reasoning,
+   followed only by another call or the end, are calls.
+5. Outside reasoning, an opener counts at the beginning of a line, but not in a code fence. Elsewhere it is text unless
+   a closer follows. Once a constrained answer has begun, markers in it are text.
+6. Tokens are counted with the text they begin in, those of a marker with the text after it.
 """
 
 from collections.abc import Callable, Sequence
 
 from dragoman.core.events import Event, Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import Tool
-from dragoman.formats.syntax import Calls, ModelFormat
+from dragoman.formats.syntax import CallSection, ModelFormat
+from dragoman.pipeline.call_readers import DETECTORS, READERS, MalformedCall
 from dragoman.pipeline.channels import read_channels
-from dragoman.pipeline.event_writer import EnoughError, Writer
-from dragoman.pipeline.text_buffer import REMEMBERED, Found, Reading, Source, markers
-from dragoman.pipeline.tool_calls import BEGINS, READERS, Malformed
+from dragoman.pipeline.event_writer import EventWriter, SingleCallDone
+from dragoman.pipeline.text_buffer import RECENT_LENGTH, MarkerMatch, Parser, TextBuffer, markers
 
 Emit = Callable[[str], None]
-MOST_JUNK = 16
+MAX_JUNK = 16
 
 
-class Split:
+class SplitStage:
     def __init__(
         self,
         syntax: ModelFormat,
@@ -41,24 +41,24 @@ class Split:
     ) -> None:
         self.syntax = syntax
         self._shaped = shaped
-        """Whether the answer has a shape that is guaranteed: once it has begun, no marker in it means anything."""
+        """Whether the answer is constrained: once it has begun, markers in it are text."""
         self._is_trial = is_trial
-        """Whether it is only to be seen what a text would be; then no further trials are made."""
+        """Whether this instance only classifies a text. It then runs no further trials."""
         self.tools = {tool.name: tool for tool in tools}
-        self.source = Source()
-        self.writer = Writer(self.source, self.tools, parallel)
+        self.buffer = TextBuffer()
+        self.writer = EventWriter(self.buffer, self.tools, parallel)
         self._idle = False
-        """Whether the reader waits in plain text with nothing held: text without the beginning of a marker passes."""
-        self._reader: Reading[None] | None = None
+        """Whether the reader waits in plain text with nothing held: text without a possible marker can pass."""
+        self._reader: Parser[None] | None = None
         opens = [section.open for section in syntax.calls if section.open] if tools else []
         self._closers = markers(*(tags.close for tags in syntax.thoughts))
         self._openers = frozenset(tags.open for tags in syntax.thoughts)
         self.openings = frozenset(opens)
         self._tags = markers(*self._closers.all, *self._openers)
         self._depth = 0
-        """Thoughts that were opened inside the thought at hand."""
+        """Openers nested inside the current reasoning."""
         self._inside = markers(*self._closers.all, *self._openers, *opens)
-        self._outside = markers(*self._openers, *opens, *syntax.silent)
+        self._outside = markers(*self._openers, *opens, *syntax.frame_markers)
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         out: list[Event] = []
@@ -66,7 +66,7 @@ class Split:
             if type(event) is TextDelta:
                 self._feed(event, out)
             elif isinstance(event, Started):
-                self._reader = self._reply(event.thinking)
+                self._reader = self._read_reply(event.thinking)
                 out.append(event)
             elif isinstance(event, Finished):
                 self._finish(event, out)
@@ -78,218 +78,214 @@ class Split:
 
     def _feed(self, event: TextDelta, out: list[Event]) -> None:
         if self._idle and not self._outside.first.search(event.text) and not event.text[-1:].isspace():
-            self.source.passed(event.text)
-            self.writer.passed(event.text)
+            self.buffer.mark_taken(event.text)
+            self.writer.track_text(event.text)
             out.append(event)
             return
-        self.writer.arrived(event)
-        self.source.feed(event.text)
+        self.writer.add_tokens(event)
+        self.buffer.feed(event.text)
         if self._advance(out):
-            self.writer.rest(out)
+            self.writer.flush_tokens(out)
             out.append(Finished("tool_calls", warnings=tuple(self.writer.warnings)))
 
     def _advance(self, out: list[Event]) -> bool:
-        """Read as far as the text goes; whether nothing more is wanted."""
+        """Read as far as possible. Return whether the reply is done."""
         if self._reader is None:
-            self._reader = self._reply(False)
-        enough = False
+            self._reader = self._read_reply(False)
+        is_done = False
         try:
             next(self._reader)
-            while self.source.refill():
+            while self.buffer.refill():
                 next(self._reader)
         except StopIteration:
             pass
-        except EnoughError:
-            enough = True
+        except SingleCallDone:
+            is_done = True
         self.writer.flush(out)
-        return enough
+        return is_done
 
     def _finish(self, event: Finished, out: list[Event]) -> None:
-        self.source.end(cut=event.reason == "length")
+        self.buffer.end(cut=event.reason == "length")
         self._advance(out)
-        self.writer.rest(out)
+        self.writer.flush_tokens(out)
         reason = "tool_calls" if event.reason == "stop" and self.writer.calls else event.reason
         warnings = (*event.warnings, *self.writer.warnings)
         out.append(Finished(reason, event.stop, event.usage, warnings))
 
-    # Reading.
-
-    def _reply(self, thinking: bool) -> Reading[None]:
+    def _read_reply(self, thinking: bool) -> Parser[None]:
         if self.syntax.channels is not None:
             yield from read_channels(self, self.syntax.channels, thinking)
             return
         if thinking and self.syntax.thoughts:
-            yield from self._thought()
-        yield from self._beginning()
+            yield from self._read_thought()
+        yield from self._read_beginning()
         while True:
-            found = yield from self._until_marker()
-            if not found.marker:
+            match = yield from self._read_until_marker()
+            if not match.marker:
                 return
             if self._shaped and self._shape_begun:
-                self.writer.text(found.text)
-            elif found.marker in self._openers:
-                yield from self._opener(found)
-            elif found.marker not in self.openings:
-                yield from self.source.space()
-            elif self._in_code(found) or (yield from self._is_quoted(found)):
-                self.writer.text(found.text)
+                self.writer.text(match.text)
+            elif match.marker in self._openers:
+                yield from self._read_opener(match)
+            elif match.marker not in self.openings:
+                yield from self.buffer.skip_space()
+            elif self._in_code(match) or (yield from self._is_quoted(match)):
+                self.writer.text(match.text)
             else:
-                yield from self.section(found, self.writer.text)
+                yield from self.section(match, self.writer.text)
 
     @property
     def _shape_begun(self) -> bool:
-        """Whether what is said is the answer that has a shape, and not words before a call."""
-        return self.writer.said if not self.tools else self.writer.first in ("{", "[")
+        """Whether the constrained answer has begun, as opposed to text before a call."""
+        return self.writer.has_text if not self.tools else self.writer.first_char in ("{", "[")
 
-    def _until_marker(self) -> Reading[Found]:
-        """Text up to the next marker; between two pieces it may be that nothing is held."""
-        source = self.source
-        reading = source.until(self._outside, self.writer.text)
+    def _read_until_marker(self) -> Parser[MarkerMatch]:
+        """Read text up to the next marker and keep `_idle` up to date."""
+        buffer = self.buffer
+        reading = buffer.read_until(self._outside, self.writer.text)
         while True:
             try:
                 next(reading)
             except StopIteration as done:
                 self._idle = False
-                found: Found = done.value
-                return found
-            self._idle = not source.window
+                match: MarkerMatch = done.value
+                return match
+            self._idle = not buffer.window
             yield
             self._idle = False
 
-    def _beginning(self) -> Reading[None]:
-        """What may stand at the beginning of an answer only: its tag, and calls without one."""
+    def _read_beginning(self) -> Parser[None]:
+        """Read what may only start an answer: its tag, and calls without a marker."""
         bare = [section for section in self.syntax.calls if not section.open] if self.tools else []
         if not bare and self.syntax.answer is None:
             return
-        self.source.record()
-        yield from self.source.space()
-        space = self.source.recorded()
+        self.buffer.start_recording()
+        yield from self.buffer.skip_space()
+        space = self.buffer.stop_recording()
         answer = self.syntax.answer
-        if answer is not None and (yield from self.source.literal(answer.open)):
-            yield from self.source.space()
-            # From here on, and only then, the tag that closes the answer is a marker.
+        if answer is not None and (yield from self.buffer.take_literal(answer.open)):
+            yield from self.buffer.skip_space()
+            # The closing tag is a marker only after the opening one.
             self._outside = markers(*self._outside.all, answer.close)
-        elif not bare or not (yield from self._bare(bare, space)):
-            self.source.put_back(space)
+        elif not bare or not (yield from self._read_bare_calls(bare, space)):
+            self.buffer.push_back(space)
 
-    def _bare(self, sections: Sequence[Calls], space: str) -> Reading[bool]:
-        """Calls that nothing announces; False where there are none, and nothing has been taken."""
+    def _read_bare_calls(self, sections: Sequence[CallSection], space: str) -> Parser[bool]:
+        """Read calls without a marker. False if there are none; then no text is consumed."""
         for section in sections:
-            if (yield from BEGINS[type(section.call)](self.source, section.call, section)):
-                yield from self._read_section([section], Found("", space), self.writer.text, strict=True)
+            if (yield from DETECTORS[type(section.call)](self.buffer, section.call, section)):
+                yield from self._read_section([section], MarkerMatch("", space), self.writer.text, strict=True)
                 return True
         return False
 
-    def _opener(self, found: Found) -> Reading[None]:
-        if self.writer.in_fence or (yield from self._is_quoted(found)):
-            self.writer.text(found.text)
-        elif self._begins_line(found):
-            yield from self._thought()
-            if not self.writer.said:
-                yield from self._beginning()
+    def _read_opener(self, match: MarkerMatch) -> Parser[None]:
+        if self.writer.in_fence or (yield from self._is_quoted(match)):
+            self.writer.text(match.text)
+        elif self._begins_line(match):
+            yield from self._read_thought()
+            if not self.writer.has_text:
+                yield from self._read_beginning()
         else:
             held: list[str] = []
-            closer = yield from self.source.until(self._closers, held.append)
+            closer = yield from self.buffer.read_until(self._closers, held.append)
             if closer.marker:
                 self.writer.thought("".join(held))
-                yield from self.source.space()
+                yield from self.buffer.skip_space()
             else:
-                self.writer.text(found.text + "".join(held))
+                self.writer.text(match.text + "".join(held))
 
-    def _begins_line(self, found: Found) -> bool:
-        before = self.source.recent[: len(self.source.recent) - len(found.text)]
-        return not self.writer.said or "\n" in found.gap or not before.strip() or before[-1:] == "\n"
+    def _begins_line(self, match: MarkerMatch) -> bool:
+        before = self.buffer.recent[: len(self.buffer.recent) - len(match.text)]
+        return not self.writer.has_text or "\n" in match.gap or not before.strip() or before[-1:] == "\n"
 
-    def _in_code(self, found: Found) -> bool:
-        """Whether the marker just taken begins a piece of code between backticks."""
-        before = self.source.recent[: len(self.source.recent) - len(found.marker)].rpartition("\n")[2]
+    def _in_code(self, match: MarkerMatch) -> bool:
+        """Whether the last marker starts inline code between backticks."""
+        before = self.buffer.recent[: len(self.buffer.recent) - len(match.marker)].rpartition("\n")[2]
         return before.endswith("`") and not before.endswith("``") and before.count("`") % 2 == 1
 
-    def _is_quoted(self, found: Found) -> Reading[bool]:
-        """Whether the marker just taken stands between two quotes of a kind, with an odd one before it in its line."""
-        before = self.source.recent[: len(self.source.recent) - len(found.marker)]
-        return before[-1:] in QUOTES and is_quoted(before, (yield from self.source.next()))
+    def _is_quoted(self, match: MarkerMatch) -> Parser[bool]:
+        """Whether the last marker is between two equal quotes, with an odd number of them before it in its line."""
+        before = self.buffer.recent[: len(self.buffer.recent) - len(match.marker)]
+        return before[-1:] in QUOTES and is_quoted(before, (yield from self.buffer.peek()))
 
-    # Thoughts.
-
-    def _thought(self) -> Reading[None]:
-        """A thought from behind its opener to behind its closer."""
+    def _read_thought(self) -> Parser[None]:
+        """Read reasoning from after its opener to after its closer."""
         self._depth = 0
-        yield from self.source.space()
-        self.writer.thought_of = False
+        yield from self.buffer.skip_space()
+        self.writer.has_thought = False
         while True:
-            found = yield from self.source.until(self._inside, self.writer.thought)
-            if not found.marker:
+            match = yield from self.buffer.read_until(self._inside, self.writer.thought)
+            if not match.marker:
                 return
-            quoted = yield from self._is_quoted(found)
-            if found.marker in self._openers:
-                if not quoted and self.writer.thought_of:
+            quoted = yield from self._is_quoted(match)
+            if match.marker in self._openers:
+                if not quoted and self.writer.has_thought:
                     self._depth += 1
-                if quoted or self.writer.thought_of:
-                    self.writer.thought(found.text)
+                if quoted or self.writer.has_thought:
+                    self.writer.thought(match.text)
                 else:
-                    yield from self.source.space()
-            elif found.marker in self.openings:
+                    yield from self.buffer.skip_space()
+            elif match.marker in self.openings:
                 if quoted or self._is_trial:
-                    self.writer.thought(found.text)
-                elif (yield from self._call_in_thought(found)):
+                    self.writer.thought(match.text)
+                elif (yield from self._call_in_thought(match)):
                     return
             elif self._depth or quoted:
                 self._depth = max(0, self._depth - (not quoted))
-                if (yield from self._did_close(found)):
+                if (yield from self._is_real_closer(match)):
                     break
             else:
                 break
-        yield from self.source.space()
+        yield from self.buffer.skip_space()
 
-    def _did_close(self, found: Found) -> Reading[bool]:
-        """Whether a closer that is in doubt was one: it was not if another one follows."""
+    def _is_real_closer(self, match: MarkerMatch) -> Parser[bool]:
+        """Whether an ambiguous closer ended the reasoning: it did not if another one follows."""
         held: list[str] = []
-        closer = yield from self._until_closer(held)
+        closer = yield from self._read_until_closer(held)
         text = "".join(held)
         if closer.marker:
-            self.writer.thought(found.text + text)
-            self.source.put_back(closer.text)
+            self.writer.thought(match.text + text)
+            self.buffer.push_back(closer.text)
             return False
-        self.source.put_back(text)
+        self.buffer.push_back(text)
         return True
 
-    def _until_closer(self, held: list[str]) -> Reading[Found]:
-        """The next closer; thoughts that begin before it are counted, for it may be theirs."""
+    def _read_until_closer(self, held: list[str]) -> Parser[MarkerMatch]:
+        """Read to the next closer and count openers before it, which it may belong to."""
         while True:
-            found = yield from self.source.until(self._tags, held.append)
-            if found.marker not in self._openers:
-                return found
-            self._depth += not (yield from self._is_quoted(found))
-            held.append(found.text)
+            match = yield from self.buffer.read_until(self._tags, held.append)
+            if match.marker not in self._openers:
+                return match
+            self._depth += not (yield from self._is_quoted(match))
+            held.append(match.text)
 
-    def _call_in_thought(self, found: Found) -> Reading[bool]:
-        """Whether what begins here is a call, which ends the thought and is read again; if not it was thought."""
-        held = [found.marker]
-        closer = yield from self._until_closer(held)
+    def _call_in_thought(self, match: MarkerMatch) -> Parser[bool]:
+        """Whether this is a call, which ends the reasoning and is read again. Otherwise it is reasoning."""
+        held = [match.marker]
+        closer = yield from self._read_until_closer(held)
         text = "".join(held)
         if closer.marker:
             calls = self._only_calls(text) and (yield from self._nothing_follows())
         else:
             calls = self._begins_with_call(text)
         if calls:
-            self.source.put_back(text)
+            self.buffer.push_back(text)
             return True
-        self.writer.thought(found.gap + text)
+        self.writer.thought(match.gap + text)
         if closer.marker:
-            self.source.put_back(closer.text)
+            self.buffer.push_back(closer.text)
         return False
 
-    def _nothing_follows(self) -> Reading[bool]:
-        """Whether behind the thought there is only the end, or a call."""
-        yield from self.source.space()
-        if not (yield from self.source.next()):
+    def _nothing_follows(self) -> Parser[bool]:
+        """Whether only the end or a call follows the reasoning."""
+        yield from self.buffer.skip_space()
+        if not (yield from self.buffer.peek()):
             return True
-        return bool((yield from self.source.begins(sorted(self.openings))))
+        return bool((yield from self.buffer.starts_with(sorted(self.openings))))
 
     def _trial(self, text: str) -> list[Event]:
-        """What the text would be outside of a thought."""
-        trial = Split(self.syntax, list(self.tools.values()), is_trial=True)
+        """Return the events of the text outside of reasoning."""
+        trial = SplitStage(self.syntax, list(self.tools.values()), is_trial=True)
         return [*trial([Started(), TextDelta(text, count=0), Finished()])][1:]
 
     def _only_calls(self, text: str) -> bool:
@@ -304,65 +300,67 @@ class Split:
     def _is_known(self, event: Event) -> bool:
         return isinstance(event, ToolCallDelta) or (isinstance(event, ToolCallStart) and event.name in self.tools)
 
-    # Calls.
+    def section(self, match: MarkerMatch, emit: Emit, strict: bool = False) -> Parser[None]:
+        """Read the calls after a marker. Text that is not a call goes to `emit`."""
+        sections = [section for section in self.syntax.calls if section.open == match.marker]
+        yield from self._read_section(sections, match, emit, strict or match.marker.startswith("```"))
 
-    def section(self, found: Found, emit: Emit, strict: bool = False) -> Reading[None]:
-        """The calls behind a marker. What turns out not to be calls is handed to `emit`."""
-        sections = [section for section in self.syntax.calls if section.open == found.marker]
-        yield from self._read_section(sections, found, emit, strict or found.marker.startswith("```"))
-
-    def _read_section(self, sections: Sequence[Calls], found: Found, emit: Emit, strict: bool) -> Reading[None]:
-        writer, source = self.writer, self.source
+    def _read_section(
+        self, sections: Sequence[CallSection], match: MarkerMatch, emit: Emit, strict: bool
+    ) -> Parser[None]:
+        writer, buffer = self.writer, self.buffer
         before = len(writer.calls)
         writer.strict = strict
-        source.record()
+        buffer.start_recording()
         try:
-            section = yield from self._which(sections)
+            section = yield from self._detect_section(sections)
             while True:
-                yield from READERS[type(section.call)](source, section.call, section, writer)
-                yield from source.space()
-                if (yield from self._closes(section)) or not source.window:
+                yield from READERS[type(section.call)](buffer, section.call, section, writer)
+                yield from buffer.skip_space()
+                if (yield from self._take_section_end(section)) or not buffer.window:
                     break
-                if section.between:
-                    yield from source.literal(section.between)
-                    yield from source.space()
-                if not section.several or not (yield from BEGINS[type(section.call)](source, section.call, section)):
+                if section.separator:
+                    yield from buffer.take_literal(section.separator)
+                    yield from buffer.skip_space()
+                if not section.multiple or not (
+                    yield from DETECTORS[type(section.call)](buffer, section.call, section)
+                ):
                     break
-        except Malformed:
+        except MalformedCall:
             writer.started = False
-            emit((found.text if len(writer.calls) == before else "") + source.recorded())
-            if not strict or (len(writer.calls) > before and not source.cut):
-                writer.warn("what looked like a tool call could not be read and was left as text")
+            emit((match.text if len(writer.calls) == before else "") + buffer.stop_recording())
+            if not strict or (len(writer.calls) > before and not buffer.cut):
+                writer.warn("a malformed tool call was left as text")
             return
-        source.recorded()
-        yield from source.space()
+        buffer.stop_recording()
+        yield from buffer.skip_space()
 
-    def _closes(self, section: Calls) -> Reading[bool]:
-        """Take the end of a section, with the brackets too many that small models put before it."""
+    def _take_section_end(self, section: CallSection) -> Parser[bool]:
+        """Consume the end of a section, including surplus brackets that small models write before it."""
         if not section.close:
             return False
         junk = ""
-        while (yield from self.source.next()) and self.source.window[0] in "}] \n" and len(junk) < MOST_JUNK:
-            junk += self.source.take(1)
-        if (yield from self.source.literal(section.close)):
+        while (yield from self.buffer.peek()) and self.buffer.window[0] in "}] \n" and len(junk) < MAX_JUNK:
+            junk += self.buffer.take(1)
+        if (yield from self.buffer.take_literal(section.close)):
             return True
-        self.source.put_back(junk)
+        self.buffer.push_back(junk)
         return False
 
-    def _which(self, sections: Sequence[Calls]) -> Reading[Calls]:
-        """The kind of section that has begun."""
-        yield from self.source.space()
+    def _detect_section(self, sections: Sequence[CallSection]) -> Parser[CallSection]:
+        """Return the kind of section that has begun."""
+        yield from self.buffer.skip_space()
         for section in sections:
-            if (yield from BEGINS[type(section.call)](self.source, section.call, section)):
+            if (yield from DETECTORS[type(section.call)](self.buffer, section.call, section)):
                 return section
-        raise Malformed
+        raise MalformedCall
 
 
 QUOTES = ("`", '"', "'")
 
 
 def is_quoted(before: str, after: str) -> bool:
-    """Whether what stands between the two texts is in quotes: the same on both sides, opened in the same line."""
+    """Whether the text between the two is quoted: the same quote on both sides, opened in the same line."""
     quote = before[-1:]
     if quote not in QUOTES or after[:1] != quote:
         return False
@@ -372,14 +370,14 @@ def is_quoted(before: str, after: str) -> bool:
 
 
 def begins_in_thought(syntax: ModelFormat, text: str) -> bool:
-    """Whether a whole reply closes a thought that it never opened, so that the prompt must have."""
+    """Whether a reply closes reasoning that it did not open, so that the prompt must have opened it."""
     if not syntax.thoughts:
         return False
     closers = {tags.close for tags in syntax.thoughts}
     known = markers(*closers, *(tags.open for tags in syntax.thoughts))
     at = 0
-    while (found := known.search(text, at)) is not None:
-        at = found.end()
-        if not is_quoted(text[: found.start()][-REMEMBERED:], text[at : at + 1]):
-            return found[0] in closers
+    while (match := known.search(text, at)) is not None:
+        at = match.end()
+        if not is_quoted(text[: match.start()][-RECENT_LENGTH:], text[at : at + 1]):
+            return match[0] in closers
     return False

@@ -1,12 +1,12 @@
-"""Stop strings: the text ends before the first one that completes.
+"""The stop-string stage: the text ends before the first stop string that completes.
 
 Rules
-1. The stop that completes first wins; of several that complete at the same character, the longest.
-2. Text that may still become a stop is held back; all other text goes on at once.
-3. Every character is looked at once: an Aho-Corasick automaton, whose depth is the length of what must be held.
-4. The tokens of the text that is cut away were generated all the same: a delta without text tells their number. What
-   the engine made after it counts no more than if it had not come yet, unless only its end tells any number.
-5. Only visible text is looked at. Anything else in between (reasoning, a tool call) ends a possible stop.
+1. The stop string that completes first wins. If several complete at the same character, the longest wins.
+2. Text that may still become a stop string is held back. All other text passes at once.
+3. Each character is processed once, by an Aho-Corasick automaton. Its depth is the length of the held text.
+4. Tokens of removed text still count: an empty delta carries their number. Tokens that the engine generated later do
+   not count, unless only the engine's usage reports any number.
+5. Only visible text is searched. Any other event (reasoning, a tool call) ends a partial match.
 """
 
 import re
@@ -17,7 +17,7 @@ from dragoman.core.events import Event, Finished, TextDelta
 
 
 class StopMatcher:
-    """Finds the first of several strings in a text that arrives in pieces."""
+    """Finds the first of several strings in text that arrives in pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
@@ -59,37 +59,37 @@ class StopMatcher:
 
     @property
     def pending(self) -> int:
-        """How many of the last characters may be the beginning of a stop."""
+        """How many of the last characters may be the beginning of a stop string."""
         return self._depth[self._state]
 
     def reset(self) -> None:
         self._state = 0
 
     def feed(self, text: str) -> tuple[int, str] | None:
-        """The end of the first match in `text` and the stop that matched; None where there is none yet."""
-        state, at = self._state, 0
-        while at < len(text):
+        """Return the end of the first match in `text` and the matched string, or None."""
+        state, position = self._state, 0
+        while position < len(text):
             if not state:
-                found = self._first.search(text, at)
+                found = self._first.search(text, position)
                 if found is None:
                     break
-                at = found.start()
-            state = self._step(state, text[at])
-            at += 1
+                position = found.start()
+            state = self._step(state, text[position])
+            position += 1
             if stop := self._match[state]:
                 self._state = 0
-                return at, stop
+                return position, stop
         self._state = state
         return None
 
 
-class Stop:
+class StopStage:
     def __init__(self, stops: Sequence[str]) -> None:
         self._matcher = StopMatcher(stops)
         self._held: deque[TextDelta] = deque()
         self._held_length = 0
         self._counted = False
-        """Whether the engine tells of each part how many tokens it is."""
+        """Whether the engine reports token counts with its deltas."""
 
     def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
         out: list[Event] = []
@@ -109,13 +109,13 @@ class Stop:
                 self._release(before + end - len(stop), out, last=True)
                 if cut := sum(delta.count for delta in self._held):
                     out.append(TextDelta("", cut))
-                out.append(self._stopped(stop, events[-1]))
+                out.append(self._finish(stop, events[-1]))
                 return out
             self._release(self._held_length - self._matcher.pending, out)
         return out
 
     def _release(self, length: int, out: list[Event], last: bool = False) -> None:
-        """Let the first `length` held characters go on, with the tokens that begin in them."""
+        """Pass on the first `length` held characters, with the tokens that begin in them."""
         held = self._held
         while held and len(held[0].text) <= length and (length or not last):
             delta = held.popleft()
@@ -128,8 +128,8 @@ class Stop:
             out.append(TextDelta(delta.text[:length], delta.count, delta.tokens, delta.logprobs))
             held.appendleft(TextDelta(delta.text[length:], 0))
 
-    def _stopped(self, stop: str, last: Event) -> Finished:
-        """The end; where the engine has told its own end at once, what only that says of its tokens still holds."""
+    def _finish(self, stop: str, last: Event) -> Finished:
+        """If the engine has already finished, keep the usage that only its last event reports."""
         if type(last) is not Finished:
             return Finished("stop", stop=stop)
         return Finished("stop", stop=stop, usage=None if self._counted else last.usage, warnings=last.warnings)

@@ -1,12 +1,11 @@
-"""A conversation as the model's own chat template writes it, cut into what may hold control tokens and what may not.
+"""Renders requests with the model's chat template and isolates their content from control tokens.
 
-    request -> turns, telling   what the template would lose or refuse is put so that it takes it
-            -> entries          the values templates know: messages, tools
-            -> marks, sandbox   the template runs, with its content marked, within bounds of time and size
-            -> Prompt           segments of text, whether they end inside a thought, what could not be honoured
+    request -> message_folding, plain_text_tools    rewrite what the template would drop or reject
+            -> template_messages                    the messages and tools as templates expect them
+            -> content_isolation, sandbox           run the template with marked content, within limits
+            -> Prompt                               segments of text, the open reasoning tag, ignored parameters
 
-What a template can do is found out once, when it is loaded (`habits`). Content never becomes control tokens: the rules
-for that are in `marks`.
+`template_capabilities` probes what a template supports once, when it is loaded.
 """
 
 from dragoman.prompt.content_isolation import Segment

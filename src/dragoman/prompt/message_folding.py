@@ -1,11 +1,11 @@
-"""A conversation put so that a template takes it: the same words, as close to their place as the template allows.
+"""Rewrites conversations into a form that a template accepts and keeps the text as close to its place as possible.
 
 Rules
-1. What the template takes as it is stays as it is.
-2. System messages: several at the beginning become one; a later one becomes part of the user message next to it,
-   marked as what it is; without a system role the first goes to the head of the first user message.
-3. Where roles must alternate, messages of the same role become one, with a blank line between them.
-4. Calls that the template shows only one by one become turns of their own, each followed by its result.
+1. What the template accepts is not changed.
+2. Several system messages at the beginning are merged. A later one becomes a marked part of an adjacent user message.
+   Without a system role, the first one is prepended to the first user message.
+3. If roles must alternate, adjacent messages of the same role are merged with a blank line.
+4. If the template shows only one call per message, parallel calls become separate messages, each with its result.
 """
 
 import hashlib
@@ -17,28 +17,33 @@ from typing import Literal
 import msgspec
 
 from dragoman.core.request import Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
-from dragoman.prompt.template_capabilities import Habits
+from dragoman.prompt.template_capabilities import Capabilities
 
 CallIds = Literal["any", "kimi", "mistral"]
 
-_SAYS_ERROR = re.compile(r"\W*error", re.IGNORECASE)
+_ERROR_PREFIX = re.compile(r"\W*error", re.IGNORECASE)
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-def singly(messages: Iterable[Message], ids: CallIds) -> Iterator[Message]:
-    """Each tool result a message of its own, which knows the name of its function. Ids as the template wants them."""
-    made: dict[str, ToolCall] = {}
+def split_tool_results(messages: Iterable[Message], ids: CallIds) -> Iterator[Message]:
+    """Yield each tool result as a message with the name of its function. Call ids are converted to the template's
+    form."""
+    calls_by_id: dict[str, ToolCall] = {}
     number = 0
     for message in messages:
         for result in message.parts:
             if isinstance(result, ToolResult):
-                call = made.get(result.call_id, ToolCall(_own_id(result.call_id, ids), message.name or "", ""))
-                answer = ToolResult(call.id, (Text(_told(result)),))
+                call = calls_by_id.get(
+                    result.call_id, ToolCall(_normalize_id(result.call_id, ids), message.name or "", "")
+                )
+                answer = ToolResult(call.id, (Text(_result_text(result)),))
                 yield Message("tool", (answer,), message.name or call.name or None)
         parts: list[Part] = [part for part in message.parts if not isinstance(part, ToolResult)]
-        for at, part in enumerate(parts):
+        for index, part in enumerate(parts):
             if isinstance(part, ToolCall):
-                parts[at] = made[part.id] = msgspec.structs.replace(part, id=call_id(part, number, ids))
+                parts[index] = calls_by_id[part.id] = msgspec.structs.replace(
+                    part, id=template_call_id(part, number, ids)
+                )
                 number += 1
         if parts or not message.parts:
             yield Message("system" if message.role == "developer" else message.role, tuple(parts), message.name)
@@ -48,55 +53,58 @@ def text_message(role: Role, text: str) -> Message:
     return Message(role, (Text(text),))
 
 
-def call_id(call: ToolCall, number: int, ids: CallIds) -> str:
-    return f"functions.{call.name}:{number}" if ids == "kimi" else _own_id(call.id, ids)
+def template_call_id(call: ToolCall, number: int, ids: CallIds) -> str:
+    return f"functions.{call.name}:{number}" if ids == "kimi" else _normalize_id(call.id, ids)
 
 
-def _own_id(given: str, ids: CallIds) -> str:
-    if ids != "mistral" or _MISTRAL_ID.fullmatch(given):
-        return given
-    return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
+def _normalize_id(call_id: str, ids: CallIds) -> str:
+    if ids != "mistral" or _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
-def _told(result: ToolResult) -> str:
+def _result_text(result: ToolResult) -> str:
     text = "".join(part.text for part in result.content if isinstance(part, Text))
-    return f"Error: {text}" if result.is_error and not _SAYS_ERROR.match(text) else text
+    return f"Error: {text}" if result.is_error and not _ERROR_PREFIX.match(text) else text
 
 
-def fitted(messages: Sequence[Message], habits: Habits) -> tuple[Message, ...]:
-    found = list(messages)
-    if not habits.parallel_calls:
-        found = list(_one_by_one(found))
-    found = [part for message in found for part in _said_apart(message, habits)]
-    found = _fold_systems(found, habits)
-    if not habits.repeats:
-        found = list(_alternating(found))
-    if not habits.assistant_first:
-        lead = next((at for at, message in enumerate(found) if message.role != "system"), len(found))
-        if lead < len(found) and found[lead].role != "user":
-            found.insert(lead, text_message("user", ""))
-    return tuple(found)
+def fold_messages(messages: Sequence[Message], capabilities: Capabilities) -> tuple[Message, ...]:
+    folded = list(messages)
+    if not capabilities.parallel_calls:
+        folded = list(_split_parallel_calls(folded))
+    folded = [part for message in folded for part in _separate_text_from_calls(message, capabilities)]
+    folded = _fold_systems(folded, capabilities)
+    if not capabilities.repeated_roles:
+        folded = list(_merge_same_roles(folded))
+    if not capabilities.assistant_first:
+        lead = next((index for index, message in enumerate(folded) if message.role != "system"), len(folded))
+        if lead < len(folded) and folded[lead].role != "user":
+            folded.insert(lead, text_message("user", ""))
+    return tuple(folded)
 
 
-def _one_by_one(messages: Sequence[Message]) -> Iterator[Message]:
-    at = 0
-    while at < len(messages):
-        message = messages[at]
-        at += 1
+def _split_parallel_calls(messages: Sequence[Message]) -> Iterator[Message]:
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
         if len(calls) < 2:
             yield message
             continue
-        end = next((end for end in range(at, len(messages)) if messages[end].role != "tool"), len(messages))
-        yield from _pairs(message, calls, messages[at:end])
-        at = end
+        end = next((end for end in range(index, len(messages)) if messages[end].role != "tool"), len(messages))
+        yield from _pair_calls_with_results(message, calls, messages[index:end])
+        index = end
 
 
-def _pairs(message: Message, calls: Sequence[ToolCall], results: Sequence[Message]) -> Iterator[Message]:
+def _pair_calls_with_results(
+    message: Message, calls: Sequence[ToolCall], results: Sequence[Message]
+) -> Iterator[Message]:
     rest = [part for part in message.parts if not isinstance(part, ToolCall)]
     answers: dict[str | None, list[Message]] = {}
     for result in results:
-        answers.setdefault(_call_of(result), []).append(result)
+        call_id = next((part.call_id for part in result.parts if isinstance(part, ToolResult)), None)
+        answers.setdefault(call_id, []).append(result)
     for call in calls:
         yield Message("assistant", (*rest, call), message.name)
         rest = []
@@ -105,92 +113,88 @@ def _pairs(message: Message, calls: Sequence[ToolCall], results: Sequence[Messag
         yield from others
 
 
-def _call_of(message: Message) -> str | None:
-    return next((part.call_id for part in message.parts if isinstance(part, ToolResult)), None)
-
-
-def _said_apart(message: Message, habits: Habits) -> Iterator[Message]:
-    """Text beside calls, where the template would lose it or refuses it."""
+def _separate_text_from_calls(message: Message, capabilities: Capabilities) -> Iterator[Message]:
+    """Separate text from calls if the template would drop or reject it."""
     kinds = {type(part) for part in message.parts}
     if not kinds >= {Text, ToolCall} or not message.text:
         yield message
-    elif not habits.text_with_thought and Reasoning in kinds:
+    elif not capabilities.text_with_thought and Reasoning in kinds:
         thought = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
         yield Message("assistant", (Reasoning(f"{thought}\n\n{message.text}"), *calls), message.name)
-    elif not habits.text_with_calls and habits.repeats:
+    elif not capabilities.text_with_calls and capabilities.repeated_roles:
         yield Message("assistant", (Text(message.text),), message.name)
         yield Message("assistant", tuple(part for part in message.parts if not isinstance(part, Text)), message.name)
     else:
         yield message
 
 
-def _fold_systems(messages: list[Message], habits: Habits) -> list[Message]:
-    lead = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+def _fold_systems(messages: list[Message], capabilities: Capabilities) -> list[Message]:
+    lead = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
     head, rest = messages[:lead], messages[lead:]
-    if not habits.late_system and any(message.role == "system" for message in rest):
-        rest = _beside_users(rest, habits)
-    if len(head) > 1 and not habits.systems:
-        head = [_merged(head)]
+    if not capabilities.late_system and any(message.role == "system" for message in rest):
+        rest = _move_late_systems(rest, capabilities)
+    if len(head) > 1 and not capabilities.multiple_systems:
+        head = [_merge(head)]
     working = bool(rest) and rest[-1].role == "tool"
-    if head and not (habits.system and (habits.system_with_results or not working)):
+    if head and not (capabilities.system and (capabilities.system_with_results or not working)):
         text = "\n\n".join(message.text for message in head)
         if rest and rest[0].role == "user":
-            return [_with_text(rest[0], f"{text}\n\n", before=True), *rest[1:]]
+            return [_add_text(rest[0], f"{text}\n\n", before=True), *rest[1:]]
         return [text_message("user", text), *rest]
     return head + rest
 
 
-def _beside_users(messages: Sequence[Message], habits: Habits) -> list[Message]:
-    """Each system message goes to the user message after it, or before it, or is one itself; else to the nearest that
-    follows, or that came before."""
+def _move_late_systems(messages: Sequence[Message], capabilities: Capabilities) -> list[Message]:
+    """Move each system message into the user message after or before it, or make it a user message; otherwise use the
+    nearest later or earlier user message."""
     groups = [(role, list(group)) for role, group in groupby(messages, key=lambda message: message.role)]
     following = [role for role, _ in groups[1:]] + [None]
-    found: list[Message] = []
+    folded: list[Message] = []
     waiting: list[str] = []
     for (role, group), after in zip(groups, following, strict=True):
-        told = "".join(f"<system>\n{message.text}\n</system>\n\n" for message in group)
+        system_text = "".join(f"<system>\n{message.text}\n</system>\n\n" for message in group)
         if role != "system":
             if role == "user" and waiting:
-                group[0] = _with_text(group[0], "".join(waiting), before=True)
+                group[0] = _add_text(group[0], "".join(waiting), before=True)
                 waiting = []
-            found += group
+            folded += group
         elif after == "user":
-            waiting.append(told)
-        elif found and found[-1].role == "user":
-            found[-1] = _with_text(found[-1], "\n\n" + told.rstrip("\n"), before=False)
-        elif after != "tool" and habits.repeats:
-            found.append(text_message("user", told.rstrip("\n")))
+            waiting.append(system_text)
+        elif folded and folded[-1].role == "user":
+            folded[-1] = _add_text(folded[-1], "\n\n" + system_text.rstrip("\n"), before=False)
+        elif after != "tool" and capabilities.repeated_roles:
+            folded.append(text_message("user", system_text.rstrip("\n")))
         else:
-            waiting.append(told)
-    return _put_back(found, "".join(waiting).rstrip("\n")) if waiting else found
+            waiting.append(system_text)
+    return _append_to_last_user(folded, "".join(waiting).rstrip("\n")) if waiting else folded
 
 
-def _put_back(messages: list[Message], told: str) -> list[Message]:
-    last = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role == "user"), None)
+def _append_to_last_user(messages: list[Message], system_text: str) -> list[Message]:
+    last = next((index for index in range(len(messages) - 1, -1, -1) if messages[index].role == "user"), None)
     if last is None:
-        return [*messages, text_message("user", told)]
-    messages[last] = _with_text(messages[last], f"\n\n{told}", before=False)
+        return [*messages, text_message("user", system_text)]
+    messages[last] = _add_text(messages[last], f"\n\n{system_text}", before=False)
     return messages
 
 
-def _with_text(message: Message, text: str, before: bool) -> Message:
+def _add_text(message: Message, text: str, before: bool) -> Message:
     if not message.text:
         text = text.strip("\n")
     parts = (Text(text), *message.parts) if before else (*message.parts, Text(text))
     return msgspec.structs.replace(message, parts=parts)
 
 
-def _alternating(messages: Iterable[Message]) -> Iterator[Message]:
+def _merge_same_roles(messages: Iterable[Message]) -> Iterator[Message]:
     for role, group in groupby(messages, key=lambda message: message.role):
         same = list(group)
         if role == "tool" or len(same) == 1:
             yield from same
         else:
-            yield _merged(same)
+            yield _merge(same)
 
 
-def _merged(messages: Sequence[Message]) -> Message:
+def _merge(messages: Sequence[Message]) -> Message:
     texts = [message.text for message in messages if message.text]
     thoughts = ["".join(part.text for part in message.parts if isinstance(part, Reasoning)) for message in messages]
     thought = "\n\n".join(filter(None, thoughts))

@@ -1,9 +1,9 @@
-"""Where chat templates run: jinja2's immutable sandbox, with what templates of Hugging Face models expect, and bounds.
+"""Runs chat templates in jinja2's immutable sandbox, with the functions of Hugging Face templates and with limits.
 
 Rules
-1. The clock is looked at in every turn of a loop, in every call and in every piece of output.
-2. What could make a value much longer than those it is made of is measured first (`bounds`). So is a value
-   that is printed, compared or hashed: lists that hold each other can make it much larger than its memory.
+1. The clock is checked in every loop iteration, call and piece of output.
+2. Operations that can make a value much longer are measured first (`template_limits`). So are values that are
+   printed, compared or hashed: nested lists can be much larger than their memory.
 """
 
 import json
@@ -38,16 +38,16 @@ from dragoman.prompt import template_limits
 from dragoman.prompt.content_isolation import FIRST_MARK, LAST_MARK
 
 
-class RefusedError(TemplateError):
-    """The template's own words about a conversation it does not take."""
+class TemplateRaisedError(TemplateError):
+    """The template rejected a conversation with `raise_exception`."""
 
 
-class Compiled(msgspec.Struct, frozen=True):
-    """`variables`: the names it expects to be given. `words`: the strings and attributes it mentions."""
+class CompiledTemplate(msgspec.Struct, frozen=True):
+    """`variables` are the names that the template expects. `strings` are its string constants and attribute names."""
 
     template: Template
     variables: frozenset[str]
-    words: frozenset[str]
+    strings: frozenset[str]
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -55,53 +55,50 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         extensions = ["jinja2.ext.loopcontrols", _Generation]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self.measured)
-        self.concat = self._joined  # type: ignore[method-assign]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self.measure)
+        self.concat = self._join_pieces  # type: ignore[method-assign]
         self.filters |= {"tojson": _tojson, "replace": _replace, "join": _join, "indent": _indent, "format": _format}
         self.filters |= {"center": _center, "round": _round, "sum": _sum}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
-        # They make much of little, and no chat template asks for them.
+        # These can produce large values, and chat templates do not use them.
         for name in ("wordwrap", "urlize", "batch", "slice"):
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters = {
-            name: made if name in STRUCTURAL else _checked(made, name) for name, made in self.filters.items()
+            name: function if name in STRUCTURAL else _with_checks(function, name)
+            for name, function in self.filters.items()
         }
         tests: dict[str, Any] = dict(self.tests)
-        self.tests = tests | {name: _checked(tests[name], name) for name in COMPARISONS}
+        self.tests = tests | {name: _with_checks(tests[name], name) for name in COMPARISONS}
         self._clock = threading.local()
 
-    def compiled(self, source: str, own: Callable[[str], str]) -> Compiled:
-        """`own` marks the template's literals."""
-        if len(source) > template_limits.MOST_SOURCE:
-            raise ConfigError(
-                f"the chat template has {len(source)} characters, more than {template_limits.MOST_SOURCE}"
-            )
+    def compile_template(self, source: str, mark_literal: Callable[[str], str]) -> CompiledTemplate:
+        """Compile a template. `mark_literal` marks its string literals."""
+        if len(source) > template_limits.MAX_SOURCE:
+            raise ConfigError(f"the chat template has {len(source)} characters, more than {template_limits.MAX_SOURCE}")
         try:
-            # The search folds constants together in the tree it is given, so it gets one of its own.
+            # The search changes the tree, so it gets a separate one.
             variables = frozenset(meta.find_undeclared_variables(self.parse(source)))
             tree = self.parse(source)
-            words = frozenset(_words(tree))
+            strings = frozenset(_find_strings(tree))
             for data in tree.find_all(nodes.TemplateData):
-                data.data = own(data.data)
+                data.data = mark_literal(data.data)
             for constant in tree.find_all(nodes.Const):
                 if isinstance(constant.value, str):
-                    constant.value = own(constant.value)
-            return Compiled(self.from_string(_Watched().visit(tree)), variables, words)
+                    constant.value = mark_literal(constant.value)
+            return CompiledTemplate(self.from_string(_LimitInserter().visit(tree)), variables, strings)
         except TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the chat template does not parse: {error.message} (line {error.lineno} of it)"
-            ) from error
+            raise ConfigError(f"the chat template does not parse: {error.message} (line {error.lineno})") from error
         except RecursionError as error:
             raise ConfigError("the chat template is nested too deeply") from error
         except (SyntaxError, ValueError, OverflowError, MemoryError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {str(error)[:200]}") from error
-        except template_limits.TooMuchError as error:
-            raise ConfigError(f"the chat template cannot be compiled: it takes {error}") from error
+        except template_limits.TemplateLimitError as error:
+            raise ConfigError(f"the chat template cannot be compiled: limit exceeded: {error}") from error
 
     @contextmanager
-    def limited(self, seconds: float) -> Iterator[None]:
-        """What this thread renders inside has so much time, all of it together."""
+    def time_limit(self, seconds: float) -> Iterator[None]:
+        """Limit the total time of everything that this thread renders inside the context."""
         self._clock.seconds = seconds
         self._clock.end = time.monotonic() + seconds
         try:
@@ -109,71 +106,54 @@ class Sandbox(ImmutableSandboxedEnvironment):
         finally:
             del self._clock.end
 
-    def tick(self) -> bool:
+    def check_time(self) -> bool:
         end = getattr(self._clock, "end", None)
         if end is not None and time.monotonic() > end:
-            raise template_limits.TooMuchError(f"more than {self._clock.seconds:g} s")
+            raise template_limits.TemplateLimitError(f"more than {self._clock.seconds:g} s")
         return True
 
-    def measured(self, value: Any) -> Any:
-        """Return the value, or raise TooMuchError if it is too large to be printed, compared or hashed."""
-        template_limits.check_tree(value)
+    def measure(self, value: Any) -> Any:
+        """Return the value. Raises TemplateLimitError if it is too large to be printed, compared or hashed."""
+        template_limits.check_container(value)
         return value
 
-    def together(self, *values: Any) -> str:
+    def concat_values(self, *values: Any) -> str:
         """The operator `~`."""
         for value in values:
-            template_limits.check_tree(value)
-        return self._joined(map(str, values))
+            template_limits.check_container(value)
+        return self._join_pieces(map(str, values))
 
-    def _joined(self, pieces: Iterable[str]) -> str:
-        return template_limits.joined(piece for piece in pieces if self.tick())
+    def _join_pieces(self, pieces: Iterable[str]) -> str:
+        return template_limits.join_pieces(piece for piece in pieces if self.check_time())
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         template_limits.check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Numbers and bytes have methods that make much of little, and no chat template asks for them."""
+        """Also block methods of numbers and bytes: some produce large values, and chat templates do not use them."""
         return not isinstance(obj, int | bytes) and super().is_safe_attribute(obj, attr, value)
 
-    # The arguments are the template's: names of ours must not be in their way.
+    # Positional-only, because the template may use any keyword argument.
     def call(self, context: Context, method: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.tick()
-        return super().call(context, method, *template_limits.measured(method, args, kwargs), **kwargs)
+        self.check_time()
+        return super().call(context, method, *template_limits.check_call(method, args, kwargs), **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
+        function = super().wrap_str_format(value)
+        if function is None:
             return None
-        made = wrapped
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             template_limits.check_format(value.__self__, (*args, *kwargs.values()))
-            return made(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return formatted
 
 
+_SELECTING = ("reject", "rejectattr", "reverse", "select", "selectattr")
 STRUCTURAL = frozenset(
-    (
-        "attr",
-        "count",
-        "d",
-        "default",
-        "first",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-        "random",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
-    )
+    ("attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", *_SELECTING)
 )
 """Filters that do not print, compare or hash their input."""
 SLOW = frozenset(
@@ -185,16 +165,16 @@ COMPARISONS = frozenset(
 )
 
 
-def _checked(filtering: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A filter or test that measures its arguments first."""
+def _with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a filter or test that checks its arguments first."""
 
-    @wraps(filtering)
+    @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            template_limits.check_tree(value)
+            template_limits.check_container(value)
             if name in SLOW:
                 template_limits.check_slow_input(value)
-        return filtering(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return checked
 
@@ -204,7 +184,7 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _words(tree: nodes.Template) -> Iterator[str]:
+def _find_strings(tree: nodes.Template) -> Iterator[str]:
     for constant in tree.find_all(nodes.Const):
         if isinstance(constant.value, str):
             yield constant.value
@@ -212,54 +192,54 @@ def _words(tree: nodes.Template) -> Iterator[str]:
         yield attribute.attr
 
 
-class _Watched(NodeTransformer):
-    """Looks at the clock in loops and macros, and lets `~`, comparisons and keys be measured."""
+class _LimitInserter(NodeTransformer):
+    """Inserts time checks into loops and macros, and measures the operands of `~`, comparisons and keys."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("tick", [])))
+        node.body.insert(0, nodes.ExprStmt(_call("check_time", [])))
         if node.test is not None:
-            node.test = nodes.And(_call("tick", []), node.test)
+            node.test = nodes.And(_call("check_time", []), node.test)
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("tick", [])))
+        node.body.insert(0, nodes.ExprStmt(_call("check_time", [])))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802
         self.generic_visit(node)
-        return _call("together", node.nodes)
+        return _call("concat_values", node.nodes)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
         self.generic_visit(node)
         if isinstance(node.expr, nodes.Const):
             return node
         for operand in node.ops:
-            # Comparing with a constant does not look into the other value.
+            # A comparison with a constant does not traverse the other value.
             if not isinstance(operand.expr, nodes.Const):
-                operand.expr = _measured(operand.expr)
-                node.expr = _measured(node.expr)
+                operand.expr = _measure_call(operand.expr)
+                node.expr = _measure_call(node.expr)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Const | nodes.Slice):
-            node.arg = _measured(node.arg)
+            node.arg = _measure_call(node.arg)
         return node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Dict:  # noqa: N802
         self.generic_visit(node)
         for pair in node.items:
             if not isinstance(pair.key, nodes.Const):
-                pair.key = _measured(pair.key)
+                pair.key = _measure_call(pair.key)
         return node
 
 
-def _measured(node: nodes.Expr) -> nodes.Expr:
-    """A call that measures the node's value. A list of constants is small and needs none."""
+def _measure_call(node: nodes.Expr) -> nodes.Expr:
+    """Wrap the node in a call that measures its value. A list of constants is small and stays as it is."""
     is_plain = isinstance(node, nodes.List | nodes.Tuple) and all(isinstance(item, nodes.Const) for item in node.items)
-    return node if is_plain else _call("measured", [node])
+    return node if is_plain else _call("measure", [node])
 
 
 def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
@@ -267,7 +247,7 @@ def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it is only its body."""
+    """`{% generation %}` marks the assistant's text for training. Here it is replaced by its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -277,8 +257,8 @@ class _Generation(Extension):
 
 
 def _raise_exception(message: str) -> NoReturn:
-    template_limits.check_tree(message)
-    raise RefusedError(message)
+    template_limits.check_container(message)
+    raise TemplateRaisedError(message)
 
 
 def _tojson(
@@ -288,13 +268,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as the templates of Hugging Face expect it: nothing is escaped for HTML."""
+    """JSON as Hugging Face templates expect it, without HTML escaping."""
     template_limits.check_width(100 * (indent or 0))
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _ASCII_ESCAPED.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
-# Marks stay: they stand for texts that are put back after rendering.
+# Marks are not escaped, because they are replaced after rendering.
 _ASCII_ESCAPED = re.compile(f"[^\x00-\x7f{chr(FIRST_MARK)}-{chr(LAST_MARK)}]+")
 
 
@@ -307,13 +287,13 @@ def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
 @pass_eval_context
 def _join(context: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
     found = value if attribute is None else map(filters.make_attrgetter(context.environment, attribute), value)
-    items = template_limits.listed(found)
+    items = template_limits.to_list(found)
     template_limits.check_join(str(d), items)
     return filters.sync_do_join(context, items, d)
 
 
 def _indent(value: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    space = width if isinstance(width, str) else " " * min(width, template_limits.WIDEST + 1)
+    space = width if isinstance(width, str) else " " * min(width, template_limits.MAX_WIDTH + 1)
     template_limits.check_width(len(space))
     template_limits.check_replace(value, "\n", space + "\n")
     return filters.do_indent(value, width, first, blank)
@@ -330,7 +310,7 @@ def _center(value: str, width: int = 80) -> str:
 
 
 def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:
-    # Ten is raised to that power.
+    # The filter computes 10 ** precision.
     template_limits.check_width(100 * precision)
     return filters.do_round(value, precision, method)
 
@@ -338,5 +318,5 @@ def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "
 @pass_environment
 def _sum(environment: Sandbox, value: Iterable[Any], attribute: str | int | None = None, start: float = 0) -> Any:
     if not isinstance(start, int | float):
-        raise template_limits.TooMuchError("a sum of what is no number")
+        raise template_limits.TemplateLimitError("a sum with a start that is not a number")
     return filters.sync_do_sum(environment, value, attribute, start)

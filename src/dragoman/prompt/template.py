@@ -1,10 +1,10 @@
-"""A model's chat template, and the prompt it makes of a request.
+"""Renders requests with a model's chat template.
 
 Rules
-1. A conversation is rendered once, as the template is known to take it. Only if it is refused all the same, it is put
-   more and more plainly, and the first refusal is what the caller hears in the end.
-2. A variable is given to the template only if it expects one of that name. What a request asks for and the template
-   cannot do is named in `Prompt.ignored`.
+1. A conversation is rendered once, in the form that the template supports. If the template still rejects it, simpler
+   forms are tried. If all fail, the caller gets the first error.
+2. A variable is passed to the template only if the template uses its name. Requested options that the template does
+   not support are listed in `Prompt.ignored`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from jinja2 import TemplateError
 
 from dragoman.core.errors import BadRequest, ConfigError, DragomanError, EngineFailed
 from dragoman.core.request import GenerationRequest, Message, Tool
-from dragoman.formats.syntax import ModelFormat
-from dragoman.prompt.content_isolation import Content, Marking, Segment
-from dragoman.prompt.message_folding import call_id, fitted, singly
-from dragoman.prompt.plain_text_tools import told
-from dragoman.prompt.sandbox import RefusedError, Sandbox
-from dragoman.prompt.template_capabilities import Entry, Habits, learn
-from dragoman.prompt.template_limits import TooMuchError, limit_output
-from dragoman.prompt.template_messages import Change, changed, entries, function
-from dragoman.prompt.variables import ABOUT_THINKING, Variables, variables
+from dragoman.formats.syntax import PLAIN, ModelFormat
+from dragoman.prompt.content_isolation import ContentMarker, Segment, TemplateMarks
+from dragoman.prompt.message_folding import fold_messages, split_tool_results, template_call_id
+from dragoman.prompt.plain_text_tools import write_tools_as_text
+from dragoman.prompt.sandbox import Sandbox, TemplateRaisedError
+from dragoman.prompt.template_capabilities import Capabilities, JsonDict, probe_template
+from dragoman.prompt.template_limits import TemplateLimitError, limit_output
+from dragoman.prompt.template_messages import TextTransform, to_template_messages, to_template_tool, transform_strings
+from dragoman.prompt.variables import THINKING_VARIABLES, TemplateVariables, build_variables
 
 FALLBACK = """\
 {%- for message in messages %}
@@ -31,19 +31,18 @@ FALLBACK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-"""For a model that brings no template: ChatML, the most widely trained layout."""
+"""ChatML, for models without a template."""
 
-SECONDS = 2.0
+RENDER_SECONDS = 2.0
 EXAMPLES_FACTOR = 5
-"""All examples together, a few dozen, may take this many times the seconds of one rendering."""
+"""All examples together (a few dozen) may take this many times the limit of one rendering."""
 EXAMPLE_BUDGET = 16 * 2**20
-"""Characters and items that a template may make for all examples together."""
-PLAIN = ModelFormat("plain")
+"""Characters and items that a template may produce for all examples together."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """`opener`: the text that begins the thought inside which it ends. `ignored`: what the request asks for and the
-    template cannot do."""
+    """`opener` is the reasoning tag that the prompt leaves open. `ignored` are requested parameters that the template
+    does not support."""
 
     segments: tuple[Segment, ...]
     opener: str | None = None
@@ -59,8 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """`control` are the texts of the model's control tokens; no source means the fallback. `allowed` are the variables
-    that a request may set, `seconds` is the time that one rendering has."""
+    """A compiled chat template; without a source, the fallback. `control` are the texts of the model's control tokens,
+    `allowed` the variables that a request may set, `seconds` the time limit of one rendering."""
 
     def __init__(
         self,
@@ -71,124 +70,136 @@ class ChatTemplate:
         control: Sequence[str],
         format: ModelFormat = PLAIN,  # noqa: A002
         allowed: Sequence[str] = (),
-        seconds: float = SECONDS,
+        seconds: float = RENDER_SECONDS,
     ) -> None:
         self._format = format
         self._allowed = frozenset(allowed)
         self._seconds = seconds
-        self._marking = Marking(control)
+        self._marking = TemplateMarks(control)
         self._sandbox = Sandbox()
         source = FALLBACK if source is None else source
-        self._compiled = self._sandbox.compiled(source, self._marking.own)
-        # A format is shared by models that think and models that do not.
-        mentioned = any(mark in source for mark in _marks_of_thoughts(format))
-        self._thinks = mentioned or not ABOUT_THINKING.isdisjoint(self._compiled.variables)
-        self._tokens = {"bos_token": self._marking.own(bos), "eos_token": self._marking.own(eos)}
-        with self._sandbox.limited(EXAMPLES_FACTOR * seconds), limit_output(EXAMPLE_BUDGET):
-            self._habits = learn(self._compiled, self._show, lambda call, at: call_id(call, at, format.call_ids))
-        self._manners = tuple(_manners(self._habits))
+        self._compiled = self._sandbox.compile_template(source, self._marking.mark_literal)
+        # Models with and without reasoning share a format, so the template decides.
+        mentioned = any(mark in source for mark in _reasoning_markers(format))
+        self._thinks = mentioned or not THINKING_VARIABLES.isdisjoint(self._compiled.variables)
+        self._tokens = {"bos_token": self._marking.mark_literal(bos), "eos_token": self._marking.mark_literal(eos)}
+        with self._sandbox.time_limit(EXAMPLES_FACTOR * seconds), limit_output(EXAMPLE_BUDGET):
+            self._capabilities = probe_template(
+                self._compiled, self._render_example, lambda call, at: template_call_id(call, at, format.call_ids)
+            )
+        self._fallbacks = tuple(_fallbacks(self._capabilities))
 
     def render(self, request: GenerationRequest) -> Prompt:
-        known = variables(request, self._compiled, self._habits, self._thinks, self._allowed)
+        known = build_variables(request, self._compiled, self._capabilities, self._thinks, self._allowed)
         try:
-            with self._sandbox.limited(self._seconds):
-                return self._first_taken(request, known)
+            with self._sandbox.time_limit(self._seconds):
+                return self._render_first_accepted(request, known)
         except RecursionError as error:
             raise BadRequest("the conversation is nested too deeply", param="messages") from error
 
-    def _first_taken(self, request: GenerationRequest, known: Variables) -> Prompt:
-        singles = list(singly(request.messages, self._format.call_ids))
+    def _render_first_accepted(self, request: GenerationRequest, known: TemplateVariables) -> Prompt:
+        split_messages = list(split_tool_results(request.messages, self._format.call_ids))
         tried: list[tuple[Message, ...]] = []
-        refusal: DragomanError | None = None
-        for habits in self._manners:
-            messages = fitted(told(singles, request.tools, habits, self._format), habits)
+        first_error: DragomanError | None = None
+        for capabilities in self._fallbacks:
+            as_text = write_tools_as_text(split_messages, request.tools, capabilities, self._format)
+            messages = fold_messages(as_text, capabilities)
             if messages in tried:
                 continue
             tried.append(messages)
             try:
-                segments = self._segments(messages, request.tools if habits.tools else (), habits, known.given)
-            except _NotTakenError as error:
-                refusal = refusal or error.shown
+                tools = request.tools if capabilities.tools else ()
+                segments = self._segments(messages, tools, capabilities, known.values)
+            except _TemplateRejectedError as error:
+                first_error = first_error or error.error
             else:
-                lost = () if habits.names and _names(messages) == _names(singles) else _named(request.messages)
-                return Prompt(segments, self._opener(segments), (*known.ignored, *lost))
-        assert refusal is not None
-        raise refusal
+                shows_names = capabilities.names and _count_names(messages) == _count_names(split_messages)
+                lost = () if shows_names or not _count_names(request.messages) else ("messages.name",)
+                return Prompt(segments, self._find_opener(segments), (*known.ignored, *lost))
+        assert first_error is not None
+        raise first_error
 
     def _segments(
-        self, messages: Sequence[Message], tools: Sequence[Tool], habits: Habits, given: Mapping[str, Any]
+        self, messages: Sequence[Message], tools: Sequence[Tool], capabilities: Capabilities, values: Mapping[str, Any]
     ) -> tuple[Segment, ...]:
-        def run(data: Content) -> str:
-            return self._run(
-                list(entries(messages, habits, data)),
-                [function(tool, data) for tool in tools] or None,
-                {name: self._variable(value, data) for name, value in given.items()},
-                data,
+        def run(mark: ContentMarker) -> str:
+            return self._render_or_raise(
+                list(to_template_messages(messages, capabilities, mark)),
+                [to_template_tool(tool, mark) for tool in tools] or None,
+                {name: self._mark_variable(value, mark) for name, value in values.items()},
+                mark,
             )
 
         return self._marking.segments(run)
 
-    def _variable(self, value: Any, data: Change) -> Any:
-        """A word that the template itself mentions is compared with it, and stays what it is."""
-        own = isinstance(value, str) and value.replace("_", "").isalnum() and value in self._compiled.words
-        return value if own else changed(value, data)
+    def _mark_variable(self, value: Any, mark: TextTransform) -> Any:
+        """A word that the template itself contains is compared with it, so it is not marked."""
+        is_literal = isinstance(value, str) and value.replace("_", "").isalnum() and value in self._compiled.strings
+        return value if is_literal else transform_strings(value, mark)
 
-    def _run(
-        self, messages: Sequence[Entry], tools: Sequence[Entry] | None, given: Mapping[str, Any], data: Content
+    def _render_or_raise(
+        self,
+        messages: Sequence[JsonDict],
+        tools: Sequence[JsonDict] | None,
+        values: Mapping[str, Any],
+        mark: ContentMarker,
     ) -> str:
         try:
-            return self._rendered(messages, tools, given)
-        except RefusedError as refusal:
-            raise _NotTakenError(BadRequest(data.unmarked(str(refusal)), param="messages")) from refusal
-        except TooMuchError as error:
-            raise EngineFailed(f"the model's chat template failed: it takes {error}") from error
+            return self._render(messages, tools, values)
+        except TemplateRaisedError as error:
+            raise _TemplateRejectedError(BadRequest(mark.unmark(str(error)), param="messages")) from error
+        except TemplateLimitError as error:
+            raise EngineFailed(f"the model's chat template failed: limit exceeded: {error}") from error
         except (DragomanError, RecursionError, MemoryError):
             raise
         except Exception as error:
-            words = data.unmarked(f"{type(error).__name__}: {error}")
-            raise _NotTakenError(EngineFailed(f"the model's chat template failed: {words}")) from error
+            message = mark.unmark(f"{type(error).__name__}: {error}")
+            raise _TemplateRejectedError(EngineFailed(f"the model's chat template failed: {message}")) from error
 
-    def _rendered(self, messages: Sequence[Entry], tools: Sequence[Entry] | None, given: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[JsonDict], tools: Sequence[JsonDict] | None, values: Mapping[str, Any]) -> str:
         fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
-        return self._compiled.template.render({**given, **fixed, **self._tokens})
+        return self._compiled.template.render({**values, **fixed, **self._tokens})
 
-    def _show(self, messages: Sequence[Entry], tools: Sequence[Entry] | None, given: Mapping[str, Any]) -> str | None:
-        """Raises ConfigError if a short example exceeds the limits: every conversation would exceed them."""
+    def _render_example(
+        self, messages: Sequence[JsonDict], tools: Sequence[JsonDict] | None, values: Mapping[str, Any]
+    ) -> str | None:
+        """Raises ConfigError if a short example exceeds the limits, because every conversation would."""
         try:
-            return self._rendered(messages, tools, given)
-        except TooMuchError as error:
-            raise ConfigError(f"the chat template takes {error} for a short example") from error
+            return self._render(messages, tools, values)
+        except TemplateLimitError as error:
+            raise ConfigError(f"the chat template exceeds a limit for a short example: {error}") from error
         except (RecursionError, MemoryError) as error:
             raise ConfigError(
-                "the chat template recurses without end, or takes all memory, for a short example"
+                "the chat template recurses without end, or exhausts the memory, for a short example"
             ) from error
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
             return None
 
-    def _opener(self, segments: Sequence[Segment]) -> str | None:
+    def _find_opener(self, segments: Sequence[Segment]) -> str | None:
         if not segments or not segments[-1].special:
             return None
         text = segments[-1].text.rstrip()
-        return max((found for found in _openers(self._format) if text.endswith(found.strip())), key=len, default=None)
+        openers = (opener for opener in _reasoning_openers(self._format) if text.endswith(opener.strip()))
+        return max(openers, key=len, default=None)
 
 
-class _NotTakenError(Exception):
-    """The template did not take the conversation; perhaps it does if that is put otherwise."""
+class _TemplateRejectedError(Exception):
+    """The template rejected one form of the conversation."""
 
-    def __init__(self, shown: DragomanError) -> None:
-        super().__init__(shown.message)
-        self.shown = shown
+    def __init__(self, error: DragomanError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
-def _manners(habits: Habits) -> Iterator[Habits]:
-    """Ways to put a conversation, from the one the template is known to take to the plainest there is."""
+def _fallbacks(capabilities: Capabilities) -> Iterator[Capabilities]:
+    """Yield the template's capabilities, then more and more restricted ones."""
     replace = msgspec.structs.replace
-    yield habits
+    yield capabilities
     strict = replace(
-        habits,
-        systems=False,
+        capabilities,
+        multiple_systems=False,
         late_system=False,
-        repeats=False,
+        repeated_roles=False,
         assistant_first=False,
         parallel_calls=False,
         text_with_thought=False,
@@ -199,25 +210,21 @@ def _manners(habits: Habits) -> Iterator[Habits]:
     yield replace(strict, calls=False, results=False, system=False)
 
 
-def _openers(form: ModelFormat) -> Iterator[str]:
-    for tags in form.thoughts:
+def _reasoning_openers(syntax: ModelFormat) -> Iterator[str]:
+    for tags in syntax.thoughts:
         yield tags.open
-    if form.channels is not None:
-        for name in form.channels.hidden:
-            yield f"{form.channels.open}{name}{form.channels.message}"
+    if syntax.channels is not None:
+        for name in syntax.channels.hidden:
+            yield f"{syntax.channels.open}{name}{syntax.channels.message}"
 
 
-def _marks_of_thoughts(form: ModelFormat) -> Iterator[str]:
-    for tags in form.thoughts:
+def _reasoning_markers(syntax: ModelFormat) -> Iterator[str]:
+    for tags in syntax.thoughts:
         yield tags.open.strip()
         yield tags.close.strip()
-    if form.channels is not None:
-        yield form.channels.open
+    if syntax.channels is not None:
+        yield syntax.channels.open
 
 
-def _names(messages: Sequence[Message]) -> int:
+def _count_names(messages: Sequence[Message]) -> int:
     return sum(message.name is not None for message in messages if message.role != "tool")
-
-
-def _named(messages: Sequence[Message]) -> tuple[str, ...]:
-    return ("messages.name",) if _names(messages) else ()

@@ -1,9 +1,9 @@
-"""How much a template may make: of text, of items in a list, of digits in a number.
+"""Limits the values that chat templates produce: text, items of lists, digits of numbers.
 
-A template comes with a model file. Time is watched between its steps, so no single step may be large: whatever makes
-a longer value of shorter ones is measured before it is done. Lists may hold each other, so that a structure is much
-larger than the memory it takes: it is measured before it is printed, compared or hashed (`check_tree`). While a
-template is examined with small examples, its whole output is limited (`limit_output`).
+Templates come with model files and are not trusted. Time is checked between steps, so no single step may be large:
+every operation that can make a longer value is measured first. Lists may contain each other, so a value can be much
+larger than its memory: it is measured before it is printed, compared or hashed (`check_container`). While a template is
+probed with examples, its total output is limited (`limit_output`).
 """
 
 import re
@@ -17,53 +17,53 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.utils import Namespace
 
-MOST_SOURCE = 256 * 1024
-"""Characters of a template; the longest known templates have a quarter of that."""
-MOST_TEXT = 64 * 2**20
-MOST_ITEMS = 1_000_000
-MOST_TREE_ITEMS = 250_000
-"""Of a value that is printed, compared or hashed as a whole, such as the schemas of tools."""
-MOST_BITS = 512
-WIDEST = 10_000
-MOST_SLOW_TEXT = 100_000
-"""Characters, for filters that process each character in Python."""
+MAX_SOURCE = 256 * 1024
+"""Characters of a template. The longest known templates have a quarter of this."""
+MAX_TEXT = 64 * 2**20
+MAX_ITEMS = 1_000_000
+MAX_CONTAINER_ITEMS = 250_000
+"""Items of a value that is printed, compared or hashed as a whole, such as the schemas of tools."""
+MAX_BITS = 512
+MAX_WIDTH = 10_000
+MAX_SLOW_TEXT = 100_000
+"""Characters for filters that process each character in Python."""
 
-TREES = (list, tuple, dict, MappingView, Namespace)
+CONTAINERS = (list, tuple, dict, MappingView, Namespace)
 PADDING = ("center", "ljust", "rjust", "zfill")
 SPLITTING = ("split", "rsplit", "splitlines")
 COMPARING = ("index", "count")
 
 
-class TooMuchError(TemplateError):
-    """The template takes or makes more than it may."""
+class TemplateLimitError(TemplateError):
+    """The template exceeds a limit."""
 
 
-_made = threading.local()
+_budget = threading.local()
 
 
 @contextmanager
 def limit_output(size: int) -> Iterator[None]:
-    """Limit the sum of characters and items that templates make in this thread."""
-    _made.left = size
+    """Limit the sum of characters and items that templates produce in this thread."""
+    _budget.left = size
     try:
         yield
     finally:
-        del _made.left
+        del _budget.left
 
 
-def check_tree(value: Any) -> None:
-    """Raise TooMuchError if a value is too large to be printed, compared or hashed. A value that it holds twice counts
+def check_container(value: Any) -> None:
+    """Raise TemplateLimitError if a value is too large to be printed, compared or hashed. Items that occur twice count
     twice."""
-    if not isinstance(value, TREES):
+    if not isinstance(value, CONTAINERS):
         return
-    items, text, unseen = MOST_TREE_ITEMS, MOST_TEXT, [value]
-    while unseen:
-        held = _children(unseen.pop())
-        items -= len(held)
-        text -= sum([len(inner) for inner in held if isinstance(inner, str)])
+    items, text, pending = MAX_CONTAINER_ITEMS, MAX_TEXT, [value]
+    while pending:
+        children = _children(pending.pop())
+        items -= len(children)
+        text -= sum([len(inner) for inner in children if isinstance(inner, str)])
         if items < 0 or text < 0:
             raise _too_long()
-        unseen += [inner for inner in held if isinstance(inner, TREES)]
+        pending += [inner for inner in children if isinstance(inner, CONTAINERS)]
 
 
 def _children(value: Any) -> list[Any]:
@@ -73,24 +73,24 @@ def _children(value: Any) -> list[Any]:
 
 
 def check_slow_input(value: Any) -> None:
-    if isinstance(value, str) and len(value) > MOST_SLOW_TEXT:
-        raise TooMuchError(f"a text of more than {MOST_SLOW_TEXT} characters in a slow filter")
+    if isinstance(value, str) and len(value) > MAX_SLOW_TEXT:
+        raise TemplateLimitError(f"a text of more than {MAX_SLOW_TEXT} characters in a slow filter")
 
 
-def joined(pieces: Iterable[str]) -> str:
-    size, kept = 0, []
+def join_pieces(pieces: Iterable[str]) -> str:
+    size, collected = 0, []
     for piece in pieces:
         size += len(piece)
-        if size > MOST_TEXT:
+        if size > MAX_TEXT:
             raise _too_long()
-        kept.append(piece)
-    _spend(size)
-    return "".join(kept)
+        collected.append(piece)
+    _charge(size)
+    return "".join(collected)
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
     if operator == "%" and isinstance(left, str):
-        check_tree(right)
+        check_container(right)
         values = right.values() if isinstance(right, dict) else right
         check_format(left, [values] if isinstance(values, str) or not isinstance(values, Iterable) else values)
     elif isinstance(left, int) and isinstance(right, int):
@@ -103,21 +103,20 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
             _check_size(sized, _size(sized) * times)
 
 
-def measured(method: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments for a method, which is perhaps one of a text that could make a much longer one. `options` are those
-    that are given by name."""
+def check_call(method: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Check a call of a string method that could produce a much longer value. Return the arguments to pass."""
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if isinstance(method, BuiltinMethodType) or method is dict:
         if name in COMPARING:
-            check_tree(text)
+            check_container(text)
         for value in (*arguments, *options.values()):
-            check_tree(value)
+            check_container(value)
     if not isinstance(text, str):
         return arguments
     if name == "expandtabs":
         check_tabs(text, arguments[0] if arguments else options.get("tabsize", 8))
     elif name == "join" and arguments:
-        arguments = (listed(arguments[0]),)
+        arguments = (to_list(arguments[0]),)
         check_join(text, arguments[0])
     elif name == "replace":
         check_replace(text, *arguments[:2])
@@ -150,8 +149,8 @@ def check_replace(text: str, old: Any = None, new: Any = None) -> None:
         _check_size(text, len(text) + times * len(new))
 
 
-def listed(values: Iterable[Any]) -> list[Any]:
-    found = list(islice(values, MOST_ITEMS + 1))
+def to_list(values: Iterable[Any]) -> list[Any]:
+    found = list(islice(values, MAX_ITEMS + 1))
     _check_size(found, len(found))
     return found
 
@@ -161,51 +160,51 @@ def check_join(separator: str, items: list[Any]) -> None:
 
 
 def check_width(width: Any) -> None:
-    if isinstance(width, int) and abs(width) > WIDEST:
-        raise TooMuchError(f"a width of more than {WIDEST}")
+    if isinstance(width, int) and abs(width) > MAX_WIDTH:
+        raise TemplateLimitError(f"a width of more than {MAX_WIDTH}")
 
 
 def check_format(text: str, values: Iterable[Any]) -> None:
-    """A width stands in the text itself, or is one of the values."""
-    given = tuple(values)
-    check_tree(given)
-    if _WIDE.search(text):
-        raise TooMuchError(f"a width of more than {WIDEST}")
-    if _WIDTH_GIVEN.search(text):
-        for value in given:
+    """Check a format string. A width may be in the string or among the values."""
+    arguments = tuple(values)
+    check_container(arguments)
+    if _WIDE_FIELD.search(text):
+        raise TemplateLimitError(f"a width of more than {MAX_WIDTH}")
+    if _DYNAMIC_WIDTH.search(text):
+        for value in arguments:
             check_width(value)
-    holes = text.count("%") + text.count("{")
-    _check_size(text, len(text) + holes * max([WIDEST, *map(_size, given)]))
+    fields = text.count("%") + text.count("{")
+    _check_size(text, len(text) + fields * max([MAX_WIDTH, *map(_size, arguments)]))
 
 
-_WIDE = re.compile(r"%(?:\([^()%]*\))?[^a-zA-Z%(]*\d{5}|\{[^{}]*\d{5}")
-_WIDTH_GIVEN = re.compile(r"%(?:\([^()%]*\))?[^a-zA-Z%(]*\*|\{[^{}]*\{")
+_WIDE_FIELD = re.compile(r"%(?:\([^()%]*\))?[^a-zA-Z%(]*\d{5}|\{[^{}]*\d{5}")
+_DYNAMIC_WIDTH = re.compile(r"%(?:\([^()%]*\))?[^a-zA-Z%(]*\*|\{[^{}]*\{")
 
 
 def _check_number(operator: str, left: int, right: int) -> None:
     bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * max(right, 1)}.get(operator, 0)
-    if bits > MOST_BITS:
-        raise TooMuchError("a number that is too large")
+    if bits > MAX_BITS:
+        raise TemplateLimitError(f"a number of more than {MAX_BITS} bits")
 
 
 def _check_size(value: Any, size: int) -> None:
-    if size > (MOST_TEXT if isinstance(value, str) else MOST_ITEMS):
+    if size > (MAX_TEXT if isinstance(value, str) else MAX_ITEMS):
         raise _too_long()
-    _spend(size)
+    _charge(size)
 
 
-def _spend(size: int) -> None:
-    left = getattr(_made, "left", None)
+def _charge(size: int) -> None:
+    left = getattr(_budget, "left", None)
     if left is None:
         return
     if size > left:
-        raise TooMuchError("more text than an example needs")
-    _made.left = left - max(size, 0)
+        raise TemplateLimitError("more text than allowed for examples")
+    _budget.left = left - max(size, 0)
 
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
 
 
-def _too_long() -> TooMuchError:
-    return TooMuchError("more text than a prompt can have")
+def _too_long() -> TemplateLimitError:
+    return TemplateLimitError("more text than allowed in a prompt")

@@ -1,9 +1,9 @@
-"""Messages and tools as chat templates know them: the mappings of Hugging Face's templates.
+"""Converts messages and tools to the dicts that Hugging Face chat templates expect.
 
-    message := {role, content, name?, tool_calls?, tool_call_id?, thought?}
+    message := {role, content, name?, tool_calls?, tool_call_id?, reasoning?}
     tool    := {type: "function", function: {name, description, parameters}}
 
-Every string that comes from a request passes through `data`.
+Every string from a request is passed through `mark`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,59 +13,59 @@ import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.core.request import Message, Reasoning, Tool, ToolCall, ToolResult
-from dragoman.prompt.template_capabilities import Habits
+from dragoman.prompt.template_capabilities import Capabilities
 
-Change = Callable[[str], str]
+TextTransform = Callable[[str], str]
 
 SCHEMA_WORDS = {
     *("type", "properties", "required", "items", "enum", "const", "default", "description", "title", "format", "name"),
     *("parameters", "additionalProperties", "anyOf", "oneOf", "allOf", "$ref", "$defs"),
     *("object", "array", "string", "integer", "number", "boolean", "null"),
 }
-"""Templates read these in a tool's schema, so they stay themselves; none of them is a piece to be afraid of."""
+"""Templates look for these in schemas, so they are not marked. They cannot form control texts."""
 
 
-def entries(messages: Iterable[Message], habits: Habits, data: Change) -> Iterator[dict[str, Any]]:
+def to_template_messages(
+    messages: Iterable[Message], capabilities: Capabilities, mark: TextTransform
+) -> Iterator[dict[str, Any]]:
     for message in messages:
-        # Parts are joined before they are changed: two of them may be the halves of a control text.
-        entry: dict[str, Any] = {"role": message.role, "content": _content(data(message.text), habits)}
+        # Join the parts first: a control text may be split across two of them.
+        text = mark(message.text)
+        content = [{"type": "text", "text": text}] if capabilities.content_parts else text
+        entry: dict[str, Any] = {"role": message.role, "content": content}
         if message.name is not None:
-            entry["name"] = data(message.name)
-        entry |= _belongings(message, habits, data)
+            entry["name"] = mark(message.name)
+        entry |= _optional_fields(message, capabilities, mark)
         yield entry
 
 
-def _content(text: str, habits: Habits) -> Any:
-    return [{"type": "text", "text": text}] if habits.parts else text
-
-
-def _belongings(message: Message, habits: Habits, data: Change) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    calls = [_call(part, habits, data) for part in message.parts if isinstance(part, ToolCall)]
+def _optional_fields(message: Message, capabilities: Capabilities, mark: TextTransform) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    calls = [_call(part, capabilities, mark) for part in message.parts if isinstance(part, ToolCall)]
     if calls:
-        found["tool_calls"] = calls
-        if habits.null_content and not message.text:
-            found["content"] = None
+        fields["tool_calls"] = calls
+        if capabilities.null_content and not message.text:
+            fields["content"] = None
     thoughts = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
-    if thoughts and habits.reasoning is not None:
-        found[habits.reasoning] = data(thoughts)
+    if thoughts and capabilities.reasoning_key is not None:
+        fields[capabilities.reasoning_key] = mark(thoughts)
     for part in message.parts:
         if isinstance(part, ToolResult):
-            found["tool_call_id"] = data(part.call_id)
-    return found
+            fields["tool_call_id"] = mark(part.call_id)
+    return fields
 
 
-def _call(call: ToolCall, habits: Habits, data: Change) -> dict[str, Any]:
-    arguments = call.arguments.strip() or "{}" if habits.arguments_as_text else arguments_of(call)
+def _call(call: ToolCall, capabilities: Capabilities, mark: TextTransform) -> dict[str, Any]:
+    arguments = call.arguments.strip() or "{}" if capabilities.arguments_as_text else parse_arguments(call)
     return {
-        "id": data(call.id),
+        "id": mark(call.id),
         "type": "function",
-        "function": {"name": data(call.name), "arguments": changed(arguments, data)},
+        "function": {"name": mark(call.name), "arguments": transform_strings(arguments, mark)},
     }
 
 
-def arguments_of(call: ToolCall) -> Any:
-    """The object they are; the text itself if a model wrote something else."""
+def parse_arguments(call: ToolCall) -> Any:
+    """Return the arguments as an object, or the text itself if it is not a JSON object."""
     if not call.arguments.strip():
         return {}
     try:
@@ -75,17 +75,21 @@ def arguments_of(call: ToolCall) -> Any:
     return parsed if isinstance(parsed, dict) else call.arguments
 
 
-def function(tool: Tool, data: Change) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {}} if tool.parameters is None else changed(dict(tool.parameters), data)
-    described = {"name": data(tool.name), "description": data(tool.description), "parameters": schema}
+def to_template_tool(tool: Tool, mark: TextTransform) -> dict[str, Any]:
+    schema = (
+        {"type": "object", "properties": {}}
+        if tool.parameters is None
+        else transform_strings(dict(tool.parameters), mark)
+    )
+    described = {"name": mark(tool.name), "description": mark(tool.description), "parameters": schema}
     return {"type": "function", "function": described}
 
 
-def changed(value: Any, data: Change) -> Any:
+def transform_strings(value: Any, mark: TextTransform) -> Any:
     if isinstance(value, str):
-        return value if value in SCHEMA_WORDS else data(value)
+        return value if value in SCHEMA_WORDS else mark(value)
     if isinstance(value, dict):
-        return {changed(key, data): changed(inner, data) for key, inner in value.items()}
+        return {transform_strings(key, mark): transform_strings(inner, mark) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [changed(inner, data) for inner in value]
+        return [transform_strings(inner, mark) for inner in value]
     return value

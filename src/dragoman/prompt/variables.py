@@ -1,9 +1,10 @@
-"""What a template is told besides messages and tools: how to think, the date, what an operator lets requests set.
+"""Builds the template variables other than messages and tools.
 
-switch  enable_thinking, thinking      from a switch, or from an effort
-level   reasoning_effort               none, minimal, low, medium, high, where the template takes it
-date    date_string                    today, for templates that would otherwise print the day they were made
-texts   documents                      what the answer is to be taken from
+enable_thinking, thinking      from a switch or an effort
+reasoning_effort               none, minimal, low, medium, high, if the template supports the level
+date_string                    today, for templates that would otherwise print the date of their release
+documents                      the documents of the request
+other                          options of the request that the operator allows
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,65 +14,73 @@ import msgspec
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import GenerationRequest, Thinking
-from dragoman.prompt.sandbox import Compiled, strftime_now
-from dragoman.prompt.template_capabilities import Habits
+from dragoman.prompt.sandbox import CompiledTemplate, strftime_now
+from dragoman.prompt.template_capabilities import Capabilities
 
 SWITCHES = ("enable_thinking", "thinking")
-ABOUT_THINKING = frozenset({*SWITCHES, "reasoning_effort"})
+THINKING_VARIABLES = frozenset({*SWITCHES, "reasoning_effort"})
 
 
-class Variables(msgspec.Struct, frozen=True):
-    given: Mapping[str, Any]
+class TemplateVariables(msgspec.Struct, frozen=True):
+    values: Mapping[str, Any]
     ignored: tuple[str, ...]
 
 
-def variables(
-    request: GenerationRequest, compiled: Compiled, habits: Habits, thinks: bool, allowed: Iterable[str]
-) -> Variables:
-    """`thinks`: the template knows of thoughts."""
-    options = _options(request, allowed)
-    given = {"date_string": strftime_now("%d %b %Y")} | _thinking(request.thinking, compiled, habits) | options
+def build_variables(
+    request: GenerationRequest,
+    compiled: CompiledTemplate,
+    capabilities: Capabilities,
+    thinks: bool,
+    allowed: Iterable[str],
+) -> TemplateVariables:
+    """`thinks`: the template supports reasoning."""
+    options = _requested_options(request, allowed)
+    values = (
+        {"date_string": strftime_now("%d %b %Y")}
+        | _thinking_variables(request.thinking, compiled, capabilities)
+        | options
+    )
     if request.documents:
-        given["documents"] = list(request.documents)
-    known = {name: value for name, value in given.items() if name in compiled.variables}
+        values["documents"] = list(request.documents)
+    known = {name: value for name, value in values.items() if name in compiled.variables}
     lost = [f"chat_template_kwargs.{name}" for name in options if name not in known]
     lost += ["documents"] if request.documents and "documents" not in known else []
-    return Variables(known, (*_unheard(request, known, thinks), *lost))
+    return TemplateVariables(known, (*_ignored_thinking_params(request, known, thinks), *lost))
 
 
-def _options(request: GenerationRequest, allowed: Iterable[str]) -> dict[str, Any]:
+def _requested_options(request: GenerationRequest, allowed: Iterable[str]) -> dict[str, Any]:
     options = dict(request.template_options)
     for name in options.keys() - set(allowed):
         path = f"chat_template_kwargs.{name}"
-        raise BadRequest(f"{path}: the operator of this server does not let requests set this", param=path)
+        raise BadRequest(f"{path}: this server does not allow requests to set this variable", param=path)
     return options
 
 
-def _thinking(asked: Thinking, compiled: Compiled, habits: Habits) -> dict[str, Any]:
-    on = _switched(asked)
+def _thinking_variables(requested: Thinking, compiled: CompiledTemplate, capabilities: Capabilities) -> dict[str, Any]:
+    on = _is_thinking_requested(requested)
     if on is None:
         return {}
-    level = "none" if not on else None if asked.effort == "none" else asked.effort
-    if level == "minimal" and level not in habits.levels:
+    level = "none" if not on else None if requested.effort == "none" else requested.effort
+    if level == "minimal" and level not in capabilities.effort_levels:
         level = "low"
-    if level is None and "none" in habits.levels and compiled.variables.isdisjoint(SWITCHES):
-        # Such a template has no other switch, and does not think unless it is told to.
+    if level is None and "none" in capabilities.effort_levels and compiled.variables.isdisjoint(SWITCHES):
+        # This template has no other switch and does not reason by default.
         level = "high"
-    told: dict[str, Any] = dict.fromkeys(SWITCHES, on)
-    return told | ({"reasoning_effort": level} if level in habits.levels else {})
+    variables: dict[str, Any] = dict.fromkeys(SWITCHES, on)
+    return variables | ({"reasoning_effort": level} if level in capabilities.effort_levels else {})
 
 
-def _switched(asked: Thinking) -> bool | None:
-    """None: the request leaves it to the model."""
-    return None if asked.enabled is None and asked.effort is None else not asked.is_off
+def _is_thinking_requested(requested: Thinking) -> bool | None:
+    """None if the request does not say."""
+    return None if requested.enabled is None and requested.effort is None else not requested.is_off
 
 
-def _unheard(request: GenerationRequest, known: Mapping[str, Any], thinks: bool) -> list[str]:
-    """Not to think is always possible: where the template has no switch, the engine closes the thought at once. And
-    no thought is longer than its budget."""
-    if not _switched(request.thinking):
+def _ignored_thinking_params(request: GenerationRequest, known: Mapping[str, Any], thinks: bool) -> list[str]:
+    """Return the reasoning parameters that have no effect. Disabling reasoning and limiting it always work, because the
+    engine closes the reasoning itself."""
+    if not _is_thinking_requested(request.thinking):
         return []
-    params = [asked.param for asked in request.asked if asked.feature == "thinking"]
+    params = [requested.param for requested in request.asked if requested.feature == "thinking"]
     efforts = [param for param in params if "effort" in param]
     switches = [param for param in params if param not in efforts and not ("budget" in param or "max_" in param)]
     lost = [] if "reasoning_effort" in known or request.thinking.effort is None else efforts

@@ -1,1 +1,1 @@
-"""The wire protocols, a folder each, with the server and the client side; `registry` has the table."""
+"""Wire protocols: one folder each, with a server and a client side. `registry` has the table."""

@@ -1,9 +1,11 @@
-"""What an operator is told of the models: where each stands, and what it takes."""
+"""Requests and replies of the admin API: model status, reload, and the upstream servers of models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+
+from dragoman.protocols import json_body
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -11,13 +13,13 @@ class ServedModel(msgspec.Struct, frozen=True):
     state: str
     engine: str | None = None
     memory: int | None = None
-    """Bytes that its processes take now."""
+    """Bytes used by the model's processes."""
     slots: int | None = None
     running: int = 0
     waiting: int = 0
     tokens_per_second: float | None = None
     keep_alive: float | None = None
-    """Seconds; None: for ever."""
+    """Seconds; None means forever."""
     idle_seconds: float | None = None
     loading_seconds: float | None = None
     loading_progress: float | None = None
@@ -25,19 +27,38 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Reloaded(msgspec.Struct, frozen=True):
-    """What became of a new configuration."""
+    """The result of a configuration reload."""
 
     models: tuple[str, ...]
     added: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     restart_needed: tuple[str, ...] = ()
-    """Keys that hold only from the next start on."""
+    """Changed keys that take effect only after a restart."""
+
+
+class DrainFields(msgspec.Struct, frozen=True):
+    """Stop sending requests to an upstream server, or resume if `drain` is false."""
+
+    model: str
+    url: str
+    drain: bool = True
+
+
+class ListedPlace(msgspec.Struct, frozen=True):
+    """The status of one upstream server."""
+
+    model: str
+    url: str
+    state: str
+    running: int
+    failures: int
+    weight: float
+    rank: int
 
 
 def encode_served(model: ServedModel) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(model)
-    return {key: value for key, value in told.items() if value is not None}
+    return {key: value for key, value in msgspec.structs.asdict(model).items() if value is not None}
 
 
 def encode_fleet(models: Sequence[ServedModel], used: int, budget: int | None) -> dict[str, Any]:
@@ -45,5 +66,12 @@ def encode_fleet(models: Sequence[ServedModel], used: int, budget: int | None) -
 
 
 def encode_reloaded(reloaded: Reloaded) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(reloaded)
-    return told
+    return msgspec.structs.asdict(reloaded)
+
+
+def decode_drain(body: bytes) -> DrainFields:
+    return json_body.convert(json_body.parse(body), DrainFields)
+
+
+def encode_upstreams(upstreams: Iterable[ListedPlace]) -> dict[str, Any]:
+    return {"object": "list", "data": [msgspec.structs.asdict(upstream) for upstream in upstreams]}

@@ -1,4 +1,4 @@
-"""The number of elements and keys of a JSON text, counted without decoding it.
+"""Counts the elements and keys of a JSON text without decoding it.
 
     elements := one for each comma and colon, five for each array and object; strings are skipped
 
@@ -7,7 +7,7 @@ every array and object, so those count more.
 
 Rules
 1. The cost depends only on the size of the text. Other threads can run after every megabyte.
-2. For text that is not JSON the number means nothing; the decoder refuses such text later.
+2. The count of an invalid text is meaningless; the decoder rejects such text later.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONTAINER_WEIGHT = 5
-"""Elements that an array or an object counts for."""
+"""Number of elements that an array or object counts as."""
 DEFAULT_LIMIT = 1_250_000
-"""Elements. Enough for 2,048 inputs of 512 token ids; decoded they take less than 100 MB."""
+"""Enough for 2,048 inputs of 512 token ids, which take less than 100 MB when decoded."""
 CHUNK_BYTES = 1024 * 1024
 COLON, QUOTE = ord(":"), ord('"')
 
@@ -28,34 +28,26 @@ _weights[list(b"[{")] = CONTAINER_WEIGHT
 
 
 def has_more_elements(text: bytes, limit: int) -> bool:
-    """Whether the text has more elements than the limit."""
     if len(text) * CONTAINER_WEIGHT <= limit:
         return False
-    return _count_with_strings(text) > limit and _count(text, limit) > limit
-
-
-def _count_with_strings(text: bytes) -> int:
-    """An upper bound of the number of elements: characters inside strings are counted too."""
-    return text.count(b",") + text.count(b":") + CONTAINER_WEIGHT * (text.count(b"[") + text.count(b"{"))
-
-
-def _count(text: bytes, limit: int) -> int:
-    """The number of elements, or any number above the limit."""
+    # An upper bound that includes the characters inside strings.
+    if text.count(b",") + text.count(b":") + CONTAINER_WEIGHT * (text.count(b"[") + text.count(b"{")) <= limit:
+        return False
     total = 0
     for chunk in _outside_strings(text):
         total += int(_weights[chunk].sum())
         if total > limit:
-            break
-    return total
+            return True
+    return False
 
 
 def count_keys(text: bytes) -> int:
-    """The keys of all objects of a valid JSON text, repeated ones included."""
+    """Count the keys of all objects of a valid JSON text, including duplicates."""
     return sum(int(np.count_nonzero(chunk == COLON)) for chunk in _outside_strings(text))
 
 
 def _outside_strings(text: bytes) -> Iterator[NDArray[np.uint8]]:
-    """The bytes outside of strings, and the closing quotes."""
+    """Yield the bytes outside strings, and the closing quotes."""
     in_string = False
     for chunk in _chunks(text):
         # Once escaped backslashes and quotes are removed, every quote begins or ends a string.
@@ -66,7 +58,7 @@ def _outside_strings(text: bytes) -> Iterator[NDArray[np.uint8]]:
 
 
 def _chunks(text: bytes) -> Iterator[bytes]:
-    """The text in chunks that do not split an escape."""
+    """Split the text into chunks without splitting an escape sequence."""
     start = 0
     while start < len(text):
         end = start + CHUNK_BYTES

@@ -1,6 +1,6 @@
-"""The list of models: OpenAI's, with what else is known of each (context, format, state, file), and Anthropic's.
+"""Encodes the model list for OpenAI, with extra fields such as context and state, and for Anthropic.
 
-Anthropic's comes in pages: the first `limit` models after `after_id`, or the last before `before_id`.
+Anthropic's list is paginated: the first `limit` models after `after_id`, or the last `limit` before `before_id`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from dragoman.core.errors import BadRequest, quote
-from dragoman.protocols.pages import decode_limit
+from dragoman.protocols.openai import decode_limit
 
-PAGE = 20
-LARGEST_PAGE = 1000
+DEFAULT_PAGE_SIZE = 20
+MAX_PAGE_SIZE = 1000
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -25,10 +25,11 @@ class ListedModel(msgspec.Struct, frozen=True):
     device: str | None
     state: str
     loading_seconds: float | None = None
-    """While it is loading: for how long, and how much of it is there, where its engine tells."""
+    """Time since loading started; None unless the model is loading."""
     loading_progress: float | None = None
+    """Fraction from 0 to 1, if the engine reports it."""
     architecture: str | None = None
-    """This and the next of a model that was found in the models folder."""
+    """`architecture`, `size` and `quantization` are known for files in the models folder."""
     size: int | None = None
     quantization: str | None = None
 
@@ -76,17 +77,17 @@ def encode_anthropic_models(models: Sequence[ListedModel], query: Mapping[str, s
 
 
 def _page(models: Sequence[ListedModel], query: Mapping[str, str]) -> tuple[Sequence[ListedModel], bool]:
-    """The models asked for, and whether there are more in that direction."""
-    limit = decode_limit(query, PAGE, LARGEST_PAGE)
+    """Return the requested page and whether more models follow in that direction."""
+    limit = decode_limit(query, DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     if "before_id" in query:
-        end = _place(models, query, "before_id")
+        end = _find(models, query, "before_id")
         return models[max(0, end - limit) : end], end > limit
-    start = _place(models, query, "after_id") + 1 if "after_id" in query else 0
+    start = _find(models, query, "after_id") + 1 if "after_id" in query else 0
     return models[start : start + limit], len(models) > start + limit
 
 
-def _place(models: Sequence[ListedModel], query: Mapping[str, str], name: str) -> int:
-    places = [at for at, model in enumerate(models) if model.name == query[name]]
-    if not places:
-        raise BadRequest(f"{name}: no model is called {quote(query[name])}", param=name)
-    return places[0]
+def _find(models: Sequence[ListedModel], query: Mapping[str, str], name: str) -> int:
+    index = next((at for at, model in enumerate(models) if model.name == query[name]), None)
+    if index is None:
+        raise BadRequest(f"{name}: no model named {quote(query[name])}", param=name)
+    return index

@@ -1,47 +1,60 @@
-"""What chat completions and completions share: the sampling fields, usage, log probabilities, errors, framing."""
+"""Parts shared by the OpenAI protocols: sampling fields, usage, log probabilities, errors, framing, rate limit headers.
 
+x-ratelimit-{limit,remaining,reset}-{requests,tokens}       a reset is a duration: 6m0s, 1.5s, 20ms
+"""
+
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dragoman.core.errors import BadRequest, DragomanError, quote
 from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
+from dragoman.core.rate_limits import Rate
 from dragoman.core.request import Asked, GenerationRequest, RepetitionPenalty, Sampling
-from dragoman.protocols.json_body import bad_field, between_texts, unknown_fields
+from dragoman.protocols.json_body import encode_texts, field_error, unknown_fields
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Retention = Literal["in_memory", "in-memory", "24h"]
 
-KEPT_SECONDS = {"24h": 24 * 3600.0}
-"""For what is otherwise kept in memory as long as there is room."""
+RETENTION_SECONDS = {"24h": 24 * 3600.0}
+"""Other values of `Retention` keep a prompt only while there is room."""
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 DONE = b"data: [DONE]\n\n"
 
 
-def token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
+def decode_token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
     try:
         return msgspec.convert(entries, tuple[TokenId, ...])
     except msgspec.ValidationError as error:
-        raise bad_field(error, path) from None
+        raise field_error(error, path) from None
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+def decode_limit(query: Mapping[str, str], default: int, most: int) -> int:
+    """Return the page size that the query string of a list request asks for."""
+    limit = query.get("limit", str(default))
+    if limit.isascii() and limit.isdigit() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most:
+        return int(limit)
+    raise BadRequest(f"limit: expected a number from 1 to {most}", param="limit")
+
+
+class ChatStreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Share | None = None
+    min_p: Probability | None = None
     seed: Int64 | None = None
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
@@ -52,86 +65,47 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     n: Count | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ChatStreamOptions | None = None
     user: str | None = None
 
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-"""Fields that are called the same on the wire, among the values and among an engine's features."""
-SAMPLED = frozenset(SAMPLING)
-
+SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_bias")
+"""Fields with the same name on the wire, in `Sampling` and among the engine features."""
 LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
-
-NEUTRAL: dict[str, object] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "top_p": 1,
-    "min_p": 0,
-}
-"""Values that ask for nothing: any engine honours them."""
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "top_p": 1, "min_p": 0}
+"""Values without effect, which every engine supports."""
+OTHER_FEATURES = ("logit_bias", "stop", "stop_token_ids", "ignore_eos")
 
 
 def keep_seconds(retention: Retention | None) -> float:
-    """How long the prompt is to be kept even if room is short."""
-    return KEPT_SECONDS.get(retention or "", 0.0)
+    """Return how long the prompt must stay cached even if memory is short."""
+    return RETENTION_SECONDS.get(retention or "", 0.0)
 
 
 def labels(fields: SamplingFields) -> dict[str, Any]:
-    """What asks nothing of a reply, and may be of use to a server behind this one."""
-    found = {name: getattr(fields, name, None) for name in LABELS}
-    nothing: dict[str, tuple[object, ...]] = {"service_tier": ("auto", "default")}
-    return {name: value for name, value in found.items() if value and value not in nothing.get(name, ())}
+    """Return the fields that do not change the reply but may matter to an upstream server."""
+    found = {name: value for name in LABELS if (value := getattr(fields, name, None))}
+    if found.get("service_tier") in ("auto", "default"):
+        del found["service_tier"]
+    return found
 
 
 def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:
-    """What these fields ask of an engine; of a field that is neither one of them nor of the others, just that."""
-    asked = []
-    if not parsed.keys().isdisjoint(SAMPLED):
-        told = [name for name in SAMPLING if name in parsed]
-        asked += [Asked(name, name) for name in told if _says_something(name, getattr(fields, name))]
-    if fields.logit_bias:
-        asked.append(Asked("logit_bias", "logit_bias"))
-    if fields.stop:
-        asked.append(Asked("stop", "stop"))
-    if fields.stop_token_ids:
-        asked.append(Asked("stop_token_ids", "stop_token_ids"))
-    if fields.ignore_eos:
-        asked.append(Asked("ignore_eos", "ignore_eos"))
+    """Return the features that the fields request. Fields in neither `fields` nor `others` are unknown."""
+    present = {name: getattr(fields, name) for name in SAMPLING if name in parsed}
+    asked = [Asked(name, name) for name, value in present.items() if value is not None and value != NEUTRAL.get(name)]
+    asked += [Asked(name, name) for name in OTHER_FEATURES if getattr(fields, name)]
     if fields.n is not None and fields.n > 1:
         asked.append(Asked("choices", "n"))
-    for name in unknown_fields(parsed, type(fields)):
-        if name not in others and parsed[name] is not None:
-            asked.append(Asked("unknown", name))
-    return asked
-
-
-def _says_something(name: str, value: object) -> bool:
-    return value is not None and value != NEUTRAL.get(name)
+    unknown = [name for name in unknown_fields(parsed, type(fields)) if name not in others]
+    return asked + [Asked("unknown", name) for name in unknown if parsed[name] is not None]
 
 
 def sampling(fields: SamplingFields) -> Sampling:
-    return Sampling(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        # -1 is how some clients say: no limit.
-        top_k=0 if fields.top_k == -1 else fields.top_k,
-        min_p=fields.min_p,
-        seed=fields.seed,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        logit_bias=_biases(fields.logit_bias or {}),
-    )
+    values = {name: getattr(fields, name) for name in SAMPLING}
+    if fields.top_k == -1:
+        values["top_k"] = 0  # Some clients send -1 for no limit.
+    return Sampling(**values, logit_bias=_biases(fields.logit_bias or {}))
 
 
 def _biases(wire: dict[str, float]) -> dict[int, float]:
@@ -146,13 +120,17 @@ def _biases(wire: dict[str, float]) -> dict[int, float]:
 
 
 def stops(wire: str | list[str] | None) -> tuple[str, ...]:
-    found = () if wire is None else (wire,) if isinstance(wire, str) else tuple(wire)
-    for stop in found:
-        if not stop:
-            raise BadRequest("stop: a stop string must not be empty", param="stop")
-        if len(stop) > MAX_STOP_LENGTH:
-            raise BadRequest(f"stop: a stop string has at most {MAX_STOP_LENGTH} characters", param="stop")
-    return found
+    decoded = () if wire is None else (wire,) if isinstance(wire, str) else tuple(wire)
+    for stop in decoded:
+        check_stop(stop, "stop")
+    return decoded
+
+
+def check_stop(stop: str, path: str) -> None:
+    if not stop:
+        raise BadRequest(f"{path}: a stop string must not be empty", param=path)
+    if len(stop) > MAX_STOP_LENGTH:
+        raise BadRequest(f"{path}: a stop string must not exceed {MAX_STOP_LENGTH} characters", param=path)
 
 
 def encode_usage(usage: Usage) -> dict[str, Any]:
@@ -169,16 +147,27 @@ def encode_error(error: DragomanError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def token_text(entry: TokenLogprob) -> str:
-    return entry.text.decode("utf-8", "replace")
-
-
 def encode_logprobs(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    return [{**_logprob(entry), "top_logprobs": [_logprob(rival) for rival in entry.top]} for entry in entries]
+    return [{**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.top]} for entry in entries]
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": token_text(entry), "logprob": entry.logprob, "bytes": list(entry.text)}
+    return {"token": entry.text.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(entry.text)}
+
+
+def rate_headers(rates: Sequence[Rate]) -> list[tuple[bytes, bytes]]:
+    headers = []
+    for rate in rates:
+        values = {"limit": rate.limit, "remaining": rate.remaining, "reset": _format_duration(rate.reset)}
+        headers += [(f"x-ratelimit-{name}-{rate.what}".encode(), str(value).encode()) for name, value in values.items()]
+    return headers
+
+
+def _format_duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(round(seconds, 3), 60)
+    return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
 
 
 def frame(payload: object) -> bytes:
@@ -186,22 +175,22 @@ def frame(payload: object) -> bytes:
 
 
 class StreamEncoder(ABC):
-    """A frame for every delta. Plain text, nearly all there is, goes between the ready-made halves of its frame."""
+    """Encodes one frame per delta. Plain text, the common case, is inserted into a prepared frame."""
 
     def __init__(self, request: GenerationRequest, created: int, kind: str) -> None:
-        self._stamp = {"id": request.id, "object": kind, "created": created, "model": request.model}
+        self._header = {"id": request.id, "object": kind, "created": created, "model": request.model}
         self._with_usage = request.delivery.usage
         self._plain = request.logprobs is None and not request.delivery.token_ids
-        self._halves: dict[int, tuple[bytes, bytes, bytes]] = {}
+        self._templates: dict[int, tuple[bytes, bytes, bytes]] = {}
         self._usages: list[Usage] = []
 
     @abstractmethod
     def _text(self, choice: int, text: str) -> dict[str, Any]:
-        """The entry in `choices` for a piece of plain text."""
+        """Return the entry in `choices` for a piece of plain text."""
 
     @abstractmethod
     def _frame(self, choice: int, event: Event) -> bytes:
-        """The frame of an event; nothing for one that this API does not show."""
+        """Encode an event; return no bytes for an event that this API does not show."""
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         if self._plain:
@@ -213,24 +202,24 @@ class StreamEncoder(ABC):
         return b"".join(self._frame(choice, event) for event in events)
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
-        head, between, tail = self._halves.get(choice) or self._cut(choice)
-        return head + between_texts(texts, between) + tail
+        head, between, tail = self._templates.get(choice) or self._build_template(choice)
+        return head + encode_texts(texts, between) + tail
 
-    def _cut(self, choice: int) -> tuple[bytes, bytes, bytes]:
-        """What stands before the first text, between two texts and after the last, quotes included."""
-        hole = "\x00the text goes here\x00"
-        head, tail = self._chunk(self._text(choice, hole)).split(msgspec.json.encode(hole)[1:-1])
-        self._halves[choice] = head, tail + head, tail
-        return head, tail + head, tail
+    def _build_template(self, choice: int) -> tuple[bytes, bytes, bytes]:
+        """Return the bytes before the first text, between two texts and after the last, including quotes."""
+        placeholder = "\x00text\x00"
+        head, tail = self._chunk(self._text(choice, placeholder)).split(msgspec.json.encode(placeholder)[1:-1])
+        self._templates[choice] = head, tail + head, tail
+        return self._templates[choice]
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
-        chunk = {**self._stamp, "choices": [entry]}
+        chunk = {**self._header, "choices": [entry]}
         return frame({**chunk, "usage": None} if self._with_usage else chunk)
 
     def end(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return frame({**self._stamp, "choices": [], "usage": encode_usage(total_usage(self._usages))}) + DONE
+        return frame({**self._header, "choices": [], "usage": encode_usage(total_usage(self._usages))}) + DONE
 
     def fail(self, error: DragomanError) -> bytes:
         return frame(encode_error(error))

@@ -1,17 +1,14 @@
-"""The wire protocols, by name. A new protocol is one module and one line here.
+"""The table of wire protocols. A new protocol is one folder and one line in `PROTOCOLS`.
 
-A protocol is a handful of pure functions and a small encoder. None knows an engine, and none another's messages. What
-several have in common is beside them:
+A protocol is a few pure functions and an encoder class, independent of engines and of other protocols. Shared parts:
 
-    wire      JSON on its way in                        used by all
-    openai    sampling fields, usage, errors, framing   chat, completions, responses; `messages` takes ranges
-    tools     the tools of a chat                       `messages` and `responses` take its rules: names, how many
-    thinking  how much to think                         chat, responses
-    shape     the shape of a reply                      chat, completions
-    pages     lists that are told in pages              responses, models
-    rates     how the limits of a key stand             every family
+    json_body             JSON parsing                              all
+    openai                sampling fields, usage, errors, framing   chat, completions, responses, messages (ranges)
+    chat.tools            names and number of tools                 chat, messages, responses
+    chat.response_format  structured output                         chat, completions
+    thinking              reasoning effort and budget               chat, responses
 
-`responses` is not in the table: between reading a request and decoding it somebody looks up what it refers to.
+`responses` is not in the table: its handler resolves stored items between parsing and decoding a request.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,27 +21,26 @@ from dragoman.core.events import Event
 from dragoman.core.rate_limits import Rate
 from dragoman.core.reply import Reply
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols import messages, openai, rate_headers
+from dragoman.protocols import messages, openai
 from dragoman.protocols.chat import server as chat
 from dragoman.protocols.completions import server as completions
 
 
 class Encoder(Interface):
-    """Turns the events of one stream into bytes for the wire."""
+    """Encodes the events of one stream as bytes."""
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes: ...
 
     def end(self) -> bytes:
-        """What follows the last event of a stream that went well."""
+        """Encode the end of a complete stream."""
 
     def fail(self, error: DragomanError) -> bytes:
-        """What follows the last event of a stream that broke off."""
+        """Encode the error of a failed stream."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the protocols of one origin share: how they tell of errors and of limits, and the request's id beside
-    `x-request-id`."""
+    """What the protocols of one vendor share: errors, rate limit headers, and a second header for the request id."""
 
     encode_error: Callable[[DragomanError, str], dict[str, Any]]
     status: Callable[[DragomanError], int]
@@ -52,20 +48,18 @@ class Family:
     id_header: bytes | None = None
 
 
-OPENAI = Family(
-    lambda error, request_id: openai.encode_error(error), lambda error: error.status, rate_headers.openai_headers
-)
-ANTHROPIC = Family(messages.encode_error, messages.status, rate_headers.anthropic_headers, b"request-id")
+OPENAI = Family(lambda error, request_id: openai.encode_error(error), lambda error: error.status, openai.rate_headers)
+ANTHROPIC = Family(messages.encode_error, messages.status, messages.rate_headers, b"request-id")
 
 
 def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
-    """Whose words are understood where no route says so."""
+    """Guess the family of a request that matches no route."""
     is_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
     return ANTHROPIC if is_messages or b"anthropic-version" in headers else OPENAI
 
 
 class Telling(Interface):
-    """How a reply is told. A protocol does it the same way for every request, or makes one for each."""
+    """Encodes a reply as a stream or as a whole: a `Protocol`, or an object made for one request."""
 
     @property
     def encoder(self) -> Callable[[GenerationRequest, int], Encoder]: ...

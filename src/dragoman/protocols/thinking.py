@@ -1,4 +1,4 @@
-"""How a caller says how much a model may think. Every server has words of its own for that; here all of them do.
+"""Decodes the fields that control reasoning. Servers use different names for them; all are accepted.
 
     switch := enable_thinking | chat_template_kwargs.enable_thinking | chat_template_kwargs.thinking
             | thinking.type | reasoning.enabled
@@ -7,10 +7,10 @@
             | thinking.budget_tokens | reasoning.max_tokens
 
 Rules
-1. Of several words for the same thing the first in this order counts.
-2. A switch wins over an effort and a budget that say otherwise.
-3. Effort `none` and a budget of 0 switch thinking off where no switch says anything.
-4. A budget of -1 is none, and `adaptive` leaves it to the model: they ask for nothing.
+1. If several fields set the same thing, the first in this order counts.
+2. A switch overrides a contradicting effort or budget.
+3. Without a switch, effort `none` or a budget of 0 turns thinking off.
+4. A budget of -1 means unlimited, and `adaptive` leaves the decision to the model: neither requests anything.
 """
 
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ EffortField = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 
 
-class ReasoningField(msgspec.Struct, frozen=True):
+class ReasoningSwitch(msgspec.Struct, frozen=True):
     effort: EffortField | None = None
     max_tokens: Budget | None = None
     enabled: bool | None = None
     exclude: bool | None = None
 
 
-class ThinkingField(msgspec.Struct, frozen=True):
+class ThinkingSwitch(msgspec.Struct, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"] | None = None
     budget_tokens: Budget | None = None
 
 
 class TemplateSwitches(msgspec.Struct, frozen=True):
-    """The variables of chat templates that are about thinking."""
+    """The chat template variables that control thinking."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -48,8 +48,8 @@ class TemplateSwitches(msgspec.Struct, frozen=True):
 
 class ThinkingFields(msgspec.Struct, frozen=True):
     reasoning_effort: EffortField | None = None
-    reasoning: ReasoningField | None = None
-    thinking: ThinkingField | None = None
+    reasoning: ReasoningSwitch | None = None
+    thinking: ThinkingSwitch | None = None
     thinking_budget: Budget | None = None
     thinking_token_budget: Budget | None = None
     reasoning_budget: Budget | None = None
@@ -58,7 +58,7 @@ class ThinkingFields(msgspec.Struct, frozen=True):
 
 
 FIELDS = frozenset(ThinkingFields.__struct_fields__)
-UNSAID = Thinking()
+DEFAULT = Thinking()
 
 SWITCHES = (
     "enable_thinking",
@@ -76,18 +76,18 @@ BUDGETS = (
     "thinking.budget_tokens",
     "reasoning.max_tokens",
 )
-MEANINGS: dict[object, Any] = {"enabled": True, "disabled": False, "adaptive": None, "xhigh": "high", -1: None}
-"""Values that stand for another."""
+NORMALIZED: dict[object, Any] = {"enabled": True, "disabled": False, "adaptive": None, "xhigh": "high", -1: None}
+"""Wire values that are replaced by another value."""
 
 
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
     if parsed.keys().isdisjoint(FIELDS):
-        return UNSAID
+        return DEFAULT
     json_body.convert(parsed, ThinkingFields)
     switch = _first(parsed, SWITCHES, asked)
     effort = _first(parsed, EFFORTS, asked)
     budget = _first(parsed, BUDGETS, asked)
-    if json_body.at(parsed, "reasoning.exclude"):
+    if json_body.get_path(parsed, "reasoning.exclude"):
         asked.append(Asked("unknown", "reasoning.exclude"))
     if switch is None and (effort == "none" or budget == 0):
         switch = False
@@ -101,9 +101,8 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
 
 
 def _first(parsed: dict[str, Any], paths: Sequence[str], asked: list[Asked]) -> Any:
-    """The first value that says something. All that do are asked for."""
-    values = {path: json_body.at(parsed, path) for path in paths}
-    said = {path: MEANINGS.get(value, value) for path, value in values.items()}
-    telling = [path for path in paths if said[path] is not None]
-    asked += [Asked("thinking", path) for path in telling]
-    return said[telling[0]] if telling else None
+    """Return the first value that is set. Every path with a value is added to `asked`."""
+    values = {path: NORMALIZED.get(value := json_body.get_path(parsed, path), value) for path in paths}
+    found = [path for path in paths if values[path] is not None]
+    asked += [Asked("thinking", path) for path in found]
+    return values[found[0]] if found else None

@@ -1,11 +1,13 @@
-"""Text to token ids and back. Other servers call the text `content` or `prompt`: here both names do."""
+"""Requests and replies of the tokenize, detokenize and render endpoints.
+
+The text to tokenize may be called `content` or `prompt`, as in other servers.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import BadRequest
 from dragoman.protocols import json_body
 from dragoman.protocols.openai import TokenId
 
@@ -22,30 +24,30 @@ class DetokenizeFields(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
-class Untokenized(msgspec.Struct, frozen=True):
-    """A text that is to become tokens; with `special` the names of control tokens in it count."""
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """With `special`, control tokens in the text are recognized by name."""
 
     model: str
     text: str
     special: bool
 
 
-class Tokenized(msgspec.Struct, frozen=True):
+class DetokenizeRequest(msgspec.Struct, frozen=True):
     model: str
     tokens: tuple[int, ...]
 
 
-def decode_text(body: bytes) -> Untokenized:
+def decode_text(body: bytes) -> TokenizeRequest:
     fields = json_body.convert(json_body.parse(body), TokenizeFields)
     text = fields.content if fields.content is not None else fields.prompt
     if text is None:
-        raise BadRequest("content: required, but missing", param="content")
-    return Untokenized(fields.model or "", text, fields.parse_special)
+        raise json_body.missing("content")
+    return TokenizeRequest(fields.model or "", text, fields.parse_special)
 
 
-def decode_tokens(body: bytes) -> Tokenized:
+def decode_tokens(body: bytes) -> DetokenizeRequest:
     fields = json_body.convert(json_body.parse(body), DetokenizeFields)
-    return Tokenized(fields.model or "", tuple(fields.tokens))
+    return DetokenizeRequest(fields.model or "", tuple(fields.tokens))
 
 
 def encode_tokens(tokens: Sequence[int], context: int | None) -> dict[str, Any]:
@@ -54,3 +56,15 @@ def encode_tokens(tokens: Sequence[int], context: int | None) -> dict[str, Any]:
 
 def encode_text(text: str) -> dict[str, Any]:
     return {"content": text, "prompt": text}
+
+
+def encode_prompt(model: str, text: str, tokens: Sequence[int], format_name: str) -> dict[str, Any]:
+    """Encode the rendered prompt of a chat. `format_name` is the format that its reply would be parsed in."""
+    return {
+        "object": "chat.completion.prompt",
+        "model": model,
+        "prompt": text,
+        "tokens": tokens,
+        "token_count": len(tokens),
+        "format": format_name,
+    }

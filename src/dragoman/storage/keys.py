@@ -37,6 +37,8 @@ CREATE TABLE IF NOT EXISTS keys (
 WRITE_SECONDS = 10.0
 READ_SECONDS = 0.05
 """The server does not wait for a writer; it reads again later."""
+FIRST_READ_SECONDS = 10.0
+"""At its start the server waits for a writer: without the keys it cannot serve."""
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -148,6 +150,7 @@ class KeyReader:
         self._path = path
         self._connection: sqlite3.Connection | None = None
         self._last_version: tuple[int, int, int] | None = None
+        self._has_read = False
 
     def __enter__(self) -> "KeyReader":
         return self
@@ -177,6 +180,9 @@ class KeyReader:
             self.close()
             raise StorageUnavailable("the keys cannot be read now; try again later") from error
         self._last_version = version
+        if not self._has_read:
+            self._has_read = True
+            self._connection.execute(f"PRAGMA busy_timeout = {READ_SECONDS * 1000:.0f}")
         return keys
 
     def _version(self) -> tuple[int, int, int] | None:
@@ -188,9 +194,9 @@ class KeyReader:
             file = stat.st_dev, stat.st_ino
             if self._connection is None or self._last_version is None or self._last_version[:2] != file:
                 self.close()
-                self._connection = sqlite3.connect(
-                    f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=READ_SECONDS, check_same_thread=False
-                )
+                address = f"{self._path.absolute().as_uri()}?mode=ro"
+                timeout = READ_SECONDS if self._has_read else FIRST_READ_SECONDS
+                self._connection = sqlite3.connect(address, uri=True, timeout=timeout, check_same_thread=False)
             (data_version,) = self._connection.execute("PRAGMA data_version").fetchone()
         except FileNotFoundError:
             return None

@@ -1,32 +1,23 @@
-"""Models in GGUF files, run by llama.cpp.
+"""Runs models in GGUF files with llama.cpp.
 
-engine      what the server sees: checks, one async generator per request
-options     what a configuration may say about a model
-doubts      what of that is hardly meant
-intake      from a request to a generation; reading its prompt is the same for every engine of tokens (`reading`)
-generation  one request's way from logits to events
-embedder    texts made into vectors, in a thread and a decoder of their own
-turns       who computes next, and the thread in which all do
-pace        how many rows a step has
-drafts      how a reply may go on, and whether trying that pays: pure
-runner      the thread that owns the decoder: takes jobs, runs plans, hands out events
-scheduler   which rows the next decode has: pure, without model, thread or clock of its own
-sequences   which sequence of the memory holds what, and which one a job gets: pure
-pins        which texts are to be kept for a while: pure
-radix       who holds which beginning of a text: pure
-room        how many texts there is room for
-state       how much memory a token of a text takes
-sampling    from logits to a token, and log probabilities
-adapters    LoRA adapters and their files
-threads     how many threads compute
-binding     a model, its decoder, its samplers
-library     the C functions
-machine     CPUs, memory, processor, as a container may limit them
+engine           the `LlamaEngine`: loads a model and serves requests
+options          the configuration of a model
+request_builder  turns a request into a generation
+generation       turns the logits of one request into events
+embedder         the thread that creates embeddings
+compute_thread   the thread in which all computation runs
+pace             chooses the number of prompt rows in a step
+speculation      drafts likely tokens and decides how many to verify
+runner           the thread that owns the decoder: accepts jobs, runs plans, delivers events
+scheduler        decides which rows the next decode has; no I/O, threads or clock
+sequences        assigns the decoder's sequences to jobs; no I/O
+prefix_tree      finds the longest shared prefix; no I/O
+memory_fit       chooses the number and size of the sequences
+sampling         picks tokens and computes log probabilities
+adapters         LoRA adapters
+binding          typed classes over the C library
+library          the C library
+hardware         CPUs, memory and processor
 
-layout      which file is loaded: the original, or one with weights that are faster here
-trial       the process that makes the other file and tries it
-requantise  the other file
-speed       how fast both are
-quality     how close it stays
-findings    what a trial tells
+tuning           chooses a weight layout and a number of threads by measurement
 """

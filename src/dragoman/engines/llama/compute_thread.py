@@ -1,8 +1,8 @@
-"""Those who compute with a model take turns, in the order in which they asked, in one thread that is theirs together.
+"""Runs all computation with one model in a single thread, one call at a time in the order of arrival.
 
-One at a time, since each would use all cores. In one thread, because OpenMP keeps a team of helpers for each thread
-that ever computed, and once there are more of them than cores it sends them to sleep at every barrier: on two cores
-that costs a third of the speed.
+Each computation uses all cores, so running two at once is no faster. One thread is required because OpenMP keeps a team
+of helper threads for every thread that ever computed. With more helpers than cores they sleep at every barrier, which
+costs a third of the speed on two cores.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 STOPPED = "the engine has been stopped"
-"""What those hear whose turn does not come any more."""
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -1,23 +1,26 @@
-"""The thread that makes vectors of texts.
+"""The thread that creates embeddings.
 
-    texts as tokens ──seat──> rows of one or more steps ──all rows in──> pooled, length 1
-    a job is the texts of one request; it is answered when all of them are done
+    tokens of a text ──sequence──> rows of one or more steps ──all rows decoded──> pooled and normalized vector
+
+A job holds the texts of one request. It completes when all of them are done.
 
 Rules
-1. A step lasts about STEP_SECONDS. While the model also writes for somebody the steps are as short as is sensible, and
-   between two of them the other thread has as much time as the first one took.
-2. A text goes in by chunks, as steps allow. Of a model that looks ahead it goes in whole, and a step has at least one.
-3. The seated texts have room in the decoder's memory; jobs take turns for free seats.
-4. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
+1. A step takes about STEP_SECONDS. While the model also generates text, steps take BUSY_STEP_SECONDS, and the thread
+   pauses after each step for as long as the step took.
+2. A text is decoded in chunks. For a bidirectional model it is decoded whole, and a step has at least one text.
+3. Each active text has a sequence of the decoder's memory. Jobs take turns for free sequences.
+4. No exception ends the thread: an unexpected one fails the current jobs and clears the memory.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,45 +36,42 @@ from dragoman.engines.prompt_reader import check_tokens
 log = logging.getLogger("dragoman.engine")
 
 STEP_SECONDS = 0.25
-LEAST_ROWS = 32
-"""Smaller chunks cost more speed than they save waiting."""
-POLITE_SECONDS = 0.05
-"""How long a step lasts while somebody waits for the next word."""
-READ_ANYWAY = 256 * 1024
-"""Bytes of a text that are always looked at: where there is little but blanks, they may be few tokens."""
+MIN_ROWS = 32
+"""Smaller chunks lose more speed than they reduce the wait."""
+BUSY_STEP_SECONDS = 0.05
+MAX_UNCHECKED_BYTES = 256 * 1024
+"""Texts up to this size are always tokenized. Long runs of blanks may be few tokens."""
 
 
-class Job:
-    """The texts of one request, and their vectors as they come."""
+class EmbeddingJob:
+    """The texts of one request and their embeddings."""
 
     def __init__(self, texts: Sequence[Sequence[int]], loop: asyncio.AbstractEventLoop) -> None:
         self.texts = texts
-        self.made: list[Embedding | None] = [None] * len(texts)
-        self.begun = 0
-        self.left = len(texts)
+        self.results: list[Embedding | None] = [None] * len(texts)
+        self.next_index = 0
+        self.pending = len(texts)
         self.loop = loop
         self.future: asyncio.Future[list[Embedding]] = loop.create_future()
 
     def end(self, error: DragomanError | None = None) -> None:
-        try:
-            self.loop.call_soon_threadsafe(self._tell, error)
-        except RuntimeError:
-            # The event loop is gone, and every reader with it.
-            pass
+        # RuntimeError: the event loop is closed.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._set_future, error)
 
-    def _tell(self, error: DragomanError | None) -> None:
+    def _set_future(self, error: DragomanError | None) -> None:
         if self.future.done():
             return
         if error is None:
-            self.future.set_result([made for made in self.made if made is not None])
+            self.future.set_result([result for result in self.results if result is not None])
         else:
             self.future.set_exception(error)
 
 
-class _Seat:
-    """A text on its way through the decoder."""
+class _ActiveText:
+    """A text that has a sequence in the decoder's memory."""
 
-    def __init__(self, job: Job, index: int, sequence: int, width: int) -> None:
+    def __init__(self, job: EmbeddingJob, index: int, sequence: int, width: int) -> None:
         self.job = job
         self.index = index
         self.tokens = job.texts[index]
@@ -83,8 +83,8 @@ class _Seat:
     def missing(self) -> int:
         return len(self.tokens) - self.done
 
-    def take(self, vectors: Vectors, pooling: str) -> None:
-        """The vectors of its next tokens."""
+    def add(self, vectors: Vectors, pooling: str) -> None:
+        """Pool the vectors of the next tokens."""
         if pooling == "mean":
             self.pooled += vectors.sum(axis=0, dtype=np.float64)
         elif pooling == "last":
@@ -94,19 +94,17 @@ class _Seat:
         self.done += len(vectors)
 
 
-class Cancel:
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-
 class Embedder:
-    """`length` is the most tokens of a text, `rows` the most that a step takes. The decoder is made when it is first
-    needed; `is_writing` tells whether the model is being waited for elsewhere."""
+    """Creates embeddings in a thread of its own.
+
+    `length` is the maximum number of tokens of a text, `rows` of a step. `create_context` is called on first use.
+    `is_writing` returns whether the model is also generating text.
+    """
 
     def __init__(
         self,
         model: Model,
-        make: Callable[[], Context],
+        create_context: Callable[[], Context],
         *,
         length: int,
         sequences: int,
@@ -115,18 +113,18 @@ class Embedder:
         is_writing: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
-        self.make = make
+        self.create_context = create_context
         self.length = length
         self.turns = turns
         self.is_writing = is_writing
         self.pooling = model.pooling
-        self.calm = Pace(STEP_SECONDS, least=LEAST_ROWS, most=rows)
-        self.polite = Pace(POLITE_SECONDS, least=LEAST_ROWS, most=rows)
+        self.pace = Pace(STEP_SECONDS, least=MIN_ROWS, most=rows)
+        self.busy_pace = Pace(BUSY_STEP_SECONDS, least=MIN_ROWS, most=rows)
         self.context: Context | None = None
-        self.jobs: deque[Job] = deque()
-        self.seats: list[_Seat] = []
-        self.free = list(range(sequences))
-        self.commands: queue.SimpleQueue[Job | Cancel | None] = queue.SimpleQueue()
+        self.jobs: deque[EmbeddingJob] = deque()
+        self.active: list[_ActiveText] = []
+        self.free_sequences = list(range(sequences))
+        self.commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.closed = False
         self.stopping = False
         self.thread = threading.Thread(target=self._work, name="dragoman-embed", daemon=True)
@@ -134,13 +132,13 @@ class Embedder:
     # For any thread.
 
     def read(self, inputs: Sequence[Input]) -> list[Sequence[int]]:
-        """The inputs as tokens, checked."""
-        return each(inputs, self._tokens)
+        """Tokenize and check the inputs."""
+        return each(inputs, self._read_input)
 
-    def _tokens(self, entry: Input) -> Sequence[int]:
+    def _read_input(self, entry: Input) -> Sequence[int]:
         if isinstance(entry, str):
             size = len(entry.encode("utf-8", "replace"))
-            if size > max(self.length * self.model.longest_piece, READ_ANYWAY):
+            if size > max(self.length * self.model.longest_piece, MAX_UNCHECKED_BYTES):
                 raise self._too_long(f"more than {self.length}")
             tokens: Sequence[int] = self.model.tokenize_whole(entry)
         else:
@@ -153,43 +151,41 @@ class Embedder:
         return tokens
 
     def _too_long(self, tokens: str) -> ContextTooLong:
-        words = f"this model's maximum context length is {self.length} tokens, but the input has {tokens}"
-        return ContextTooLong(words, param="input")
+        message = f"this model's maximum context length is {self.length} tokens, but the input has {tokens}"
+        return ContextTooLong(message, param="input")
 
     # In the event loop.
 
     def start(self) -> None:
         self.thread.start()
 
-    def submit(self, texts: Sequence[Sequence[int]]) -> Job:
-        job = Job(texts, asyncio.get_running_loop())
+    def submit(self, texts: Sequence[Sequence[int]]) -> EmbeddingJob:
+        job = EmbeddingJob(texts, asyncio.get_running_loop())
         if self.closed:
             job.end(EngineFailed(STOPPED))
         else:
-            self.commands.put(job)
+            self.commands.put(partial(self.jobs.append, job))
         return job
 
-    def cancel(self, job: Job) -> None:
-        self.commands.put(Cancel(job))
+    def cancel(self, job: EmbeddingJob) -> None:
+        self.commands.put(partial(self._drop, job))
 
     def close(self) -> None:
-        """Take no more jobs, and fail those at hand."""
+        """Accept no more jobs and fail the current ones."""
         self.closed = True
-        self.commands.put(None)
+        self.commands.put(partial(setattr, self, "stopping", True))
 
     def join(self) -> None:
-        """Wait for the step at hand and free the decoder; for any thread."""
+        """Wait for the current step and free the context. May be called from any thread."""
         if self.thread.ident is not None:
             self.thread.join()
         if self.context is not None:
             self.context.close()
 
     def prepare(self) -> None:
-        """Make the decoder now, and see whether it runs."""
-        self.context = self.make()
-        code = self.context.decode([0], [0], [0], [True])
-        if code:
-            raise EngineFailed(f"the model could not be run (code {code})")
+        """Create the context and check that the model runs."""
+        self.context = self.create_context()
+        self.context.decode_or_fail([0], [0], [0], [True])
         self.context.clear_all()
 
     # In the thread.
@@ -197,112 +193,102 @@ class Embedder:
     def _work(self) -> None:
         while not self.stopping:
             try:
-                self._take_commands()
-                if self.jobs or self.seats:
-                    self._take_turn()
+                self._handle_commands()
+                if self.jobs or self.active:
+                    self._run_step()
             except Exception as error:
-                log.exception("vectors could not be made")
-                failure = EngineFailed("the engine failed; the server's log says more")
-                self._start_over(error if isinstance(error, DragomanError) else failure)
-        self._start_over(EngineFailed(STOPPED))
+                log.exception("embeddings could not be created")
+                failure = EngineFailed("the engine failed; see the server log")
+                self._reset(error if isinstance(error, DragomanError) else failure)
+        self._reset(EngineFailed(STOPPED))
 
-    def _take_commands(self) -> None:
-        """Everything that has come; waits where there is nothing else to do."""
-        block = not (self.jobs or self.seats)
-        while True:
-            try:
-                command = self.commands.get(block=block)
-            except queue.Empty:
-                return
-            block = False
-            if command is None:
-                self.stopping = True
-                return
-            if isinstance(command, Cancel):
-                self._drop(command.job)
-            else:
-                self.jobs.append(command)
+    def _handle_commands(self) -> None:
+        """Handle all queued commands. Waits for one if there is nothing to compute."""
+        block = not (self.jobs or self.active)
+        with contextlib.suppress(queue.Empty):
+            while not self.stopping:
+                self.commands.get(block=block)()
+                block = False
 
-    def _take_turn(self) -> None:
-        polite = self.is_writing()
-        seconds = self.turns.run(self._step, self.polite if polite else self.calm)
-        if polite:
+    def _run_step(self) -> None:
+        is_writing = self.is_writing()
+        seconds = self.turns.run(self._step, self.busy_pace if is_writing else self.pace)
+        if is_writing:
             time.sleep(min(seconds, STEP_SECONDS))
 
     def _step(self, pace: Pace) -> float:
-        """One decode; the seconds that it took."""
+        """Decode once and return how many seconds that took."""
         if self.context is None:
             self.prepare()
         assert self.context is not None
-        self._fill(pace.chunk)
-        begun = time.monotonic()
-        rows = self._decode(self.context, self._counts(pace.chunk))
-        seconds = time.monotonic() - begun
+        self._activate_texts(pace.chunk)
+        started = time.monotonic()
+        rows = self._decode(self.context, self._row_counts(pace.chunk))
+        seconds = time.monotonic() - started
         pace.took(rows, seconds)
-        while done := next((seat for seat in self.seats if not seat.missing), None):
+        while done := next((text for text in self.active if not text.missing), None):
             self._finish(done)
         return seconds
 
-    def _fill(self, budget: int) -> None:
-        """Seat texts, of each job in turn."""
-        taken = sum(len(seat.tokens) for seat in self.seats)
-        while self.free and self.jobs:
+    def _activate_texts(self, budget: int) -> None:
+        """Give free sequences to waiting texts, one of each job in turn."""
+        tokens = sum(len(text.tokens) for text in self.active)
+        while self.free_sequences and self.jobs:
             job = self.jobs[0]
-            taken += len(job.texts[job.begun])
-            if self.seats and taken > (budget if self.model.looks_ahead else self.length):
+            tokens += len(job.texts[job.next_index])
+            if self.active and tokens > (budget if self.model.is_bidirectional else self.length):
                 return
-            self.seats.append(_Seat(job, job.begun, self.free.pop(), self.context.width if self.context else 0))
-            job.begun += 1
+            width = self.context.width if self.context else 0
+            self.active.append(_ActiveText(job, job.next_index, self.free_sequences.pop(), width))
+            job.next_index += 1
             self.jobs.rotate(-1)
-            if job.begun == len(job.texts):
+            if job.next_index == len(job.texts):
                 self.jobs.remove(job)
 
-    def _counts(self, budget: int) -> list[int]:
-        """How many rows of the next step each seat has."""
-        missing = [seat.missing for seat in self.seats]
-        return missing if self.model.looks_ahead else share(missing, budget)
+    def _row_counts(self, budget: int) -> list[int]:
+        """Return the number of rows of each active text in the next step."""
+        missing = [text.missing for text in self.active]
+        return missing if self.model.is_bidirectional else share(missing, budget)
 
     def _decode(self, context: Context, counts: Sequence[int]) -> int:
-        chunks = [(seat, count) for seat, count in zip(self.seats, counts, strict=True) if count]
-        tokens = [token for seat, count in chunks for token in seat.tokens[seat.done : seat.done + count]]
-        positions = [at for seat, count in chunks for at in range(seat.done, seat.done + count)]
-        sequences = [seat.sequence for seat, count in chunks for _ in range(count)]
-        code = context.decode(tokens, positions, sequences, [True] * len(tokens))
-        if code:
-            raise EngineFailed(f"the model could not be run (code {code})")
+        chunks = [(text, count) for text, count in zip(self.active, counts, strict=True) if count]
+        tokens = [token for text, count in chunks for token in text.tokens[text.done : text.done + count]]
+        positions = [position for text, count in chunks for position in range(text.done, text.done + count)]
+        sequences = [text.sequence for text, count in chunks for _ in range(count)]
+        context.decode_or_fail(tokens, positions, sequences, [True] * len(tokens))
         vectors, row = context.vectors(len(tokens)), 0
-        for seat, count in chunks:
-            seat.take(vectors[row : row + count], self.pooling)
+        for text, count in chunks:
+            text.add(vectors[row : row + count], self.pooling)
             row += count
         return row
 
-    def _finish(self, seat: _Seat) -> None:
-        job = seat.job
+    def _finish(self, text: _ActiveText) -> None:
+        job = text.job
         try:
-            job.made[seat.index] = Embedding.of(seat.pooled, len(seat.tokens))
+            job.results[text.index] = Embedding.of(text.pooled, len(text.tokens))
         except ValueError as error:
             self._drop(job)
             job.end(EngineFailed(f"the model failed: {error}"))
             return
-        job.left -= 1
-        self._free(seat)
-        if not job.left:
+        job.pending -= 1
+        self._free(text)
+        if not job.pending:
             job.end()
 
-    def _free(self, seat: _Seat) -> None:
-        self.seats.remove(seat)
-        self.free.append(seat.sequence)
+    def _free(self, text: _ActiveText) -> None:
+        self.active.remove(text)
+        self.free_sequences.append(text.sequence)
         if self.context is not None:
-            self.context.clear(seat.sequence)
+            self.context.clear(text.sequence)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: EmbeddingJob) -> None:
         if job in self.jobs:
             self.jobs.remove(job)
-        for seat in [seat for seat in self.seats if seat.job is job]:
-            self._free(seat)
+        for text in [text for text in self.active if text.job is job]:
+            self._free(text)
 
-    def _start_over(self, error: DragomanError) -> None:
-        for job in {*self.jobs, *(seat.job for seat in self.seats)}:
+    def _reset(self, error: DragomanError) -> None:
+        for job in {*self.jobs, *(text.job for text in self.active)}:
             self._drop(job)
             job.end(error)
         if self.context is not None:

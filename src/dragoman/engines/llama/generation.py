@@ -1,19 +1,19 @@
-"""One request's way from logits to events.
+"""Turns the logits of one request into events.
 
-The request is prepared by the event loop's side, then lives in the runner's thread; the events it makes go back to the
-event loop through its inbox.
+The request is prepared outside the runner's thread, then lives in it. Its events return to the event loop through its
+inbox.
 
 Rules
-1. The first events are `Started` and the first token's; `Finished` is the last.
-2. A token that ends the text (end of generation, or one of the request's stop tokens) is neither delivered nor counted.
-3. Text is cut at whole characters: a token that ends inside one is delivered with no text, and what never became a
-   character is delivered at the end as the replacement character.
-4. A reply that is kept to a shape ends where the shape does, and nowhere before: neither a stop token nor the end of
-   generation cuts it. Only the limit does, and then the reason says so.
-5. Drafts change nothing: each token is picked from the logits of its own row, with the mask, the penalties and the
-   chance that are due there, in the order of the text, until one is not the one that was drafted. They do change how
-   the logits are rounded, so there are none for a request with a seed.
-6. Calls that must be made end when one repeats the one before it word for word: a weak model would go on repeating it.
+1. `Started` comes first, together with the first token. `Finished` comes last.
+2. A token that ends the text (an end-of-generation token or a stop token of the request) is not delivered or counted.
+3. Text is delivered in whole characters. A token that ends inside a character has no text, and an incomplete character
+   at the end becomes the replacement character.
+4. A constrained reply ends where its grammar does. Stop tokens and end-of-generation tokens do not end it earlier; the
+   token limit does, with the reason `length`.
+5. Drafts do not change the choice of tokens: each token is picked from the logits of its own row, until one differs
+   from the draft. Drafts do change the rounding of the logits, so a request with a seed has none.
+6. A list of forced tool calls ends when a call repeats the previous one word for word, because weak models would repeat
+   it for ever.
 """
 
 import itertools
@@ -29,9 +29,9 @@ from dragoman.core.event_queue import Mailbox
 from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
 from dragoman.core.request import GenerationRequest
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.sampling import Allowed, Picker, Recipe, token_logprob
+from dragoman.engines.llama.sampling import SamplingParams, TokenMask, TokenPicker, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
-from dragoman.engines.llama.speculation import Lookup
+from dragoman.engines.llama.speculation import DraftLookup
 from dragoman.engines.repeated_calls import Sections
 from dragoman.engines.thinking_budget import Budget
 from dragoman.grammar.masks import Guide
@@ -40,8 +40,8 @@ from dragoman.grammar.schema_check import Check
 _ids = itertools.count()
 
 
-class Bearings(msgspec.Struct, frozen=True):
-    """What a reply is kept to. `limit` is the most tokens it may have; `ignored` what could not be honoured."""
+class GenerationParams(msgspec.Struct, frozen=True):
+    """Limits and constraints of a reply. `limit` is its maximum number of tokens."""
 
     limit: int
     guide: Guide | None = None
@@ -57,60 +57,60 @@ class Generation:
         self,
         request: GenerationRequest,
         model: Model,
-        recipe: Recipe,
+        sampling: SamplingParams,
         prompt: tuple[int, ...],
-        bearings: Bearings,
-        lookup: Lookup | None = None,
+        params: GenerationParams,
+        lookup: DraftLookup | None = None,
     ) -> None:
-        """`lookup`, which knows the prompt, is what drafts come from; None: there are none."""
+        """`lookup` has indexed the prompt and supplies drafts. None disables drafts."""
         self.model = model
-        self.recipe = recipe
-        self.bearings = bearings
-        self.limit = bearings.limit
-        self.guide = bearings.guide
-        self.budget = bearings.budget
+        self.sampling = sampling
+        self.params = params
+        self.limit = params.limit
+        self.guide = params.guide
+        self.budget = params.budget
         self.logprobs = request.logprobs
         self.stop_tokens = frozenset(request.stop_token_ids)
         self.ends = frozenset() if request.ignore_eos else model.ends
-        self.unwanted = sorted(model.ends) if request.ignore_eos else []
+        self.masked_ends = sorted(model.ends) if request.ignore_eos else []
         self.prompt_text = _prompt_text(request, model) if request.echo else None
         prompt_outputs = request.logprobs is not None and request.logprobs.prompt
         self.job = Job(next(_ids), prompt, prompt_outputs, request.principal, request.keep_seconds)
         self.inbox = Mailbox()
-        self.picker: Picker | None = None
+        self.picker: TokenPicker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.lookup = lookup
         self.detokenizer = Detokenizer()
         self.forced: deque[int] = deque()
-        self.sections = Sections() if bearings.calls else None
+        self.sections = Sections() if params.calls else None
         self.cached = self.kept = 0
         self.count = 0
 
     def read_prompt(self, context: Context, chunk: Chunk, first_row: int) -> None:
-        """Note the log probabilities of the prompt's tokens, of which the chunk's rows foretell the next ones."""
+        """Record the log probabilities of the prompt tokens that the chunk's rows predict."""
         prompt, text, top = self.job.prompt, self.model.pieces.__getitem__, self.logprobs.top if self.logprobs else 0
         if chunk.start == 0:
             self.prompt_logprobs.append(TokenLogprob(prompt[0], text(prompt[0]), None))
-        for at, token in enumerate(prompt[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]):
-            self.prompt_logprobs.append(token_logprob(context.logits(first_row + at), token, top, text))
+        for row, token in enumerate(prompt[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1], first_row):
+            self.prompt_logprobs.append(token_logprob(context.logits(row), token, top, text))
 
     def start(self, cached: int, kept: int) -> list[Event]:
-        """The prompt is in memory."""
+        """Return the first events. Called when the prompt is in memory."""
         self.cached, self.kept = cached, kept
         started = Started(
             len(self.job.prompt),
             cached,
             tuple(self.prompt_logprobs),
             self.prompt_text,
-            self.bearings.thinking,
-            self.bearings.ignored,
+            self.params.thinking,
+            self.params.ignored,
             kept,
         )
         return [started] if self.limit else [started, *self._finish("length")]
 
     def step(self, context: Context, row: int) -> tuple[int, list[Event]]:
-        """Pick the next token, and say what it means to the reader."""
-        self._force_closing()
+        """Pick the next token and return it with its events."""
+        self._enforce_thinking_budget()
         token, logprobs = self._pick(context, row)
         if self._is_end(token):
             return token, self._finish("stop")
@@ -130,13 +130,13 @@ class Generation:
         return token, events
 
     def hopes(self) -> Sequence[float]:
-        """How likely one, two, three … further tokens are to come as they would be drafted."""
+        """Return the probabilities that one, two, three … drafted tokens are all right."""
         if self.lookup is None or self.forced:
             return ()
         return self.lookup.hopes(self.limit - self.count - 1)
 
     def draft(self, count: int) -> Sequence[int]:
-        """So many tokens that may come next, fewer where the shape of the reply does not let them."""
+        """Return up to `count` likely next tokens that the grammar allows."""
         tokens = () if self.lookup is None else self.lookup.guess(count)
         return tokens if self.guide is None else tokens[: self.guide.fitting(tokens)]
 
@@ -151,16 +151,15 @@ class Generation:
         return token in self.stop_tokens and (self.guide is None or self.guide.accepting)
 
     def _is_complete(self, text: str) -> bool:
-        """Whether the shape is, behind this text."""
+        """Whether a constrained reply ends after this text."""
         if self.guide is None:
             return False
         repeated = self.sections is not None and self.sections.repeats(text, self.guide.accepting)
         return repeated or self.guide.complete
 
-    def _force_closing(self) -> None:
-        """Close a thought that has used up its budget, if the reply may go on that way."""
-        closing = self.budget.closing if self.budget is not None and not self.forced else ()
-        if self.budget is None or not closing:
+    def _enforce_thinking_budget(self) -> None:
+        """End the thinking when its budget is used up, if the grammar allows it."""
+        if self.budget is None or self.forced or not (closing := self.budget.closing):
             return
         self.budget.closed()
         if self.guide is None or self.guide.lets(closing):
@@ -168,27 +167,27 @@ class Generation:
 
     def _pick(self, context: Context, row: int) -> tuple[int, tuple[TokenLogprob, ...]]:
         if self.picker is None:
-            self.picker = Picker(self.recipe, self.job.prompt)
+            self.picker = TokenPicker(self.sampling, self.job.prompt)
         if self.logprobs is None:
-            return self._next(self.picker, context, row), ()
+            return self._next_token(self.picker, context, row), ()
         # Picking writes bias, penalties and mask into the logits.
         logits = context.logits(row).copy()
-        token = self._next(self.picker, context, row)
+        token = self._next_token(self.picker, context, row)
         return token, (token_logprob(logits, token, self.logprobs.top, self.model.pieces.__getitem__),)
 
-    def _next(self, picker: Picker, context: Context, row: int) -> int:
+    def _next_token(self, picker: TokenPicker, context: Context, row: int) -> int:
         if self.forced:
             token = self.forced.popleft()
             picker.count(token)
             return token
-        return picker.pick(context, row, None if self.guide is None else self._allowed(self.guide))
+        return picker.pick(context, row, None if self.guide is None else self._allowed_tokens(self.guide))
 
-    def _allowed(self, guide: Guide) -> Allowed:
-        allowed: Allowed = guide.allowed(self.model.vocab_size)
-        if self.unwanted and np.count_nonzero(allowed) > np.count_nonzero(allowed[self.unwanted]):
-            allowed[self.unwanted] = False
+    def _allowed_tokens(self, guide: Guide) -> TokenMask:
+        allowed: TokenMask = guide.allowed(self.model.vocab_size)
+        if self.masked_ends and np.count_nonzero(allowed) > np.count_nonzero(allowed[self.masked_ends]):
+            allowed[self.masked_ends] = False
         if not allowed.any():
-            raise EngineFailed("nothing may follow in the shape of the reply")
+            raise EngineFailed("the grammar of the reply allows no further token")
         return allowed
 
     def _finish(self, reason: FinishReason) -> list[Event]:

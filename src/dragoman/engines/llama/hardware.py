@@ -1,7 +1,4 @@
-"""What this machine has for a model: its CPUs, its memory, its processor.
-
-A container's limits, which are often far below what the machine has, count as what there is.
-"""
+"""CPUs, memory and processor of this machine, within the limits of the container."""
 
 import math
 import os
@@ -12,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 MANY = 16
-"""Where there are many CPUs, decoding may be bound by memory long before all of them are used."""
-GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Default maximum of threads. With more, decoding is usually bound by memory."""
+CGROUP_ROOT, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-PROCESSORS = Path("/proc/cpuinfo")
-FEATURES = ("avx", "fma", "f16c", "amx", "asimd", "i8mm", "sve", "bf16", "fphp")
-"""How the instructions begin for which llama.cpp has kernels of their own."""
+CPUINFO = Path("/proc/cpuinfo")
+CPU_FLAGS = ("avx", "fma", "f16c", "amx", "asimd", "i8mm", "sve", "bf16", "fphp")
+"""Prefixes of the CPU flags for which llama.cpp has special kernels."""
 
 
 class Processor(msgspec.Struct, frozen=True):
@@ -26,41 +23,41 @@ class Processor(msgspec.Struct, frozen=True):
 
 
 def threads() -> int:
-    """As many as compute where nobody says and nothing is tried out."""
+    """Return the number of compute threads to use without measurement."""
     return min(cpus(), MANY)
 
 
 def cpus() -> int:
-    """Those that the process may use, and no more than the quota of its container."""
-    return max(min(len(_affinity()), int(quota())), 1)
+    """Return the number of CPUs that the process may use, within the quota of its container."""
+    return max(min(len(_affinity()), int(cpu_quota())), 1)
 
 
-def quota() -> float:
-    """CPUs that the process's control group, and those around it, may use; as many as there are where nobody says."""
-    found = float(os.cpu_count() or 1)
-    for folder in _groups():
+def cpu_quota() -> float:
+    """Return the CPU limit of the process's control group and its parents. Without a limit: all CPUs."""
+    quota = float(os.cpu_count() or 1)
+    for folder in _cgroups():
         try:
             most, period = (folder / "cpu.max").read_text().split()
-            found = min(found, int(most) / int(period))
+            quota = min(quota, int(most) / int(period))
         except (OSError, ValueError, ZeroDivisionError):
             # No such file, or "max".
             continue
-    return found
+    return quota
 
 
-def _groups() -> Sequence[Path]:
-    """The control group of the process, of version 2, and those around it: the limits of all of them hold."""
+def _cgroups() -> Sequence[Path]:
+    """Return the process's control group (version 2) and its parents. All of their limits apply."""
     try:
-        # Of version 2 there is one line, `0::/path`.
-        paths = [line[3:].strip("/") for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::")]
+        # Version 2 has one line, `0::/path`.
+        paths = [line[3:].strip("/") for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")]
     except OSError:
         paths = []
-    group = GROUPS.joinpath(*paths[:1])
-    return [folder for folder in (group, *group.parents) if folder.is_relative_to(GROUPS)]
+    group = CGROUP_ROOT.joinpath(*paths[:1])
+    return [folder for folder in (group, *group.parents) if folder.is_relative_to(CGROUP_ROOT)]
 
 
 def cores() -> int:
-    """Physical ones among the allowed; as many as are allowed where the system does not say."""
+    """Return the number of physical cores that the process may use, or of CPUs if the topology is unknown."""
     try:
         return len({Path(SIBLINGS.format(cpu)).read_text() for cpu in _affinity()})
     except OSError:
@@ -72,12 +69,12 @@ def _affinity() -> Sequence[int]:
 
 
 def memory() -> float:
-    """Bytes of memory that the process may have; infinite where the system does not say."""
+    """Return the bytes of memory that the process may use. Infinity if unknown."""
     try:
         machine: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         machine = math.inf
-    return min([machine, *(_memory_limit(folder) for folder in _groups())])
+    return min([machine, *(_memory_limit(folder) for folder in _cgroups())])
 
 
 def _memory_limit(folder: Path) -> float:
@@ -91,13 +88,11 @@ def _memory_limit(folder: Path) -> float:
 def processor() -> Processor:
     fallback = platform.processor() or platform.machine()
     try:
-        text = PROCESSORS.read_text("utf-8", "replace")
+        text = CPUINFO.read_text("utf-8", "replace")
     except OSError:
         return Processor(fallback)
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
-    flags = told.get("flags", told.get("Features", "")).split()
-    return Processor(told.get("model name", fallback), tuple(sorted({flag for flag in flags if _matters(flag)})))
-
-
-def _matters(flag: str) -> bool:
-    return flag.startswith(FEATURES)
+    info = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    flags = info.get("flags", info.get("Features", "")).split()
+    return Processor(
+        info.get("model name", fallback), tuple(sorted({flag for flag in flags if flag.startswith(CPU_FLAGS)}))
+    )

@@ -1,7 +1,7 @@
-"""llama.cpp's C functions inside the xllamacpp wheel: where they are, their structs and prototypes, their log.
+"""Loads llama.cpp's C library from the xllamacpp wheel and declares its structs, prototypes and log callback.
 
-Struct layouts belong to exactly one version of the wheel. Another version, or default values that are not where the
-layout says, is refused before anything else is called.
+The struct layouts are valid for exactly one version of the wheel. Another version is refused, and so is a library whose
+default values are not where the layouts expect them.
 """
 
 import ctypes
@@ -23,69 +23,36 @@ LOG_ERROR = 4
 FLASH_ATTENTION_OFF = 0
 
 
+def _fields(*groups: tuple[str, type]) -> list[tuple[str, type]]:
+    """Expand groups of consecutive fields that have the same type."""
+    return [(name, kind) for names, kind in groups for name in names.split()]
+
+
 class _ModelParams(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("devices", c_void_p),
-        ("tensor_buft_overrides", c_void_p),
-        ("n_gpu_layers", c_int32),
-        ("split_mode", c_int32),
-        ("load_mode", c_int32),
-        ("lazy_mode", c_int32),
-        ("main_gpu", c_int32),
-        ("tensor_split", c_void_p),
-        ("progress_callback", c_void_p),
-        ("progress_callback_user_data", c_void_p),
-        ("kv_overrides", c_void_p),
-        ("vocab_only", c_bool),
-        ("check_tensors", c_bool),
-        ("use_extra_bufts", c_bool),
-        ("no_host", c_bool),
-        ("no_alloc", c_bool),
-        ("load_mtp", c_bool),
-    ]
+    _fields_: ClassVar = _fields(
+        ("devices tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers split_mode load_mode lazy_mode main_gpu", c_int32),
+        ("tensor_split progress_callback progress_callback_user_data kv_overrides", c_void_p),
+        ("vocab_only check_tensors use_extra_bufts no_host no_alloc load_mtp", c_bool),
+    )
 
 
 class _ContextParams(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("n_ctx", c_uint32),
-        ("n_batch", c_uint32),
-        ("n_ubatch", c_uint32),
-        ("n_seq_max", c_uint32),
-        ("n_rs_seq", c_uint32),
-        ("n_outputs_max", c_uint32),
-        ("n_outputs_max_per_seq", c_uint32),
-        ("n_threads", c_int32),
-        ("n_threads_batch", c_int32),
-        ("ctx_type", c_int32),
-        ("rope_scaling_type", c_int32),
-        ("pooling_type", c_int32),
-        ("attention_type", c_int32),
-        ("flash_attn_type", c_int32),
-        ("rope_freq_base", c_float),
-        ("rope_freq_scale", c_float),
-        ("yarn_ext_factor", c_float),
-        ("yarn_attn_factor", c_float),
-        ("yarn_beta_fast", c_float),
-        ("yarn_beta_slow", c_float),
+    _fields_: ClassVar = _fields(
+        ("n_ctx n_batch n_ubatch n_seq_max n_rs_seq n_outputs_max n_outputs_max_per_seq", c_uint32),
+        ("n_threads n_threads_batch ctx_type rope_scaling_type pooling_type attention_type flash_attn_type", c_int32),
+        ("rope_freq_base rope_freq_scale yarn_ext_factor yarn_attn_factor yarn_beta_fast yarn_beta_slow", c_float),
         ("yarn_orig_ctx", c_uint32),
         ("defrag_thold", c_float),
-        ("cb_eval", c_void_p),
-        ("cb_eval_user_data", c_void_p),
-        ("type_k", c_int32),
-        ("type_v", c_int32),
+        ("cb_eval cb_eval_user_data", c_void_p),
+        ("type_k type_v", c_int32),
         ("moe_cache_size", c_size_t),
-        ("abort_callback", c_void_p),
-        ("abort_callback_data", c_void_p),
-        ("embeddings", c_bool),
-        ("offload_kqv", c_bool),
-        ("no_perf", c_bool),
-        ("op_offload", c_bool),
-        ("swa_full", c_bool),
-        ("kv_unified", c_bool),
+        ("abort_callback abort_callback_data", c_void_p),
+        ("embeddings offload_kqv no_perf op_offload swa_full kv_unified", c_bool),
         ("samplers", c_void_p),
         ("n_samplers", c_size_t),
         ("ctx_other", c_void_p),
-    ]
+    )
 
 
 class _SamplerChainParams(ctypes.Structure):
@@ -93,22 +60,26 @@ class _SamplerChainParams(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("n_tokens", c_int32),
-        ("token", c_void_p),
-        ("embd", c_void_p),
-        ("pos", c_void_p),
-        ("n_seq_id", c_void_p),
-        ("seq_id", c_void_p),
-        ("logits", c_void_p),
-    ]
+    _fields_: ClassVar = _fields(("n_tokens", c_int32), ("token embd pos n_seq_id seq_id logits", c_void_p))
 
 
 _LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
 ProgressCallback = ctypes.CFUNCTYPE(c_bool, c_float, c_void_p)
 
+_INT_GETTERS = """
+llama_model_n_ctx_train llama_model_n_layer llama_model_n_embd llama_model_n_embd_out llama_model_n_head
+llama_model_n_head_kv llama_model_meta_count llama_vocab_n_tokens llama_vocab_bos llama_vocab_eos
+llama_vocab_fim_pre llama_vocab_fim_suf llama_vocab_fim_mid
+"""
+_BOOL_GETTERS = """
+llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
+llama_model_is_diffusion llama_vocab_get_add_bos
+"""
+
 # name: (result, *arguments)
 _PROTOTYPES: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_INT_GETTERS.split(), (c_int32, c_void_p)),
+    **dict.fromkeys(_BOOL_GETTERS.split(), (c_bool, c_void_p)),
     "llama_backend_init": (None,),
     "llama_set_abort_callback": (None, c_void_p, c_void_p, c_void_p),
     "llama_log_set": (None, _LogCallback, c_void_p),
@@ -118,29 +89,10 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "llama_model_load_from_file": (c_void_p, c_char_p, _ModelParams),
     "llama_model_free": (None, c_void_p),
     "llama_model_get_vocab": (c_void_p, c_void_p),
-    "llama_model_n_ctx_train": (c_int32, c_void_p),
-    "llama_model_n_layer": (c_int32, c_void_p),
-    "llama_model_n_embd": (c_int32, c_void_p),
-    "llama_model_n_embd_out": (c_int32, c_void_p),
-    "llama_model_n_head": (c_int32, c_void_p),
-    "llama_model_n_head_kv": (c_int32, c_void_p),
-    "llama_model_has_encoder": (c_bool, c_void_p),
-    "llama_model_has_decoder": (c_bool, c_void_p),
-    "llama_model_is_recurrent": (c_bool, c_void_p),
-    "llama_model_is_hybrid": (c_bool, c_void_p),
-    "llama_model_is_diffusion": (c_bool, c_void_p),
     "llama_model_desc": (c_int32, c_void_p, c_char_p, c_size_t),
     "llama_model_chat_template": (c_char_p, c_void_p, c_char_p),
-    "llama_model_meta_count": (c_int32, c_void_p),
     "llama_model_meta_key_by_index": (c_int32, c_void_p, c_int32, c_char_p, c_size_t),
     "llama_model_meta_val_str_by_index": (c_int32, c_void_p, c_int32, c_char_p, c_size_t),
-    "llama_vocab_n_tokens": (c_int32, c_void_p),
-    "llama_vocab_bos": (c_int32, c_void_p),
-    "llama_vocab_eos": (c_int32, c_void_p),
-    "llama_vocab_fim_pre": (c_int32, c_void_p),
-    "llama_vocab_fim_suf": (c_int32, c_void_p),
-    "llama_vocab_fim_mid": (c_int32, c_void_p),
-    "llama_vocab_get_add_bos": (c_bool, c_void_p),
     "llama_vocab_get_attr": (c_int32, c_void_p, c_int32),
     "llama_vocab_is_eog": (c_bool, c_void_p, c_int32),
     "llama_vocab_get_suppress_tokens": (POINTER(c_int32), c_void_p, POINTER(c_int32)),
@@ -175,22 +127,22 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
 
 
 class _Log:
-    """llama.cpp's log: silent, but its last errors are kept so that a failed load can say why."""
+    """Silences llama.cpp's log and keeps its last errors, which explain a failed load."""
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=16)
-        self.callback = _LogCallback(self._take)
+        self.callback = _LogCallback(self._receive)
 
-    def _take(self, level: int, text: bytes | None, _: object) -> None:
+    def _receive(self, level: int, text: bytes | None, _: object) -> None:
         if level == LOG_ERROR and text:
             self.errors.append(text.decode("utf-8", "replace").strip())
 
     def reason(self) -> str:
-        """The first error, which is the one closest to the cause, without the names of C functions."""
+        """Return the first error, which is closest to the cause, without the names of C functions."""
         lines = (
             re.sub(r"^\w+: (error loading model: |failed to apply lora adapter: )?", "", line) for line in self.errors
         )
-        return next(lines, "llama.cpp gives no reason")
+        return next(lines, "llama.cpp gave no reason")
 
 
 log = _Log()
@@ -199,13 +151,12 @@ _loaded: ctypes.CDLL | None = None
 
 
 def library() -> ctypes.CDLL:
-    """The C functions, checked once and then shared by the process."""
+    """Return the C library. The first call loads and checks it."""
     global _loaded
     with _lock:
         if _loaded is None:
             _check_version()
-            # When llama.cpp ends the process it would first hold it, and whoever waits for its death, for a debugger
-            # that fills the log.
+            # Without this, llama.cpp starts a debugger before it aborts, which delays the exit and fills the log.
             os.environ.setdefault("GGML_NO_BACKTRACE", "1")
             loaded = ctypes.CDLL(str(_extension_path()))
             for name, (result, *arguments) in _PROTOTYPES.items():
@@ -220,12 +171,12 @@ def library() -> ctypes.CDLL:
 
 def _check_version() -> None:
     try:
-        found = importlib.metadata.version("xllamacpp")
+        installed = importlib.metadata.version("xllamacpp")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(f"the llama engine needs xllamacpp: pip install xllamacpp=={SUPPORTED}") from None
-    if found != SUPPORTED:
+    if installed != SUPPORTED:
         raise ConfigError(
-            f"the llama engine needs xllamacpp {SUPPORTED}, but {found} is installed: "
+            f"the llama engine needs xllamacpp {SUPPORTED}, but {installed} is installed: "
             f"pip install xllamacpp=={SUPPORTED}"
         )
 
@@ -237,16 +188,18 @@ def _extension_path() -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise ConfigError("the installed xllamacpp has no extension module: reinstall it")
+    raise ConfigError("the installed xllamacpp has no extension module: reinstall the package")
 
 
 def _check_layout(loaded: ctypes.CDLL) -> None:
     context, model = loaded.llama_context_default_params(), loaded.llama_model_default_params()
-    found = (
+    defaults = (
         *(context.n_ctx, context.n_batch, context.n_ubatch, context.n_seq_max, context.n_threads),
         *(context.rope_scaling_type, context.yarn_ext_factor, context.type_k, context.type_v, context.n_samplers),
         *(context.offload_kqv, context.kv_unified, context.ctx_other),
         *(model.n_gpu_layers, model.split_mode, model.main_gpu, model.use_extra_bufts, model.no_alloc),
     )
-    if found != (512, 2048, 512, 1, 4, -1, -1.0, 1, 1, 0, True, False, None, -1, 1, 0, True, False):
-        raise ConfigError(f"the structs of the installed xllamacpp are not those of version {SUPPORTED}: reinstall it")
+    if defaults != (512, 2048, 512, 1, 4, -1, -1.0, 1, 1, 0, True, False, None, -1, 1, 0, True, False):
+        raise ConfigError(
+            f"the structs of the installed xllamacpp do not match version {SUPPORTED}: reinstall the package"
+        )

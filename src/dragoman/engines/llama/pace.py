@@ -1,71 +1,70 @@
-"""How long a step lasts, steered by how long the last ones did.
+"""Adjusts the number of prompt rows in a step so that a step takes a given time.
 
-Its time is not proportional to its rows: reading the weights and the memory costs the same for one row as for fifty,
-and from 64 rows of a text on llama.cpp looks through what is before them in another way: behind 1,000 tokens, 64 rows
-are faster than 48. So where a text is long a step of LEAP rows may be worth its waiting: it takes more than the wanted
-time, and the whole prompt less.
+The time of a step is not proportional to its rows. Reading the weights costs the same for one row as for fifty, and
+from 64 rows of a sequence on llama.cpp uses another attention kernel: after 1,000 tokens, 64 rows are faster than 48.
+So with long texts a long step of LONG_STEP_ROWS may be worthwhile: it exceeds the target time, but the prompt finishes
+sooner.
 """
 
-LEAP = 65
-"""One row goes with those who decode; the others are as many as are looked at together."""
-LEAP_SECONDS = 1.8
-"""How often the wanted time a leap may last."""
-LEAP_COST = 0.8
-"""What a row of it may cost at the most, measured by one of a step of the wanted time."""
-UNTRIED_COST = 0.6
-"""The estimated cost of a row in a leap that has not been tried, measured likewise."""
+LONG_STEP_ROWS = 65
+"""64 rows of a prompt, and one row of a sequence that decodes."""
+MAX_LONG_STEP = 1.8
+"""Longest duration of a long step, as a multiple of the target time."""
+MAX_ROW_COST = 0.8
+"""Highest cost of a row in a long step, relative to a row in a normal step."""
+ESTIMATED_ROW_COST = 0.6
+"""Estimated relative cost of a row before the first long step."""
 STEPS_BETWEEN_TRIES = 17
-STEPS_BEFORE = 5
-"""Of a prompt, before the first try: where a text begins there is little to look through."""
+STEPS_BEFORE_TRY = 5
+"""Normal steps of a prompt before the first long step. Long steps do not pay at the beginning of a text."""
 
 
 class Pace:
-    """How many prefill rows make a step of `seconds`; with `leaps`, where they pay."""
+    """Number of prompt rows for a step of `seconds`. With `leaps`, long steps of LONG_STEP_ROWS are tried."""
 
     def __init__(self, seconds: float, *, least: int, most: int, leaps: bool = False) -> None:
         self.seconds = seconds
         self.most = most
         self.least = min(least, most)
-        self.leaps = leaps and most >= LEAP
-        self._steered = self.least
+        self.leaps = leaps and most >= LONG_STEP_ROWS
+        self._rows = self.least
         self._row_seconds = 0.0
-        self._leaping = False
-        self._paid = False
-        """Whether a leap of this prompt has paid."""
-        self._until_try = STEPS_BEFORE
+        self._is_long = False
+        self._long_step_paid = False
+        """Whether a long step of this prompt was faster per row."""
+        self._steps_until_try = STEPS_BEFORE_TRY
 
     @property
     def chunk(self) -> int:
-        return LEAP if self._leaping and self._steered < LEAP else self._steered
+        return LONG_STEP_ROWS if self._is_long and self._rows < LONG_STEP_ROWS else self._rows
 
     def took(self, rows: int, seconds: float) -> None:
-        """A step with `rows` rows of prefill lasted so long."""
+        """Record the duration of a step with `rows` prompt rows."""
         if rows < self.chunk:
-            self._leaping, self._until_try = False, STEPS_BEFORE
+            self._is_long, self._steps_until_try = False, STEPS_BEFORE_TRY
             return
-        if rows > self._steered:
-            self._judge(seconds)
+        if rows > self._rows:
+            self._evaluate_long_step(seconds)
             return
         self._row_seconds = seconds / rows
-        self._steer(seconds)
+        self._adjust(seconds)
         if self.leaps:
-            self._until_try -= 1
-            estimated = LEAP * UNTRIED_COST * self._row_seconds
-            self._leaping = self._until_try <= 0 and estimated <= LEAP_SECONDS * self.seconds
-            self._paid = False
+            self._steps_until_try -= 1
+            estimated = LONG_STEP_ROWS * ESTIMATED_ROW_COST * self._row_seconds
+            self._is_long = self._steps_until_try <= 0 and estimated <= MAX_LONG_STEP * self.seconds
+            self._long_step_paid = False
 
-    def _steer(self, seconds: float) -> None:
+    def _adjust(self, seconds: float) -> None:
         ratio = min(max(self.seconds / max(seconds, 1e-6), 0.5), 2)
-        # Half the way, because one slow step may only mean that the machine was busy.
-        wanted = round(self._steered * (1 + ratio) / 2)
-        self._steered = min(max(wanted, self.least), self.most)
+        # Only half of the difference, because one slow step may only mean that the machine was busy.
+        target = round(self._rows * (1 + ratio) / 2)
+        self._rows = min(max(target, self.least), self.most)
 
-    def _judge(self, seconds: float) -> None:
-        """Whether to go on by leaps: the first has to pay, and none of them may last too long."""
-        pays = self._paid or seconds <= LEAP * LEAP_COST * self._row_seconds
-        self._paid = pays
-        self._leaping = pays and seconds <= LEAP_SECONDS * self.seconds
-        if not self._leaping:
-            # After many leaps the text is so much longer that the size which was right before them would last too
-            # long. After a single one it would not; from the least it is found again in a few steps.
-            self._until_try, self._steered = STEPS_BETWEEN_TRIES, self.least
+    def _evaluate_long_step(self, seconds: float) -> None:
+        """Continue with long steps if the first one paid and the last one did not take too long."""
+        self._long_step_paid = self._long_step_paid or seconds <= LONG_STEP_ROWS * MAX_ROW_COST * self._row_seconds
+        self._is_long = self._long_step_paid and seconds <= MAX_LONG_STEP * self.seconds
+        if not self._is_long:
+            # After many long steps the text is much longer, and the previous number of rows would take too long.
+            # Restart from the minimum; the right number is found again within a few steps.
+            self._steps_until_try, self._rows = STEPS_BETWEEN_TRIES, self.least

@@ -1,16 +1,14 @@
-"""Who holds which beginning of a text: a radix tree over token ids.
+"""A radix tree over token ids that finds the holders of the longest common prefix.
 
     root ── [1, 2, 3] ──┬── [4, 5]      holders {a}
             {a, b, c}   └── [7]         holders {b}          c ends after 3
 
-Each edge is a run of tokens, each node knows everybody whose text goes through it. Texts of different salts never meet:
-each salt has a tree of its own.
+Each edge is a run of tokens. Each node knows the holders whose text passes through it. Each salt has a tree of its own.
 
 Rules
 1. A text ends at the end of an edge, never inside one.
 2. No two edges of a node begin with the same token.
-3. A node is there as long as somebody holds it. One that has a single child and at which no text ends is merged with
-   that child, so that the tree is never larger than those who are in it make necessary.
+3. A node without holders is removed. A node that has a single child and at which no text ends is merged with the child.
 """
 
 from collections.abc import Sequence
@@ -28,6 +26,8 @@ class _Node:
 
 
 class Prefixes:
+    """The texts of holders, which are integers."""
+
     def __init__(self) -> None:
         self.roots: dict[str, _Node] = {}
         self.ends: dict[int, _Node] = {}
@@ -36,32 +36,32 @@ class Prefixes:
         return holder in self.ends
 
     def hold(self, holder: int, tokens: Sequence[int], salt: str = "") -> None:
-        """`holder`, who has held nothing, has these tokens now."""
+        """Add a new holder with these tokens."""
         root = self.roots.setdefault(salt, _Node([], None, set(), salt))
         root.holders.add(holder)
         self.ends[holder] = root
         self.extend(holder, tokens)
 
     def extend(self, holder: int, tokens: Sequence[int]) -> None:
-        """`holder` has these tokens too, after those that it had."""
+        """Append tokens to a holder's text."""
         node = before = self.ends[holder]
         if node.parent is not None and not node.children and len(node.holders) == 1:
             node.edge.extend(tokens)
             return
-        at = 0
-        while at < len(tokens):
-            child = node.children.get(tokens[at])
+        position = 0
+        while position < len(tokens):
+            child = node.children.get(tokens[position])
             if child is None:
-                child = node.children[tokens[at]] = _Node(list(tokens[at:]), node, set(), node.salt)
-            same = _common(child.edge, tokens[at : at + len(child.edge)])
-            node = child if same == len(child.edge) else _split(child, same)
+                child = node.children[tokens[position]] = _Node(list(tokens[position:]), node, set(), node.salt)
+            common = _common_length(child.edge, tokens[position : position + len(child.edge)])
+            node = child if common == len(child.edge) else _split(child, common)
             node.holders.add(holder)
-            at += same
+            position += common
         self.ends[holder] = node
         _merge(before)
 
     def drop(self, holder: int) -> None:
-        """`holder` holds nothing any more; nothing happens where it did not."""
+        """Remove a holder, if it is present."""
         node = end = self.ends.pop(holder, None)
         while node is not None:
             node.holders.discard(holder)
@@ -77,7 +77,7 @@ class Prefixes:
             _merge(end)
 
     def move(self, holder: int, other: int) -> None:
-        """What `holder` held is `other`'s, who has held nothing."""
+        """Give the holder's text to `other`, a new holder."""
         self.ends[other] = self.ends.pop(holder)
         node: _Node | None = self.ends[other]
         while node is not None:
@@ -86,42 +86,42 @@ class Prefixes:
             node = node.parent
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> tuple[int, frozenset[int]]:
-        """How many of the tokens somebody has, from the first on, and everybody who has as many."""
+        """Return the length of the longest prefix of the tokens that is held, and its holders."""
         node = self.roots.get(salt)
-        at = 0
+        length = 0
         holders: set[int] = set()
-        while node is not None and at < len(tokens):
-            node = node.children.get(tokens[at])
+        while node is not None and length < len(tokens):
+            node = node.children.get(tokens[length])
             if node is not None:
-                same = _common(node.edge, tokens[at : at + len(node.edge)])
-                at += same
+                common = _common_length(node.edge, tokens[length : length + len(node.edge)])
+                length += common
                 holders = node.holders
-                if same < len(node.edge):
+                if common < len(node.edge):
                     break
-        return at, frozenset(holders)
+        return length, frozenset(holders)
 
     def length(self, holder: int) -> int:
-        return self._sum(holder, alone=False)
+        return self._sum_edges(holder, exclusive=False)
 
-    def alone(self, holder: int) -> int:
-        """How many tokens at the end of its text nobody else holds."""
-        return self._sum(holder, alone=True)
+    def exclusive_length(self, holder: int) -> int:
+        """Return how many tokens at the end of the text no other holder has."""
+        return self._sum_edges(holder, exclusive=True)
 
-    def _sum(self, holder: int, *, alone: bool) -> int:
+    def _sum_edges(self, holder: int, *, exclusive: bool) -> int:
         node = self.ends.get(holder)
         total = 0
-        while node is not None and not (alone and len(node.holders) > 1):
+        while node is not None and not (exclusive and len(node.holders) > 1):
             total += len(node.edge)
             node = node.parent
         return total
 
 
-def _split(node: _Node, at: int) -> _Node:
-    """A new node in the midst of the edge; the old one, at which texts end, stays below it."""
-    upper = _Node(node.edge[:at], node.parent, set(node.holders), node.salt)
+def _split(node: _Node, position: int) -> _Node:
+    """Insert a node inside the edge and return it. The old node, at which texts may end, becomes its child."""
+    upper = _Node(node.edge[:position], node.parent, set(node.holders), node.salt)
     assert node.parent is not None
     node.parent.children[upper.edge[0]] = upper
-    node.edge = node.edge[at:]
+    node.edge = node.edge[position:]
     node.parent = upper
     upper.children[node.edge[0]] = node
     return upper
@@ -137,10 +137,10 @@ def _merge(node: _Node) -> None:
         node.parent.children[child.edge[0]] = child
 
 
-def _common(edge: list[int], tokens: Sequence[int]) -> int:
-    """How many tokens are the same. Whole runs are compared first: that is fast, and mostly enough."""
-    piece = list(tokens)
-    if edge == piece:
+def _common_length(edge: list[int], tokens: Sequence[int]) -> int:
+    run = list(tokens)
+    # Comparing the whole lists is fast, and they are usually equal.
+    if edge == run:
         return len(edge)
-    differing = (at for at, (one, other) in enumerate(zip(edge, piece, strict=False)) if one != other)
-    return next(differing, min(len(edge), len(piece)))
+    differences = (index for index, (one, other) in enumerate(zip(edge, run, strict=False)) if one != other)
+    return next(differences, min(len(edge), len(run)))

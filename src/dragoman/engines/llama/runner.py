@@ -8,9 +8,10 @@
       hand all events of the step to the event loop in one call
 
 Rules
-1. While somebody decodes, a step lasts about as long as the gap that is wanted between two tokens, whatever is being
-   prefilled; nearly twice as long where that gets long prompts done much sooner. While nobody does, it is as long as
-   full speed needs and as cancellations and new prompts may wait.
+1. While a job decodes, a step lasts about as long as the gap that is wanted between two tokens, whatever is being
+   prefilled; nearly twice as long where that gets long prompts done much sooner. While none does, it is as long as
+   full speed needs and as cancellations and new prompts may wait. If several principals sent jobs within
+   `RECENT_SECONDS`, it is shorter, so that the prompts of one do not delay the first token of another.
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. One that is for a single job is
    broken off when the job is not wanted any more.
 3. A grammar that fails, fails its own job.
@@ -44,6 +45,9 @@ log = logging.getLogger("dragoman.engine")
 LEAST_CHUNK = 16
 """Smaller chunks cost more speed than they save waiting."""
 ALONE_SECONDS = 0.25
+RECENT_SECONDS = 10.0
+SHARED_SECONDS = 0.05
+"""Longest step with prefill rows while several principals are active."""
 LEAST_CHUNK_ALONE = 64
 """From here on a prompt is taken in at nearly full speed on any CPU: the weights are read once for so many rows."""
 
@@ -78,6 +82,9 @@ class Runner:
         """Those that its jobs have in memory, after the last step."""
         self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
         self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch, leaps=leaps)
+        self.among_principals = Pace(min(gap, SHARED_SECONDS), least=LEAST_CHUNK, most=batch)
+        self._last_job: dict[str, float] = {}
+        """When each principal sent its latest job."""
         self.gap = gap
         self.most_drafted = min(batch, MOST_DRAFTED)
         self.cost = Cost()
@@ -152,10 +159,10 @@ class Runner:
             else:
                 self.live[command.job.id] = command
                 self.scheduler.add(command.job)
+                self._last_job[command.job.principal] = time.monotonic()
 
     def _step(self) -> None:
-        awaited = self.scheduler.decoding or any(other.decodes for other in self.company)
-        pace = self.among_others if awaited else self.alone
+        pace = self._pace()
         plan = self.scheduler.plan(pace.chunk, self._drafts())
         self._prepare(plan)
         if not plan.chunks:
@@ -171,6 +178,15 @@ class Runner:
         else:
             rows = sum(len(chunk.tokens) for chunk in plan.chunks)
             self.cost.took(rows, rows - len(plan.chunks), time.monotonic() - begun)
+
+    def _pace(self) -> Pace:
+        if len(self._last_job) > 1:
+            oldest = time.monotonic() - RECENT_SECONDS
+            self._last_job = {principal: at for principal, at in self._last_job.items() if at > oldest}
+            if len(self._last_job) > 1:
+                return self.among_principals
+        awaited = self.scheduler.decoding or any(other.decodes for other in self.company)
+        return self.among_others if awaited else self.alone
 
     def _drafts(self) -> dict[int, Sequence[int]]:
         hopes = {job: self.live[job].hopes() for job in self.scheduler.decoding}

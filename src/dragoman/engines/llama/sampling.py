@@ -1,18 +1,18 @@
-"""From logits to a token: what a request and a model file say about sampling, and log probabilities.
+"""Picks tokens from logits and computes log probabilities.
 
-    logits ──bias──> ──penalties──> ──mask──> ──top_k, top_p, min_p, temperature──> drawn by chance from the seed
-                                            └──temperature 0──> the likeliest
+    logits ──bias──> ──penalties──> ──mask──> ──top_k, top_p, min_p, temperature──> random choice from the seed
+                                            └──temperature 0──> most likely token
 
-Bias and penalties concern few tokens, so they are written into the logits here; the rest walks the whole vocabulary
-and is done in C. The mask of a grammar comes last: whatever a caller biases, nothing else is ever picked.
+Bias and penalties concern few tokens and are written into the logits here. The other steps visit the whole vocabulary
+and run in C. The grammar's mask comes after the bias, so a bias cannot select a token that the grammar forbids.
 
 Rules
-1. What a request leaves open comes from the model file (`general.sampling.*`), then from DEFAULTS.
-2. The presence and frequency penalties count the tokens of the reply, as OpenAI defines them. The repetition penalty
-   concerns every token of prompt and reply, however often it occurs, as its inventors define it.
-3. The same seed over the same logits gives the same tokens. A request without a seed gets a random one.
+1. Parameters that a request omits come from the model file (`general.sampling.*`), then from DEFAULTS.
+2. The presence and frequency penalties count the tokens of the reply, as defined by OpenAI. The repetition penalty
+   applies to every token of prompt and reply, however often it occurs, as in the CTRL paper.
+3. The same seed and the same logits give the same tokens. A request without a seed gets a random one.
 4. Log probabilities are those of the model, before bias, penalties, mask and sampling.
-5. Logits that are not numbers fail the request; C code never sees them, because it would end the process.
+5. NaN or infinite logits fail the request. C code never sees them because it would abort the process.
 """
 
 import math
@@ -28,30 +28,31 @@ from numpy.typing import NDArray
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import TokenLogprob
 from dragoman.core.request import RepetitionPenalty, Sampling
-from dragoman.engines.llama.binding import Context, Logits, Sampler
+from dragoman.engines.llama.binding import Context, Logits
+from dragoman.engines.llama.library import library
 
-Allowed = NDArray[np.bool_]
-"""For each token whether it may come next."""
+TokenMask = NDArray[np.bool_]
+"""For each token whether it is allowed next."""
 
-SEEDS = 0xFFFFFFFF
-"""Seeds lie below it; llama.cpp takes this one for "any"."""
+SEED_LIMIT = 0xFFFFFFFF
+"""Seeds are smaller. llama.cpp takes this value as "random"."""
 
-LEAST_TEMPERATURE = 1e-4
-"""Below it the likeliest token is taken: dividing logits by less leaves no numbers."""
+MIN_TEMPERATURE = 1e-4
+"""Below this the most likely token is picked, because dividing the logits would overflow."""
 
-GREATEST_BIAS = 1e30
-GREATEST_TOP_K = 2**31 - 1
+MAX_BIAS = 1e30
+MAX_TOP_K = 2**31 - 1
 
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON cannot represent."""
 
-LEAST_GROWTH = 64
+MIN_GROWTH = 64
 
-NOT_NUMBERS = "the model's output has values that are not numbers"
+NOT_FINITE = "the model's output contains NaN or infinity"
 
 
-class Recipe(msgspec.Struct, frozen=True):
-    """Sampling with nothing left open. The bounds apply to values of a model file; requests are checked earlier."""
+class SamplingParams(msgspec.Struct, frozen=True):
+    """Complete sampling parameters. The bounds apply to values from a model file; requests are checked earlier."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
@@ -64,11 +65,11 @@ class Recipe(msgspec.Struct, frozen=True):
     logit_bias: Mapping[int, float] = {}
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-DEFAULTS = Recipe()
+DEFAULTS = SamplingParams()
 METADATA_KEYS = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -78,55 +79,82 @@ METADATA_KEYS = {
 }
 
 
-def defaults(metadata: Mapping[str, str]) -> Recipe:
-    """What the model's makers recommend. A value that is not a number, or out of bounds, is ignored."""
-    found = {field: metadata[key] for field, key in METADATA_KEYS.items() if key in metadata}
-    recipe = DEFAULTS
-    for field, value in found.items():
+def default_sampling(metadata: Mapping[str, str]) -> SamplingParams:
+    """Return the defaults of the model file. Invalid values are ignored."""
+    values = {field: metadata[key] for field, key in METADATA_KEYS.items() if key in metadata}
+    params = DEFAULTS
+    for field, value in values.items():
         try:
-            recipe = msgspec.convert({**msgspec.structs.asdict(recipe), field: value}, Recipe, strict=False)
+            params = msgspec.convert({**msgspec.structs.asdict(params), field: value}, SamplingParams, strict=False)
         except msgspec.ValidationError:
             continue
-    return recipe
+    return params
 
 
-def recipe(sampling: Sampling, model: Recipe, suppressed: Sequence[int] = ()) -> Recipe:
-    """The request's sampling, completed by the model's; the tokens in `suppressed` are never sampled."""
-    asked = msgspec.structs.asdict(sampling)
-    given = {field: value for field, value in asked.items() if value is not None}
-    seed = random.randrange(SEEDS) if sampling.seed is None else sampling.seed % SEEDS
+def complete_sampling(sampling: Sampling, defaults: SamplingParams, suppressed: Sequence[int] = ()) -> SamplingParams:
+    """Complete the request's sampling with the model's defaults. The `suppressed` tokens are never sampled."""
+    given = {field: value for field, value in msgspec.structs.asdict(sampling).items() if value is not None}
+    seed = random.randrange(SEED_LIMIT) if sampling.seed is None else sampling.seed % SEED_LIMIT
     bias = {**sampling.logit_bias, **dict.fromkeys(suppressed, -math.inf)}
-    return Recipe(**{**msgspec.structs.asdict(model), **given, "seed": seed, "logit_bias": bias})
+    return SamplingParams(**{**msgspec.structs.asdict(defaults), **given, "seed": seed, "logit_bias": bias})
 
 
-class Picker:
+class _Sampler:
+    """A chain of llama.cpp samplers: top_k, top_p, min_p, temperature, then a random choice."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.library = c = library()
+        self.handle = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
+        for sampler in (
+            c.llama_sampler_init_top_k(min(params.top_k, MAX_TOP_K)),
+            c.llama_sampler_init_top_p(params.top_p, 1),
+            c.llama_sampler_init_min_p(params.min_p, 1),
+            c.llama_sampler_init_temp(params.temperature),
+            c.llama_sampler_init_dist(params.seed),
+        ):
+            c.llama_sampler_chain_add(self.handle, sampler)
+
+    def draw(self, context: Context, row: int) -> int:
+        token: int = self.library.llama_sampler_sample(self.handle, context.handle, row)
+        return token
+
+    def close(self) -> None:
+        if self.handle:
+            self.library.llama_sampler_free(self.handle)
+            self.handle = None
+
+
+class TokenPicker:
     """Picks the tokens of one reply."""
 
-    def __init__(self, recipe: Recipe, prompt: Sequence[int]) -> None:
-        self.penalties = Penalties(recipe, prompt) if recipe.penalises else None
-        self.bias_tokens = np.fromiter(recipe.logit_bias.keys(), dtype=np.int64)
-        values = np.fromiter(recipe.logit_bias.values(), dtype=np.float64)
-        self.bias_values = values.clip(-GREATEST_BIAS, GREATEST_BIAS).astype(np.float32)
-        self.sampler = None if recipe.temperature < LEAST_TEMPERATURE else _sampler(recipe)
+    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self.penalties = Penalties(params, prompt) if params.has_penalties else None
+        self.bias_tokens = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
+        values = np.fromiter(params.logit_bias.values(), dtype=np.float64)
+        self.bias_values = values.clip(-MAX_BIAS, MAX_BIAS).astype(np.float32)
+        self.sampler = None if params.temperature < MIN_TEMPERATURE else _Sampler(params)
 
-    def pick(self, context: Context, row: int, allowed: Allowed | None = None) -> int:
+    def pick(self, context: Context, row: int, allowed: TokenMask | None = None) -> int:
         logits = context.logits(row)
-        self._shape(logits)
+        if len(self.bias_tokens):
+            logits[self.bias_tokens] += self.bias_values
+        if self.penalties is not None:
+            self.penalties.apply(logits)
         if not math.isfinite(logits.max()):
-            raise EngineFailed(NOT_NUMBERS)
+            raise EngineFailed(NOT_FINITE)
         if allowed is not None:
             np.copyto(logits, -np.inf, where=~allowed)
         token = int(logits.argmax()) if self.sampler is None else self.sampler.draw(context, row)
         if token < 0:
             raise EngineFailed("no token could be sampled")
         if allowed is not None and not allowed[token]:
-            # Chance may fall on the very edge of what is possible.
+            # Rounding in the random choice may select a token of probability 0.
             token = int(context.logits(row).argmax())
         self.count(token)
         return token
 
     def count(self, token: int) -> None:
-        """The reply goes on with a token, picked or not."""
+        """Record a token of the reply, whether it was picked or forced."""
         if self.penalties is not None:
             self.penalties.count(token)
 
@@ -134,75 +162,62 @@ class Picker:
         if self.sampler is not None:
             self.sampler.close()
 
-    def _shape(self, logits: Logits) -> None:
-        if len(self.bias_tokens):
-            logits[self.bias_tokens] += self.bias_values
-        if self.penalties is not None:
-            self.penalties.apply(logits)
-
 
 class Penalties:
-    """What the tokens of prompt and reply lose. The arrays grow with the distinct tokens and are never built anew: a
-    token that is counted costs the same however long the reply is."""
+    """Penalties of the tokens of prompt and reply.
 
-    def __init__(self, recipe: Recipe, prompt: Sequence[int]) -> None:
-        self.factor = np.float32(recipe.repetition_penalty)
-        self.presence = recipe.presence_penalty
-        self.frequency = recipe.frequency_penalty
-        known = dict.fromkeys(prompt if self.factor != 1 else ())
-        self.times: Counter[int] = Counter()
-        self.places = {token: place for place, token in enumerate(known)}
-        self.tokens = np.fromiter(known, dtype=np.int64, count=len(known))
-        self.costs = np.zeros(len(known), dtype=np.float32)
+    The arrays have one entry per distinct token and grow as needed, so counting a token takes constant time.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self.factor = np.float32(params.repetition_penalty)
+        self.presence = params.presence_penalty
+        self.frequency = params.frequency_penalty
+        distinct = dict.fromkeys(prompt if self.factor != 1 else ())
+        self.occurrences: Counter[int] = Counter()
+        self.indices = {token: index for index, token in enumerate(distinct)}
+        self.tokens = np.fromiter(distinct, dtype=np.int64, count=len(distinct))
+        self.costs = np.zeros(len(distinct), dtype=np.float32)
 
     def count(self, token: int) -> None:
-        """The reply goes on with `token`."""
-        place = self.places.setdefault(token, len(self.places))
-        if place == len(self.tokens):
+        """Record a token of the reply."""
+        index = self.indices.setdefault(token, len(self.indices))
+        if index == len(self.tokens):
             self._grow()
-        self.times[token] += 1
-        self.tokens[place] = token
-        self.costs[place] = self.presence + self.frequency * self.times[token]
+        self.occurrences[token] += 1
+        self.tokens[index] = token
+        self.costs[index] = self.presence + self.frequency * self.occurrences[token]
 
     def apply(self, logits: Logits) -> None:
-        tokens = self.tokens[: len(self.places)]
+        tokens = self.tokens[: len(self.indices)]
         values = logits[tokens]
         if self.factor != 1:
             values = np.where(values > 0, values / self.factor, values * self.factor)
-        logits[tokens] = values - self.costs[: len(self.places)]
+        logits[tokens] = values - self.costs[: len(self.indices)]
 
     def _grow(self) -> None:
-        more = max(len(self.tokens), LEAST_GROWTH)
+        more = max(len(self.tokens), MIN_GROWTH)
         self.tokens = np.concatenate([self.tokens, np.zeros(more, dtype=np.int64)])
         self.costs = np.concatenate([self.costs, np.zeros(more, dtype=np.float32)])
 
 
-def _sampler(recipe: Recipe) -> Sampler:
-    return Sampler(
-        top_k=min(recipe.top_k, GREATEST_TOP_K),
-        top_p=recipe.top_p,
-        min_p=recipe.min_p,
-        temperature=recipe.temperature,
-        seed=recipe.seed,
-    )
-
-
 def token_logprob(logits: Logits, token: int, top: int, text: Callable[[int], bytes]) -> TokenLogprob:
-    """The token's log probability under the logits, with those of the `top` likeliest tokens, best first."""
+    """Return the token's log probability, with those of the `top` most likely tokens, best first."""
     peak = logits.max()
     if not math.isfinite(peak):
-        raise EngineFailed(NOT_NUMBERS)
+        raise EngineFailed(NOT_FINITE)
     total = float(peak) + math.log(float(np.exp(logits - peak).sum()))
-    rivals = tuple(
-        TokenLogprob(rival, text(rival), max(float(logits[rival]) - total, LEAST_LOGPROB))
-        for rival in _likeliest(logits, top)
-    )
-    return TokenLogprob(token, text(token), max(float(logits[token]) - total, LEAST_LOGPROB), rivals)
+
+    def logprob(token: int) -> float:
+        return max(float(logits[token]) - total, MIN_LOGPROB)
+
+    alternatives = (TokenLogprob(other, text(other), logprob(other)) for other in _most_likely(logits, top))
+    return TokenLogprob(token, text(token), logprob(token), tuple(alternatives))
 
 
-def _likeliest(logits: Logits, top: int) -> list[int]:
+def _most_likely(logits: Logits, top: int) -> list[int]:
     top = min(top, len(logits))
     if top <= 0:
         return []
-    found = np.argpartition(logits, -top)[-top:]
-    return [int(token) for token in found[np.argsort(-logits[found], kind="stable")]]
+    tokens = np.argpartition(logits, -top)[-top:]
+    return [int(token) for token in tokens[np.argsort(-logits[tokens], kind="stable")]]

@@ -23,6 +23,8 @@ Rules
    others: nobody gets more by asking more often. Of a principal's part half is the oldest job's, and the rest goes to
    the shortest prompts, one after the other: a short prompt passes a long one, and of many that are alike each is
    answered as soon as it can be, instead of all of them at the end.
+   In a plan in which the prompts of one principal end, those of the others get at most REST_ROWS: the step is short,
+   and the first token comes soon.
 6. A job that wants the logits of every prompt row takes nothing from others; a plan has at most MAX_PROMPT_OUTPUTS such
    rows.
 7. Each chunk of a plan is answered by `decoded`, `undone` or `end` of its job before the next plan.
@@ -42,6 +44,7 @@ from dragoman.engines.llama.sequences import LEFT, WORTH, Effect, Sequences
 
 MAX_PROMPT_OUTPUTS = 64
 """Each takes one float per token of the vocabulary until the next decode."""
+REST_ROWS = 16
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -262,7 +265,8 @@ class Scheduler:
         outputs = share([slot.missing for slot in wanting], min(budget, MAX_PROMPT_OUTPUTS))
         most = {slot.job.id: rows for slot, rows in zip(wanting, outputs, strict=True)}
         wants = [most.get(slot.job.id, slot.missing) for slot in slots]
-        rows = share_between([slot.job.principal for slot in slots], wants, budget)
+        owners = [slot.job.principal for slot in slots]
+        rows = cap_beside_finished(owners, wants, share_between(owners, wants, budget))
         return [self._chunk(slot, count) for slot, count in zip(slots, rows, strict=True) if count]
 
     def _chunk(self, slot: _Slot, count: int) -> Chunk:
@@ -282,6 +286,21 @@ def share_between(owners: Sequence[str], wants: Sequence[int], budget: int) -> l
         for at, rows in zip(mine, shortest_first([wants[at] for at in mine], part), strict=True):
             given[at] = rows
     return given
+
+
+def cap_beside_finished(owners: Sequence[str], wants: Sequence[int], given: list[int]) -> list[int]:
+    """If one owner gets all that it wants and another does not, leave the other REST_ROWS."""
+    unfinished = {owner for owner, want, got in zip(owners, wants, given, strict=True) if got < want}
+    if not unfinished or unfinished.issuperset(owners):
+        return given
+    left = dict.fromkeys(unfinished, REST_ROWS)
+    capped = []
+    for owner, got in zip(owners, given, strict=True):
+        if owner in left:
+            got = min(got, left[owner])
+            left[owner] -= got
+        capped.append(got)
+    return capped
 
 
 def share(wants: Sequence[int], budget: int) -> list[int]:

@@ -1,38 +1,39 @@
-"""Which sequence of the decoder's memory holds what, and which one a job gets. Pure: effects are for others to do.
+"""Assigns the sequences of the decoder's memory to jobs. No I/O: returns effects for the caller to apply.
 
-    seats  0 … slots-1                  where jobs decode
-    shelf  slots … slots+cached-1       where beginnings are kept that would have to leave a seat
+    slots  0 … slots-1                  sequences in which jobs decode
+    cache  slots … slots+cached-1       sequences that keep prefixes when their slot is given to another job
 
-What an ended job has left in its seat stays there, and is found by whoever begins with the same tokens. A job takes the
-longest beginning that is anywhere: in its seat already, on the shelf, or in the seat of a job that is still running.
-Memory can only be copied whole, so a copy is made of all of a sequence and then cut.
+The tokens of an ended job stay in its slot, and a job with the same prefix can reuse them. A job reuses the longest
+prefix in memory: in its slot, in the cache, or in the slot of a running job. llama.cpp can only copy whole sequences,
+so a sequence is copied and then trimmed.
 
 Rules
-1. A seat belongs to one job at the most. What is on the shelf belongs to nobody.
-2. Sequences that decode together lie side by side where that can be: llama.cpp works on neighbours in one go, and goes
-   through the weights again for each gap. That is worth more than a copy, so it comes first in the choice of a seat,
-   and where jobs that have gone left a gap that nobody fills, another one moves there. One in a plan: copies take time.
-3. A beginning of fewer than WORTH tokens is neither taken nor kept: computing it is as fast as copying a sequence.
-4. A job that gets a seat shelves what only this seat holds. The shelf gives up what others hold too, then what has not
-   been used for the longest time; what was used before everything on the shelf is not shelved.
-5. At least the last two tokens of a prompt are left to be decoded: the last one's logits are wanted, and llama.cpp
-   computes a row that is alone in another way than several, so that the same request would not get the same answer.
-6. Beginnings are shared within one salt only.
-7. What only one sequence holds of a pinned text is not given up: it is shelved when its seat is given to a job, to the
-   last token, and stays on the shelf. At most half of the shelf is pinned, so that there is always a place.
+1. A slot belongs to at most one job. Cache sequences belong to no job.
+2. Jobs occupy adjacent slots if possible: llama.cpp processes adjacent sequences in one pass and reads the weights
+   again after each gap. That outweighs a copy, so adjacency comes first in the choice of a slot. If a gap persists, one
+   job per plan is moved into it, because copies take time.
+3. Prefixes of fewer than WORTH tokens are neither reused nor cached: computing them is as fast as copying a sequence.
+4. Before a slot is given to a job, the tokens that only this slot holds are moved to the cache. The cache evicts
+   prefixes that others hold too, then the least recently used. A prefix that was used before all of them is not cached.
+5. At least the last two tokens of a prompt are decoded. The logits of the last one are needed, and llama.cpp computes a
+   single row differently from several, so the same request would get different replies.
+6. Prefixes are shared only within one salt.
+7. A pinned prefix that only one sequence holds is never evicted. When its slot is given to a job it is moved to the
+   cache completely. At most half of the cache is pinned.
 """
 
 from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
-from dragoman.engines.llama.pinned_prefixes import Pins
 from dragoman.engines.llama.prefix_tree import Prefixes
 
 WORTH = 32
+"""Smallest number of tokens worth sharing."""
 LEFT = 2
-PATIENCE = 2
-"""Plans for which a gap waits for a new job, since a conversation mostly goes on at once."""
+"""Tokens at the end of a prompt that are always decoded."""
+GAP_PLANS = 2
+"""Plans for which a gap waits for a new job, because the next turn of a conversation often comes at once."""
 
 
 class Clear(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ class Clear(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Make the empty sequence `target` a copy of the whole of `source`."""
+    """Copy the whole of `source` to the empty sequence `target`."""
 
     source: int
     target: int
@@ -56,162 +57,191 @@ class Trim(msgspec.Struct, frozen=True):
 Effect = Clear | Copy | Trim
 
 
+class PinnedPrefix(msgspec.Struct, frozen=True):
+    tokens: tuple[int, ...]
+    salt: str
+    expires_at: float
+
+
+class PinnedPrefixes:
+    """Prefixes to keep for some time, whether or not they are in memory.
+
+    There are at most `limit`; a new one replaces the oldest. A text that extends a pinned prefix replaces it and lasts
+    at least as long.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+        self.limit = limit
+        self.clock = clock
+        self._pins: list[PinnedPrefix] = []
+
+    def add(self, tokens: Sequence[int], salt: str, seconds: float) -> None:
+        text = tuple(tokens)
+        extended = [pin for pin in self.live if pin.salt == salt and text[: len(pin.tokens)] == pin.tokens]
+        expires_at = max([self.clock() + seconds, *(pin.expires_at for pin in extended)])
+        others = [pin for pin in self._pins if pin not in extended]
+        self._pins = [*others, PinnedPrefix(text, salt, expires_at)][-self.limit :] if self.limit else []
+
+    @property
+    def live(self) -> Sequence[PinnedPrefix]:
+        """The prefixes that have not expired, oldest first."""
+        now = self.clock()
+        self._pins = [pin for pin in self._pins if pin.expires_at > now]
+        return self._pins
+
+
 class Sequences:
     def __init__(
         self, slots: int, cached: int = 0, *, sharing: bool = True, clock: Callable[[], float] = lambda: 0.0
     ) -> None:
-        self.seats = range(slots)
-        self.shelf = range(slots, slots + cached)
+        self.slots = range(slots)
+        self.cache = range(slots, slots + cached)
         self.sharing = sharing
         self.held = Prefixes()
-        self.pins = Pins(cached // 2, clock)
-        self.taken: set[int] = set()
+        self.pins = PinnedPrefixes(cached // 2, clock)
+        self.occupied: set[int] = set()
+        """Slots that belong to a job."""
         self.filled: set[int] = set()
-        """Those that may have something in memory, known or not."""
+        """Sequences that may have tokens in memory."""
         self.last_use = dict.fromkeys(range(slots + cached), 0)
         self.effects: list[Effect] = []
         self._now = 0
-        self._apart = 0
-        """For how many plans those that decode have not lain side by side."""
+        self._plans_with_gap = 0
 
     def prefix(self, prompt: Sequence[int], salt: str) -> tuple[int, frozenset[int]]:
-        """How much of a prompt can be taken, and where it is."""
+        """Return how many tokens of a prompt can be reused, and the sequences that hold them."""
         length, holders = self.held.longest(prompt[:-LEFT], salt)
         return (length, holders) if length >= WORTH else (0, frozenset())
 
     def take(self, prompt: Sequence[int], salt: str, *, reuse: bool = True) -> tuple[int, int]:
-        """A seat for a job, and how many tokens of its prompt are in it already."""
+        """Return a slot for a job, and how many tokens of its prompt are in it."""
         length, holders = self.prefix(prompt, salt) if reuse else (0, frozenset())
-        pinned = self._pinned()
+        pinned = self._pinned_sequences()
 
-        def loses(seat: int) -> bool:
-            return self._loss(seat, length, holders) >= (1 if seat in pinned else WORTH)
+        def needs_caching(slot: int) -> bool:
+            return self._lost_tokens(slot, length, holders) >= (1 if slot in pinned else WORTH)
 
-        seat = min(
-            (seat for seat in self.seats if seat not in self.taken),
-            key=lambda seat: (
-                -self._neighbours(seat),
-                seat not in holders,
-                loses(seat),
-                self.last_use[seat],
+        slot = min(
+            (slot for slot in self.slots if slot not in self.occupied),
+            key=lambda slot: (
+                -self._occupied_neighbours(slot),
+                slot not in holders,
+                needs_caching(slot),
+                self.last_use[slot],
             ),
         )
-        source = max(holders, key=self.last_use.__getitem__, default=seat)
-        if loses(seat):
-            self._shelve(seat, source, pinned)
-        if seat in holders:
-            self._cut(seat, length)
+        source = max(holders, key=self.last_use.__getitem__, default=slot)
+        if needs_caching(slot):
+            self._move_to_cache(slot, source, pinned)
+        if slot in holders:
+            self.held.drop(slot)
+            self.effects.append(Trim(slot, length))
         else:
-            self._fill(seat, source, length)
-        self._hold(seat, prompt[:length], salt)
-        return seat, length
+            self._clear(slot)
+            if length:
+                self._touch(source)
+                self.effects += [Copy(source, slot), Trim(slot, length)]
+        self.occupied.add(slot)
+        self.filled.add(slot)
+        self._touch(slot)
+        if self.sharing:
+            self.held.hold(slot, prompt[:length], salt)
+        return slot, length
 
     def close_up(self) -> tuple[int, int] | None:
-        """Once for each plan; from which seat to which one a job has to move, if any."""
-        seats = self.taken
-        if not self.sharing or not seats or max(seats) - min(seats) < len(seats):
-            self._apart = 0
+        """Close a gap between jobs. Call it once per plan; returns the old and the new slot of a job that moves."""
+        occupied = self.occupied
+        if not self.sharing or not occupied or max(occupied) - min(occupied) < len(occupied):
+            self._plans_with_gap = 0
             return None
-        self._apart += 1
-        if self._apart <= PATIENCE:
+        self._plans_with_gap += 1
+        if self._plans_with_gap <= GAP_PLANS:
             return None
-        first = max(self.seats[: 1 - len(seats)], key=lambda first: _within(seats, first))
-        together = range(first, first + len(seats))
-        seat, free = max(seats.difference(together)), min(set(together) - seats)
-        self._move(seat, free)
-        return seat, free
+        first = max(self.slots[: 1 - len(occupied)], key=lambda first: _count_in_window(occupied, first))
+        window = range(first, first + len(occupied))
+        slot, free = max(occupied.difference(window)), min(set(window) - occupied)
+        self._move_job(slot, free)
+        return slot, free
 
-    def grew(self, seat: int, tokens: Sequence[int]) -> None:
-        """These tokens are in memory now, after those that were."""
+    def grew(self, slot: int, tokens: Sequence[int]) -> None:
+        """Record tokens that were decoded in a slot."""
         if self.sharing:
-            self.held.extend(seat, tokens)
+            self.held.extend(slot, tokens)
 
-    def cut(self, seat: int, length: int) -> None:
-        """What lies in memory behind so many tokens, of which nobody was told, is not wanted."""
-        self.effects.append(Trim(seat, length))
+    def cut(self, slot: int, length: int) -> None:
+        """Remove unrecorded tokens after the first `length`."""
+        self.effects.append(Trim(slot, length))
 
-    def leave(self, seat: int, *, spoilt: bool) -> None:
-        """The job is gone; `spoilt`: nobody knows what it left in memory."""
-        self.taken.remove(seat)
-        self._touch(seat)
+    def leave(self, slot: int, *, spoilt: bool) -> None:
+        """Release a job's slot. `spoilt`: its memory is in an unknown state."""
+        self.occupied.remove(slot)
+        self._touch(slot)
         if spoilt or not self.sharing:
-            self.held.drop(seat)
+            self.held.drop(slot)
 
     def pin(self, tokens: Sequence[int], salt: str, seconds: float) -> None:
-        """Keep a text that is in memory for so long."""
+        """Keep a prefix that is in memory for some time."""
         self.pins.add(tokens, salt, seconds)
 
     def drain(self) -> tuple[Effect, ...]:
         effects, self.effects = tuple(self.effects), []
         return effects
 
-    def _move(self, seat: int, free: int) -> None:
-        pinned = self._pinned()
-        if self.held.alone(free) >= (1 if free in pinned else WORTH):
-            self._shelve(free, seat, pinned)
-        self._empty(free)
-        self.effects.append(Copy(seat, free))
-        self.filled.add(free)
-        self.held.move(seat, free)
-        self.taken.remove(seat)
-        self.taken.add(free)
+    def _move_job(self, slot: int, free: int) -> None:
+        pinned = self._pinned_sequences()
+        if self.held.exclusive_length(free) >= (1 if free in pinned else WORTH):
+            self._move_to_cache(free, slot, pinned)
+        self._copy_text(slot, free)
+        self.occupied.remove(slot)
+        self.occupied.add(free)
         self._touch(free)
 
-    def _neighbours(self, seat: int) -> int:
-        return (seat - 1 in self.taken) + (seat + 1 in self.taken)
+    def _occupied_neighbours(self, slot: int) -> int:
+        return (slot - 1 in self.occupied) + (slot + 1 in self.occupied)
 
-    def _loss(self, seat: int, length: int, holders: frozenset[int]) -> int:
-        """How many tokens would be nowhere in memory any more if the seat were given to the job."""
-        alone = self.held.alone(seat)
-        return min(alone, self.held.length(seat) - length) if seat in holders else alone
+    def _lost_tokens(self, slot: int, length: int, holders: frozenset[int]) -> int:
+        """Return how many tokens would be lost from memory if the slot were given to the job."""
+        exclusive = self.held.exclusive_length(slot)
+        return min(exclusive, self.held.length(slot) - length) if slot in holders else exclusive
 
-    def _pinned(self) -> frozenset[int]:
-        """Those that alone hold what there is of a pinned text."""
-        found = [self.held.longest(pin.tokens, pin.salt) for pin in self.pins.live]
-        return frozenset().union(*(holders for length, holders in found if length >= WORTH and len(holders) == 1))
+    def _pinned_sequences(self) -> frozenset[int]:
+        """Return the sequences that are the only holders of a pinned prefix."""
+        matches = [self.held.longest(pin.tokens, pin.salt) for pin in self.pins.live]
+        return frozenset().union(*(holders for length, holders in matches if length >= WORTH and len(holders) == 1))
 
-    def _shelve(self, seat: int, source: int, pinned: frozenset[int]) -> None:
-        places = [place for place in self.shelf if place != source and place not in pinned]
-        if not places:
+    def _move_to_cache(self, slot: int, source: int, pinned: frozenset[int]) -> None:
+        """Move the slot's text to the cache, if a sequence there may be evicted. `source` is about to be copied."""
+        candidates = [sequence for sequence in self.cache if sequence != source and sequence not in pinned]
+        if not candidates:
             return
-        place = min(places, key=lambda place: (self.held.alone(place) >= WORTH, self.last_use[place]))
-        in_use = self.held.alone(place) >= WORTH and self.last_use[place] > self.last_use[seat]
-        if in_use and seat not in pinned:
+        target = min(candidates, key=lambda sequence: (self._is_exclusive(sequence), self.last_use[sequence]))
+        is_newer = self._is_exclusive(target) and self.last_use[target] > self.last_use[slot]
+        if is_newer and slot not in pinned:
             return
-        self._empty(place)
-        self.effects.append(Copy(seat, place))
-        self.filled.add(place)
-        self.held.move(seat, place)
-        self.last_use[place] = self.last_use[seat]
+        self._copy_text(slot, target)
+        self.last_use[target] = self.last_use[slot]
 
-    def _cut(self, seat: int, length: int) -> None:
-        self.held.drop(seat)
-        self.effects.append(Trim(seat, length))
+    def _is_exclusive(self, sequence: int) -> bool:
+        return self.held.exclusive_length(sequence) >= WORTH
 
-    def _fill(self, seat: int, source: int, length: int) -> None:
-        self._empty(seat)
-        if length:
-            self._touch(source)
-            self.effects += [Copy(source, seat), Trim(seat, length)]
+    def _copy_text(self, source: int, target: int) -> None:
+        """Copy the memory of a sequence and make `target` the holder of its text."""
+        self._clear(target)
+        self.effects.append(Copy(source, target))
+        self.filled.add(target)
+        self.held.move(source, target)
 
-    def _empty(self, sequence: int) -> None:
+    def _clear(self, sequence: int) -> None:
         self.held.drop(sequence)
         if sequence in self.filled:
             self.filled.remove(sequence)
             self.effects.append(Clear(sequence))
-
-    def _hold(self, seat: int, tokens: Sequence[int], salt: str) -> None:
-        self.taken.add(seat)
-        self.filled.add(seat)
-        self._touch(seat)
-        if self.sharing:
-            self.held.hold(seat, tokens, salt)
 
     def _touch(self, sequence: int) -> None:
         self._now += 1
         self.last_use[sequence] = self._now
 
 
-def _within(seats: Set[int], first: int) -> int:
-    """How many of the seats are among as many that follow each other."""
-    return sum(first <= seat < first + len(seats) for seat in seats)
+def _count_in_window(slots: Set[int], first: int) -> int:
+    """Return how many of the slots lie in a window of their number that begins at `first`."""
+    return sum(first <= slot < first + len(slots) for slot in slots)

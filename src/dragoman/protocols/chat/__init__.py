@@ -1,1 +1,1 @@
-"""OpenAI chat completions: `server` decodes requests and encodes replies, `client` does the reverse."""
+"""OpenAI chat completions."""

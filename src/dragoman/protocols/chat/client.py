@@ -1,13 +1,13 @@
-"""Chat completions, as one who asks: requests out, replies in.
+"""Client side of chat completions: encodes requests and decodes replies.
 
     stream := chunk* "[DONE]"?
     chunk  := {choices: [{delta, finish_reason}], usage?} | error
 
 Rules
-1. Only the choice 0 is read; one is asked for.
-2. The reason for the end comes before the usage, so a reply is complete at `[DONE]` or where the stream ends; one that
-   has given no reason until then was cut off.
-3. A chunk that has a whole `message` or a `text` where others have a `delta` is read all the same.
+1. A request asks for one choice, and only choice 0 is read.
+2. The finish reason comes before the usage, so a reply is complete at `[DONE]` or at the end of the stream. A stream
+   without a finish reason was cut off.
+3. A chunk may have a whole `message` or a `text` instead of a `delta`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ PATH = "/chat/completions"
 SAYS = request_fields.SAMPLING | {
     *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking_budget"),
     *("json_object", "json_schema", "regex", "grammar", "one_of"),
-    # Not `metadata`: OpenAI takes it only of replies that it shall store.
+    # Without `metadata`: OpenAI accepts it only for stored replies.
     *("user", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
 DONE = "[DONE]"
@@ -52,26 +52,33 @@ DONE = "[DONE]"
 def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": request.model or None,
-        "messages": [entry for message in request.messages for entry in _entries(message)],
+        "messages": [encoded for message in request.messages for encoded in _messages(message)],
         "tools": [_tool(tool) for tool in request.tools] or None,
+        "documents": [dict(document) for document in request.documents] or None,
+        **generation_fields(request, stream),
+        **_tool_choice(request.tool_choice, request.tools),
+        **_thinking(request.thinking, request.template_options),
+        **_response_format(request.constraint),
+        **_logprobs(request.logprobs),
+        **request.labels,
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def generation_fields(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    """Encode the fields that chat completions and completions share; None marks an absent field."""
+    return {
         "max_tokens": request.max_tokens,
         "stop": list(request.stop) or None,
         "stop_token_ids": list(request.stop_token_ids) or None,
         "ignore_eos": request.ignore_eos or None,
-        "documents": [dict(document) for document in request.documents] or None,
         **request_fields.sampling(request.sampling),
-        **_choice(request.tool_choice, request.tools),
-        **_thinking(request.thinking, request.template_options),
-        **_shape(request.constraint),
-        **_logprobs(request.logprobs),
-        **request.labels,
+        "stream": stream or None,
+        "stream_options": {"include_usage": True} if stream else None,
     }
-    if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return {name: value for name, value in body.items() if value is not None}
 
 
-def _entries(message: Message) -> list[dict[str, Any]]:
+def _messages(message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
         return [
             {"role": "tool", "tool_call_id": result.call_id, "content": _content(result.content)}
@@ -79,24 +86,24 @@ def _entries(message: Message) -> list[dict[str, Any]]:
         ]
     if message.role == "assistant":
         return [_assistant(message)]
-    # Few servers know of developers; all of them take a system.
+    # Few servers support the developer role; all support the system role.
     role = "system" if message.role == "developer" else message.role
-    named = {"name": message.name} if message.name else {}
-    return [{"role": role, **named, "content": _content(request_fields.shown(message))}]
+    name = {"name": message.name} if message.name else {}
+    return [{"role": role, **name, "content": _content(request_fields.shown(message))}]
 
 
 def _assistant(message: Message) -> dict[str, Any]:
-    thought = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
+    reasoning = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
     calls = [part for part in message.parts if isinstance(part, ToolCall)]
-    entry: dict[str, Any] = {"role": "assistant", "content": message.text or (None if calls else "")}
-    if thought:
-        entry["reasoning_content"] = thought
+    encoded: dict[str, Any] = {"role": "assistant", "content": message.text or (None if calls else "")}
+    if reasoning:
+        encoded["reasoning_content"] = reasoning
     if calls:
-        entry["tool_calls"] = [
+        encoded["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
         ]
-    return entry
+    return encoded
 
 
 def _content(parts: Sequence[Text | Image]) -> str | list[dict[str, Any]]:
@@ -111,31 +118,32 @@ def _content(parts: Sequence[Text | Image]) -> str | list[dict[str, Any]]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    given = {name: value for name, value in function.items() if value}
-    return {"type": "function", "function": {**given, "strict": True} if tool.strict else given}
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    function |= {"strict": True} if tool.strict else {}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value}}
 
 
-def _choice(choice: ToolChoice, tools: Sequence[Tool]) -> dict[str, Any]:
+def _tool_choice(choice: ToolChoice, tools: Sequence[Tool]) -> dict[str, Any]:
     if not tools:
         return {}
-    named = {"type": "function", "function": {"name": choice.name}}
-    told: dict[str, Any] = {} if choice.parallel else {"parallel_tool_calls": False}
-    if choice.mode != "auto":
-        told["tool_choice"] = named if choice.mode == "named" else choice.mode
-    return told
+    fields: dict[str, Any] = {} if choice.parallel else {"parallel_tool_calls": False}
+    if choice.mode == "named":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice.mode != "auto":
+        fields["tool_choice"] = choice.mode
+    return fields
 
 
 def _thinking(thinking: Thinking, options: Mapping[str, Any]) -> dict[str, Any]:
-    switched = {} if thinking.enabled is None else {"enable_thinking": thinking.enabled}
+    switch = {} if thinking.enabled is None else {"enable_thinking": thinking.enabled}
     return {
         "reasoning_effort": thinking.effort,
         "thinking_token_budget": thinking.budget_tokens,
-        "chat_template_kwargs": {**options, **switched} or None,
+        "chat_template_kwargs": {**options, **switch} or None,
     }
 
 
-def _shape(constraint: Constraint | None) -> dict[str, Any]:
+def _response_format(constraint: Constraint | None) -> dict[str, Any]:
     if isinstance(constraint, JsonSchema):
         schema = {"name": constraint.name, "schema": constraint.schema, "strict": constraint.strict}
         return {"response_format": {"type": "json_schema", "json_schema": schema}}
@@ -150,8 +158,8 @@ def _shape(constraint: Constraint | None) -> dict[str, Any]:
     return {}
 
 
-def _logprobs(wanted: Logprobs | None) -> dict[str, Any]:
-    return {} if wanted is None else {"logprobs": True, "top_logprobs": wanted.top or None}
+def _logprobs(requested: Logprobs | None) -> dict[str, Any]:
+    return {} if requested is None else {"logprobs": True, "top_logprobs": requested.top or None}
 
 
 class _PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
@@ -174,7 +182,7 @@ class _PlainChoice(msgspec.Struct):
 
 
 class _PlainChunk(msgspec.Struct):
-    """A chunk that has a piece of text and nothing else, as nearly all have: it need not be searched for more."""
+    """A chunk with a piece of text and nothing else, which is the common case and is decoded quickly."""
 
     choices: Annotated[list[_PlainChoice], msgspec.Meta(min_length=1, max_length=1)]
     object: Literal["chat.completion.chunk"]
@@ -210,10 +218,10 @@ class Reader(DraftReader):
         try:
             return _plain_chunks.decode(frame.data).choices[0].delta.content
         except DECODE_ERRORS:
-            return None  # another reads it with more patience
+            return None
 
     def whole(self, body: Mapping[str, Any]) -> list[Event]:
-        if not isinstance(_choice_of(body), dict):
+        if not isinstance(_first_choice(body), dict):
             raise BadAnswer(f"the reply has no choices: {reply_fields.excerpt(str(body))}")
         self._chunk(body)
         self._draft.finish()
@@ -229,30 +237,30 @@ class Reader(DraftReader):
         self._draft.finish()
 
     def _chunk(self, body: Mapping[str, Any]) -> None:
-        self._count(body)
-        choice = _choice_of(body)
+        self._read_usage(body)
+        choice = _first_choice(body)
         if choice is None:
             return
         message = choice.get("delta") or choice.get("message")
-        told = choice.get("logprobs")
-        self._draft.logprobs += reply_fields.logprobs(told) if told else ()
-        self._message(message if isinstance(message, dict) else {})
+        logprobs = choice.get("logprobs")
+        self._draft.logprobs += reply_fields.logprobs(logprobs) if logprobs else ()
+        self._read_message(message if isinstance(message, dict) else {})
         if isinstance(choice.get("text"), str):
             self._draft.say(choice["text"])
         reason = choice.get("finish_reason") or choice.get("done_reason")
         if reason:
             self._draft.end_with(reason, choice.get("stop_reason"))
 
-    def _count(self, body: Mapping[str, Any]) -> None:
+    def _read_usage(self, body: Mapping[str, Any]) -> None:
         groq = body.get("x_groq")
-        places = (body.get("usage"), groq.get("usage") if isinstance(groq, dict) else None, body.get("timings"), body)
-        for place in places:
-            found = usage_fields.read(place)
-            if found is not None:
-                self._draft.usage = found
+        groq_usage = groq.get("usage") if isinstance(groq, dict) else None
+        for field in (body.get("usage"), groq_usage, body.get("timings"), body):
+            usage = usage_fields.read(field)
+            if usage is not None:
+                self._draft.usage = usage
                 return
 
-    def _message(self, message: Mapping[str, Any]) -> None:
+    def _read_message(self, message: Mapping[str, Any]) -> None:
         draft = self._draft
         for kind, text in reply_fields.said(message):
             if kind == "thought":
@@ -260,18 +268,14 @@ class Reader(DraftReader):
             else:
                 draft.say(text)
         calls = message.get("tool_calls")
-        for piece in calls if isinstance(calls, list) else ():
-            if isinstance(piece, dict):
-                draft.tell_calls(draft.calls.add(piece))
-        legacy = message.get("function_call")
-        if isinstance(legacy, dict):
-            draft.tell_calls(draft.calls.add(legacy))
+        for call in [*(calls if isinstance(calls, list) else ()), message.get("function_call")]:
+            if isinstance(call, dict):
+                draft.tell_calls(draft.calls.add(call))
 
 
-def _choice_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The choice that is read; Ollama's own replies are one themselves."""
+def _first_choice(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return choice 0. A reply in Ollama's own format is a choice itself."""
     choices = body.get("choices")
     if isinstance(choices, list):
-        first = (choice for choice in choices if isinstance(choice, dict) and not choice.get("index"))
-        return next(first, None)
+        return next((choice for choice in choices if isinstance(choice, dict) and not choice.get("index")), None)
     return body if isinstance(body.get("message"), dict) else None

@@ -1,10 +1,10 @@
-"""The messages of a chat, from the wire to values.
+"""Decodes the messages of a chat.
 
     content   := text | part* | null
-    assistant := thought? content call*
+    assistant := reasoning? content call*
 
-A thought may be told as `reasoning_content`, `reasoning`, `reasoning_details` or `thinking_blocks`: whichever comes
-first in this order and has text. A tool's result needs no call that it belongs to.
+Reasoning is read from the first of `reasoning_content`, `reasoning`, `reasoning_details` and `thinking_blocks` that has
+text. A tool result does not need a matching call.
 """
 
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from dragoman.core.request import Asked, Image, Message, Part, Reasoning, Text, 
 from dragoman.protocols import json_body
 
 
-class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class ChatTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
@@ -41,7 +41,7 @@ class FilePart(msgspec.Struct, frozen=True, tag_field="type", tag="file"):
     file: dict[str, Any]
 
 
-ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
+ContentPart = ChatTextPart | RefusalPart | ImagePart | AudioPart | FilePart
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class CallField(msgspec.Struct, frozen=True):
     type: str | None = None
 
 
-class MessageField(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -69,7 +69,7 @@ class MessageField(msgspec.Struct, frozen=True):
     thinking_blocks: list[dict[str, Any]] | None = None
 
 
-def decode(field: MessageField, path: str, asked: list[Asked]) -> Message:
+def decode(field: ChatMessage, path: str, asked: list[Asked]) -> Message:
     content = _content(field.content, f"{path}.content", asked)
     if field.role == "tool" or field.role == "function":
         call_id = field.tool_call_id or field.name or ""
@@ -79,22 +79,18 @@ def decode(field: MessageField, path: str, asked: list[Asked]) -> Message:
         if field.content is None:
             raise BadRequest(f"{path}.content: a {field.role} message needs content", param=f"{path}.content")
         return Message(field.role, content, field.name)
-    thought = _thought(field)
-    thoughts = (Reasoning(thought),) if thought else ()
-    return Message("assistant", (*thoughts, *content, *_calls(field, path, asked)), field.name)
+    text = field.reasoning_content or field.reasoning
+    text = text or _join_text(field.reasoning_details) or _join_text(field.thinking_blocks)
+    reasoning = (Reasoning(text),) if text else ()
+    return Message("assistant", (*reasoning, *content, *_calls(field, path, asked)), field.name)
 
 
-def _thought(field: MessageField) -> str:
-    told = field.reasoning_content or field.reasoning
-    return told or _text_of(field.reasoning_details) or _text_of(field.thinking_blocks)
-
-
-def _text_of(blocks: list[dict[str, Any]] | None) -> str:
-    texts = [block.get(word) for block in blocks or () for word in ("text", "thinking", "summary")]
+def _join_text(blocks: list[dict[str, Any]] | None) -> str:
+    texts = [block.get(name) for block in blocks or () for name in ("text", "thinking", "summary")]
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _calls(field: MessageField, path: str, asked: list[Asked]) -> list[ToolCall]:
+def _calls(field: ChatMessage, path: str, asked: list[Asked]) -> list[ToolCall]:
     calls = []
     for at, call in enumerate(field.tool_calls or ()):
         inner = f"{path}.tool_calls[{at}]"
@@ -103,7 +99,7 @@ def _calls(field: MessageField, path: str, asked: list[Asked]) -> list[ToolCall]
         elif call.type in (None, "function"):
             raise json_body.missing(f"{inner}.function")
         else:
-            # No value carries a call of another kind: the request is refused before anybody misses it.
+            # There is no value for other kinds of calls; the feature makes the server reject the request.
             asked.append(Asked("custom_tools", f"{inner}.type"))
     if field.function_call is not None:
         calls.append(_call(field.function_call.name, field.function_call))
@@ -111,9 +107,9 @@ def _calls(field: MessageField, path: str, asked: list[Asked]) -> list[ToolCall]
 
 
 def _call(call_id: str, function: CalledFunction) -> ToolCall:
-    given = function.arguments
-    arguments = msgspec.json.encode(given).decode() if isinstance(given, dict) else given or "{}"
-    return ToolCall(call_id, function.name, arguments)
+    arguments = function.arguments
+    text = msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or "{}"
+    return ToolCall(call_id, function.name, text)
 
 
 def _content(field: str | list[ContentPart] | None, path: str, asked: list[Asked]) -> tuple[Part, ...]:
@@ -125,13 +121,13 @@ def _content(field: str | list[ContentPart] | None, path: str, asked: list[Asked
 
 
 def _part(part: ContentPart, path: str, asked: list[Asked]) -> Part:
-    if isinstance(part, TextPart):
+    if isinstance(part, ChatTextPart):
         return Text(part.text)
     if isinstance(part, RefusalPart):
         return Text(part.refusal)
     if isinstance(part, ImagePart):
         asked.append(Asked("images", path))
         return Image(url=part.image_url.url)
-    # No value carries audio or files: the request is refused before anybody looks at the empty text.
+    # There is no value for audio and files; the feature makes the server reject the request.
     asked.append(Asked("audio" if isinstance(part, AudioPart) else "files", path))
     return Text("")

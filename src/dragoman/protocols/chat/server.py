@@ -1,10 +1,10 @@
-"""OpenAI chat completions.
+"""Server side of chat completions: decodes requests and encodes replies, streams and errors.
 
 stream := role-chunk (content-chunk)* finish-chunk      for every choice, interleaved
           usage-chunk?  "[DONE]"
 
-What a request may say is spread over `history` (messages), `tools`, `shape` (response_format and its like), `thinking`
-and `openai` (sampling).
+The fields of a request are decoded in `conversation` (messages), `tools`, `response_format`, `thinking` and `openai`
+(sampling).
 """
 
 import re
@@ -34,12 +34,12 @@ from dragoman.protocols.chat import conversation, response_format, tools
 MAX_TEMPLATE_OPTIONS = 32
 MAX_OPTION_BYTES = 4096
 BETWEEN_TEXTS = "\n\n"
-"""A message has one content, also where a thought or a call stood between two texts."""
+"""Joins texts that reasoning or a call separated: a message has only one content."""
 OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
-    messages: list[conversation.MessageField]
+    messages: list[conversation.ChatMessage]
     max_tokens: openai.Count | None = None
     max_completion_tokens: openai.Count | None = None
     logprobs: bool | None = None
@@ -66,7 +66,7 @@ def decode(body: bytes) -> GenerationRequest:
     messages = [conversation.decode(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
     _note_options(fields, asked)
     offered, choice = tools.decode(parsed, asked)
-    options = fields.stream_options or openai.StreamOptions()
+    options = fields.stream_options or openai.ChatStreamOptions()
     return GenerationRequest(
         model=fields.model or "",
         messages=tuple(messages),
@@ -94,25 +94,19 @@ def _check(fields: ChatFields) -> None:
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
     if fields.chat_template is not None:
-        words = "chat_template: the template is the model's own; a request cannot bring another"
-        raise BadRequest(words, param="chat_template")
+        raise BadRequest("chat_template: not accepted; the model's own template is used", param="chat_template")
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise BadRequest("top_logprobs: only together with logprobs: true", param="top_logprobs")
+        raise BadRequest("top_logprobs: requires logprobs: true", param="top_logprobs")
 
 
 def _note_options(fields: ChatFields, asked: list[Asked]) -> None:
-    if fields.logprobs:
-        asked.append(Asked("logprobs", "logprobs"))
-    if fields.documents:
-        asked.append(Asked("documents", "documents"))
-    if fields.store:
-        asked.append(Asked("store", "store"))
+    asked += [Asked(name, name) for name in ("logprobs", "documents", "store") if getattr(fields, name)]
     if fields.service_tier not in (None, "auto", "default"):
         asked.append(Asked("service_tier", "service_tier"))
 
 
 def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[str, Any]:
-    """The variables for the template that `thinking` does not know."""
+    """Return the template variables that `thinking` does not handle."""
     if field is None:
         return {}
     known = thinking.TemplateSwitches.__struct_fields__
@@ -135,28 +129,29 @@ class ChatEncoder(openai.StreamEncoder):
     def __init__(self, request: GenerationRequest, created: int) -> None:
         super().__init__(request, created, "chat.completion.chunk")
         self._calls: dict[int, int] = {}
-        self._told: set[int] = set()
-        """Choices that have said something,"""
-        self._parted: set[int] = set()
-        """and those of them whose text has been interrupted since."""
+        """The index of the last call of each choice."""
+        self._with_text: set[int] = set()
+        """Choices that have text."""
+        self._interrupted: set[int] = set()
+        """Choices with text that was followed by reasoning or a call."""
         self._legacy = tools.is_legacy(request)
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
         return _entry(choice, {"content": text})
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
-        self._told.add(choice)
-        return super()._text_frames(choice, [self._between(choice), *texts] if choice in self._parted else texts)
+        self._with_text.add(choice)
+        return super()._text_frames(choice, [self._separator(choice), *texts] if choice in self._interrupted else texts)
 
     def _interrupt(self, choice: int) -> None:
-        if choice in self._told:
-            self._parted.add(choice)
+        if choice in self._with_text:
+            self._interrupted.add(choice)
 
-    def _between(self, choice: int) -> str:
-        """What separates the text at hand from an earlier one, where something else stood between them."""
-        if choice not in self._parted:
+    def _separator(self, choice: int) -> str:
+        """Return the separator between the next text and an earlier one, if anything came between them."""
+        if choice not in self._interrupted:
             return ""
-        self._parted.remove(choice)
+        self._interrupted.remove(choice)
         return BETWEEN_TEXTS
 
     def _frame(self, choice: int, event: Event) -> bytes:
@@ -167,8 +162,8 @@ class ChatEncoder(openai.StreamEncoder):
                 return b""
             text = event.text
             if text:
-                self._told.add(choice)
-                text = self._between(choice) + text
+                self._with_text.add(choice)
+                text = self._separator(choice) + text
             return self._chunk(_entry(choice, {"content": text}, _logprobs(event.logprobs)))
         if isinstance(event, Started):
             return self._chunk(_entry(choice, {"role": "assistant", "content": ""}))
@@ -189,10 +184,10 @@ class ChatEncoder(openai.StreamEncoder):
         return b""
 
     def _call_frame(self, choice: int, function: dict[str, str], call_id: str | None = None) -> bytes:
-        """A piece of the call at hand: with its id the first, which has the name."""
+        """Encode a piece of the current call; only the first piece has an id."""
         index = self._calls[choice]
         if self._legacy:
-            # One call is all that these words can tell of, and all that such a request allows.
+            # `function_call` holds one call, and such a request allows only one.
             return self._chunk(_entry(choice, {"function_call": function})) if index == 0 else b""
         opening = {} if call_id is None else {"id": call_id, "type": "function"}
         return self._chunk(_entry(choice, {"tool_calls": [{"index": index, **opening, "function": function}]}))
@@ -238,8 +233,8 @@ def _reply_message(choice: Choice, legacy: bool) -> dict[str, Any]:
     text = BETWEEN_TEXTS.join([part.text for part in choice.parts if isinstance(part, Text)])
     content = text or None if calls else text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if thought := choice.reasoning:
-        message |= {"reasoning_content": thought, "reasoning": thought}
+    if reasoning := choice.reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     if functions and legacy:
         message["function_call"] = functions[0]

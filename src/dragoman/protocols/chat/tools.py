@@ -1,14 +1,13 @@
-"""The tools of a chat, and which of them the model may or must call.
+"""Decodes the tools of a chat and the tool choice.
 
     tools       := ({type: function, function: {name, description, parameters, strict}})*
     tool_choice := none | auto | required | {type: function, function: {name}}
                  | {type: allowed_tools, allowed_tools: {mode: auto | required, tools: ({function: {name}})*}}
 
-`functions` and `function_call` are the older words for the same. Who uses only those is answered in them: see
-`is_legacy`. Tools that are no functions are not a mistake, just nothing that is offered here.
+`functions` and `function_call` are the older fields for the same. A request that uses only those gets its reply in the
+older form: see `is_legacy`. Tools of other types are valid but unsupported.
 
-The rules that hold in every protocol are here too: what a tool may be called, how many there may be, that its arguments
-are an object, and that one must be there if one must be called.
+The checks used by every protocol are here too: tool names, the number of tools, and the schema of the arguments.
 """
 
 import re
@@ -23,8 +22,7 @@ from dragoman.protocols import json_body
 
 Mode = Literal["auto", "none", "required", "named"]
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-MOST = 1024
-"""Tools of one request."""
+MAX_TOOLS = 1024
 
 
 class FunctionField(msgspec.Struct, frozen=True):
@@ -34,7 +32,7 @@ class FunctionField(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ToolField(msgspec.Struct, frozen=True):
+class ChatToolField(msgspec.Struct, frozen=True):
     type: str
     function: FunctionField | None = None
 
@@ -53,15 +51,15 @@ class AllowedTools(msgspec.Struct, frozen=True):
     mode: Literal["auto", "required"] = "auto"
 
 
-class ChoiceField(msgspec.Struct, frozen=True):
+class ChatToolChoice(msgspec.Struct, frozen=True):
     type: str = "function"
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 
 class ToolFields(msgspec.Struct, frozen=True):
-    tools: list[ToolField] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChoiceField | None = None
+    tools: list[ChatToolField] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[FunctionField] | None = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
@@ -75,45 +73,45 @@ def checked_name(name: str | None, path: str) -> str:
     if name is None:
         raise json_body.missing(path)
     if not NAME.fullmatch(name):
-        raise BadRequest(f"{path}: a name has 1 to 128 letters, digits and . _ - : / only", param=path)
+        raise BadRequest(f"{path}: expected 1 to 128 letters, digits or . _ - : /", param=path)
     return name
 
 
 def check_schema(schema: Mapping[str, Any] | None, path: str) -> None:
-    """A schema may leave its type out, or allow others besides: arguments are an object all the same."""
+    """Check that the schema allows an object; it may omit the type or allow other types too."""
     kind = (schema or {}).get("type")
     if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
         where = f"{path}.type"
-        raise BadRequest(f"{where}: the arguments of a tool are an object, not {quote(kind)}", param=where)
+        raise BadRequest(f"{where}: must be 'object', not {quote(kind)}", param=where)
 
 
 def check_count(count: int, path: str) -> None:
-    if count > MOST:
-        raise BadRequest(f"{path}: at most {MOST} tools, not {count}", param=path)
+    if count > MAX_TOOLS:
+        raise BadRequest(f"{path}: at most {MAX_TOOLS} tools, not {count}", param=path)
 
 
 def nothing_to_call(path: str) -> BadRequest:
-    return BadRequest(f"{path}: a call is required, but there are no tools", param=path)
+    return BadRequest(f"{path}: a tool call is required, but the request has no tools", param=path)
 
 
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...], ToolChoice]:
     if parsed.keys().isdisjoint(FIELDS):
         return (), AUTO
     fields = json_body.convert(parsed, ToolFields)
-    noted = len(asked)
+    asked_before = len(asked)
     if fields.tools or fields.functions:
-        word = "tools" if fields.tools else "functions"
-        check_count(len(fields.tools or ()) + len(fields.functions or ()), word)
-        asked.append(Asked("tools", word))
+        name = "tools" if fields.tools else "functions"
+        check_count(len(fields.tools or ()) + len(fields.functions or ()), name)
+        asked.append(Asked("tools", name))
     tools = _tools(fields, asked)
     choice, tools = _choice(fields, tools, asked)
-    if not any(entry.feature == "custom_tools" for entry in asked[noted:]):
-        _check(choice, tools, _word(fields))
+    if not any(entry.feature == "custom_tools" for entry in asked[asked_before:]):
+        _check(choice, tools, _choice_field_name(fields))
     return tools, choice
 
 
 def is_legacy(request: GenerationRequest) -> bool:
-    """Whether calls are to be told as `function_call`."""
+    """Whether the reply must report calls as `function_call`."""
     return "functions" in [asked.param for asked in request.asked]
 
 
@@ -122,18 +120,18 @@ def _tools(fields: ToolFields, asked: list[Asked]) -> tuple[Tool, ...]:
     for path, function in _functions(fields, asked):
         where = f"{path}.name"
         if checked_name(function.name, where) in tools:
-            raise BadRequest(f"{where}: another tool is called {function.name!r} already", param=where)
+            raise BadRequest(f"{where}: duplicate tool name {function.name!r}", param=where)
         if function.strict:
             asked.append(Asked("strict_tools", f"{path}.strict"))
-        schema = f"{path}.parameters"
-        check_schema(function.parameters, schema)
-        words, strict = function.description or "", bool(function.strict)
-        tools[function.name] = Tool(function.name, words, function.parameters, strict, schema)
+        schema_path = f"{path}.parameters"
+        check_schema(function.parameters, schema_path)
+        description, is_strict = function.description or "", bool(function.strict)
+        tools[function.name] = Tool(function.name, description, function.parameters, is_strict, schema_path)
     return tuple(tools.values())
 
 
 def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, FunctionField]]:
-    """Every function with its path, whichever word it came by."""
+    """Yield the functions of both fields with their paths."""
     for at, tool in enumerate(fields.tools or ()):
         path = f"tools[{at}]"
         if tool.type != "function":
@@ -147,20 +145,20 @@ def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, Fu
 
 
 def _choice(fields: ToolFields, tools: tuple[Tool, ...], asked: list[Asked]) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    """The choice, and the tools that it leaves."""
-    # The older words have no way to tell of a second call.
+    """Return the tool choice and the tools that it allows."""
+    # `function_call` cannot express a second call.
     parallel = fields.parallel_tool_calls is not False and (bool(fields.tools) or not fields.functions)
     field = fields.tool_choice
-    if isinstance(field, ChoiceField) and field.type == "allowed_tools":
+    if isinstance(field, ChatToolChoice) and field.type == "allowed_tools":
         return _allowed(field.allowed_tools, tools, parallel, asked)
     mode, name = _mode(fields, asked)
     return ToolChoice(mode, name, parallel), tools
 
 
 def _mode(fields: ToolFields, asked: list[Asked]) -> tuple[Mode, str | None]:
-    """What is chosen, and the name of the function that must be called."""
+    """Return the mode and the name of the required function."""
     choice = fields.tool_choice or fields.function_call
-    if isinstance(choice, ChoiceField):
+    if isinstance(choice, ChatToolChoice):
         if choice.type != "function":
             asked.append(Asked("custom_tools", "tool_choice.type"))
             return "auto", None
@@ -168,11 +166,11 @@ def _mode(fields: ToolFields, asked: list[Asked]) -> tuple[Mode, str | None]:
             raise json_body.missing("tool_choice.function")
         choice = choice.function
     if choice == "required" or isinstance(choice, NamedFunction):
-        asked.append(Asked("constraint", _word(fields)))
+        asked.append(Asked("constraint", _choice_field_name(fields)))
     return ("named", choice.name) if isinstance(choice, NamedFunction) else (choice or "auto", None)
 
 
-def _word(fields: ToolFields) -> str:
+def _choice_field_name(fields: ToolFields) -> str:
     return "tool_choice" if fields.tool_choice is not None else "function_call"
 
 
@@ -189,7 +187,7 @@ def _allowed(
         if allowed.type != "function":
             asked.append(Asked("custom_tools", f"{path}.type"))
         elif allowed.function is None or allowed.function.name not in known:
-            raise BadRequest(f"{path}: names no tool of this request", param=path)
+            raise BadRequest(f"{path}: not a tool of this request", param=path)
         else:
             names.add(allowed.function.name)
     if field.mode == "required":
@@ -201,4 +199,4 @@ def _check(choice: ToolChoice, tools: Sequence[Tool], path: str) -> None:
     if choice.mode in ("required", "named") and not tools:
         raise nothing_to_call(path)
     if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
-        raise BadRequest(f"{path}: no tool is called {quote(choice.name)}", param=path)
+        raise BadRequest(f"{path}: no tool named {quote(choice.name)}", param=path)

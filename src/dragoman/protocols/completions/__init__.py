@@ -1,1 +1,1 @@
-"""OpenAI completions: `server` decodes requests and encodes replies, `client` encodes requests."""
+"""OpenAI completions."""

@@ -1,6 +1,6 @@
-"""Completions of a prompt, as one who asks. The replies are read as those of a chat: only where the text is differs.
+"""Client side of completions: encodes requests. Replies are read like those of a chat.
 
-The prompt is not asked for again (`echo`): who wants it has it.
+`echo` is not sent: the caller already has the prompt.
 """
 
 from typing import Any
@@ -20,13 +20,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         "model": request.model or None,
         "prompt": prompt if isinstance(prompt, str) else list(prompt or ()),
         "suffix": request.suffix,
-        "max_tokens": request.max_tokens,
-        "stop": list(request.stop) or None,
-        "stop_token_ids": list(request.stop_token_ids) or None,
-        "ignore_eos": request.ignore_eos or None,
         "logprobs": None if request.logprobs is None else request.logprobs.top,
-        **request_fields.sampling(request.sampling),
+        **chat.generation_fields(request, stream),
     }
-    if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
     return {name: value for name, value in body.items() if value is not None}

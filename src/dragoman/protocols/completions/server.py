@@ -1,9 +1,9 @@
-"""OpenAI completions: a prompt is continued.
+"""Server side of completions: decodes requests and encodes replies and streams.
 
     stream := (text-chunk)* finish-chunk      for every choice, interleaved
               usage-chunk?  "[DONE]"
 
-The choices of the first prompt come first. With `echo` a choice begins with the prompt's own text and tokens.
+The choices of the first prompt come first. With `echo` a choice starts with the text and tokens of its prompt.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def decode(body: bytes) -> GenerationRequest:
     fields = json_body.convert(parsed, CompletionFields)
     prompts = _prompts(fields.prompt)
     _check(fields, prompts)
-    options = fields.stream_options or openai.StreamOptions()
+    options = fields.stream_options or openai.ChatStreamOptions()
     echo = bool(fields.echo)
     asked = [*_asked(fields, prompts), *openai.asked_fields(fields, parsed, response_format.FIELDS)]
     return GenerationRequest(
@@ -60,13 +60,13 @@ def decode(body: bytes) -> GenerationRequest:
 
 
 def _prompts(field: str | list[Any]) -> tuple[str | tuple[int, ...], ...]:
-    """A text, token ids, or a list of either."""
+    """Decode a text, token ids, or a list of either."""
     if isinstance(field, str):
         return (field,)
     if not field:
         raise BadRequest("prompt: must not be empty", param="prompt")
     if isinstance(field[0], int):
-        return (openai.token_ids(field, "prompt"),)
+        return (openai.decode_token_ids(field, "prompt"),)
     if len(field) > MAX_PROMPTS:
         raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", param="prompt")
     return tuple(_one_prompt(entry, f"prompt[{at}]") for at, entry in enumerate(field))
@@ -76,20 +76,22 @@ def _one_prompt(entry: object, path: str) -> str | tuple[int, ...]:
     if isinstance(entry, str):
         return entry
     if isinstance(entry, list) and entry:
-        return openai.token_ids(entry, path)
-    raise BadRequest(f"{path}: expected a text or a list of token ids", param=path)
+        return openai.decode_token_ids(entry, path)
+    raise BadRequest(f"{path}: expected a string or a list of token ids", param=path)
 
 
 def _check(fields: CompletionFields, prompts: Sequence[object]) -> None:
     if fields.max_tokens == 0 and not fields.echo:
-        raise BadRequest("max_tokens: 0 makes sense only together with echo", param="max_tokens")
+        raise BadRequest("max_tokens: 0 requires echo", param="max_tokens")
     if fields.best_of is not None:
         if fields.best_of < (fields.n or 1):
             raise BadRequest("best_of: must not be smaller than n", param="best_of")
         if fields.stream and fields.best_of > (fields.n or 1):
-            raise BadRequest("best_of: the best reply cannot be streamed, it is known only at the end", param="best_of")
+            raise BadRequest(
+                "best_of: must equal n in a stream; the best reply is known only at the end", param="best_of"
+            )
         if fields.best_of > 1 and len(prompts) > 1:
-            raise BadRequest("best_of: only with one prompt at a time", param="best_of")
+            raise BadRequest("best_of: requires a single prompt", param="best_of")
 
 
 def _asked(fields: CompletionFields, prompts: Sequence[object]) -> list[Asked]:
@@ -115,7 +117,7 @@ def _prompt_text(request: GenerationRequest, choice: int, started: Started) -> s
 
 
 class LegacyLogprobs:
-    """The four parallel lists of this API; offsets count characters from the beginning of the choice's text."""
+    """Encodes the four parallel lists of this API; offsets count characters from the start of the choice's text."""
 
     def __init__(self) -> None:
         self._offset = 0
@@ -125,24 +127,24 @@ class LegacyLogprobs:
         offsets = []
         for entry in entries:
             offsets.append(self._offset)
-            # A character spread over several tokens is one character of the text.
+            # A character split over several tokens counts once.
             self._offset += len(self._detokenizer.feed(entry.text))
         return {
             "tokens": [_token(entry) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [_rivals(entry) for entry in entries],
+            "top_logprobs": [_top_logprobs(entry) for entry in entries],
             "text_offset": offsets,
         }
 
 
-def _rivals(entry: TokenLogprob) -> dict[str, float | None] | None:
+def _top_logprobs(entry: TokenLogprob) -> dict[str, float | None] | None:
     if entry.logprob is None:
         return None
-    return {_token(rival): rival.logprob for rival in entry.top}
+    return {_token(other): other.logprob for other in entry.top}
 
 
 def _token(entry: TokenLogprob) -> str:
-    """The token's text; of one that is a piece of a character its bytes, so that no two have the same name."""
+    """Return the token's text, or its bytes if it is part of a character, so that names stay distinct."""
     try:
         return entry.text.decode()
     except UnicodeDecodeError:
@@ -165,12 +167,12 @@ class CompletionEncoder(openai.StreamEncoder):
         if isinstance(event, TextDelta):
             if not event.text and not event.tokens:
                 return b""
-            entry |= {"text": event.text, "logprobs": self._legacy(choice, event.logprobs)}
+            entry |= {"text": event.text, "logprobs": self._encode_logprobs(choice, event.logprobs)}
             if self._request.delivery.token_ids:
                 entry["ids"] = list(event.tokens)
         elif isinstance(event, Started) and self._request.echo:
             entry["text"] = _prompt_text(self._request, choice, event)
-            entry["logprobs"] = self._legacy(choice, event.prompt_logprobs)
+            entry["logprobs"] = self._encode_logprobs(choice, event.prompt_logprobs)
         elif isinstance(event, Finished):
             self._usages.append(event.usage or Usage())
             entry["finish_reason"] = event.reason
@@ -178,7 +180,7 @@ class CompletionEncoder(openai.StreamEncoder):
             return b""
         return self._chunk(entry)
 
-    def _legacy(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _encode_logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return self._logprobs.setdefault(choice, LegacyLogprobs()).encode(entries) if entries else None
 
 
@@ -188,13 +190,9 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "object": "text_completion",
         "created": created,
         "model": request.model,
-        "choices": [_choice(request, choice) for choice in reply.best(_wanted(request)).choices],
+        "choices": [_choice(request, choice) for choice in reply.best(request.choices * len(request.prompts)).choices],
         "usage": openai.encode_usage(reply.usage),
     }
-
-
-def _wanted(request: GenerationRequest) -> int:
-    return request.choices * len(request.prompts)
 
 
 def _choice(request: GenerationRequest, choice: Choice) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""OpenAI embeddings: texts in, vectors out.
+"""Server side of OpenAI embeddings.
 
-input := text | token ids | (text | token ids)+         none of them empty, at most 2,048
+input := text | token ids | (text | token ids)+         each non-empty, at most 2,048
 """
 
 import base64
@@ -13,7 +13,7 @@ from dragoman.core.embeddings import MAX_INPUTS, Embedding, EmbeddingRequest, In
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Asked
 from dragoman.protocols import json_body
-from dragoman.protocols.openai import token_ids
+from dragoman.protocols.openai import decode_token_ids
 
 
 class EmbeddingFields(msgspec.Struct, frozen=True):
@@ -33,69 +33,57 @@ def decode(body: bytes) -> EmbeddingRequest:
         dimensions=fields.dimensions,
         base64=fields.encoding_format == "base64",
         listed=isinstance(fields.input, list) and not isinstance(fields.input[0], int),
-        asked=unknown(parsed, EmbeddingFields),
+        asked=unknown_features(parsed, EmbeddingFields),
     )
 
 
 def place(request: EmbeddingRequest, at: int) -> str:
-    """Where one of the inputs stands."""
+    """Return the path of an input."""
     return f"input[{at}]" if request.listed else "input"
 
 
-def unknown(parsed: dict[str, Any], shape: type[msgspec.Struct]) -> tuple[Asked, ...]:
-    return tuple(Asked("unknown", name) for name in json_body.unknown_fields(parsed, shape) if parsed[name] is not None)
+def unknown_features(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> tuple[Asked, ...]:
+    return tuple(
+        Asked("unknown", name) for name in json_body.unknown_fields(parsed, struct) if parsed[name] is not None
+    )
 
 
 def _inputs(field: str | list[Any]) -> tuple[Input, ...]:
-    if isinstance(field, str):
-        return (_text(field, "input"),)
-    if not field:
-        raise BadRequest("input: must not be empty", param="input")
-    if isinstance(field[0], int):
-        return (_token_ids(field, "input"),)
+    if isinstance(field, str) or not field or isinstance(field[0], int):
+        return (_input(field, "input"),)
     if len(field) > MAX_INPUTS:
         raise BadRequest(f"input: at most {MAX_INPUTS} texts in one request, not {len(field)}", param="input")
-    return tuple(_one_input(entry, f"input[{at}]") for at, entry in enumerate(field))
+    return tuple(_input(entry, f"input[{at}]") for at, entry in enumerate(field))
 
 
-def _one_input(entry: object, path: str) -> Input:
-    if isinstance(entry, str):
-        return _text(entry, path)
-    if isinstance(entry, list):
-        return _token_ids(entry, path)
-    raise BadRequest(f"{path}: expected a text or a list of token ids", param=path)
-
-
-def _text(text: str, path: str) -> str:
-    if not text:
+def _input(entry: object, path: str) -> Input:
+    if not isinstance(entry, str | list):
+        raise BadRequest(f"{path}: expected a string or a list of token ids", param=path)
+    if not entry:
         raise BadRequest(f"{path}: must not be empty", param=path)
-    return text
+    return entry if isinstance(entry, str) else decode_token_ids(entry, path)
 
 
-def _token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
-    if not entries:
-        raise BadRequest(f"{path}: must not be empty", param=path)
-    return token_ids(entries, path)
-
-
-def encode_reply(request: EmbeddingRequest, made: Sequence[Embedding]) -> dict[str, Any]:
+def encode_reply(request: EmbeddingRequest, embeddings: Sequence[Embedding]) -> dict[str, Any]:
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": at, "embedding": _vector(request, entry)} for at, entry in enumerate(made)
+            {"object": "embedding", "index": at, "embedding": _vector(request, embedding)}
+            for at, embedding in enumerate(embeddings)
         ],
         "model": request.model,
-        "usage": encode_usage(made),
+        "usage": encode_usage(embeddings),
     }
 
 
-def encode_usage(made: Sequence[Embedding]) -> dict[str, int]:
-    tokens = sum(entry.tokens for entry in made)
+def encode_usage(embeddings: Sequence[Embedding]) -> dict[str, int]:
+    tokens = sum(embedding.tokens for embedding in embeddings)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def _vector(request: EmbeddingRequest, made: Embedding) -> msgspec.Raw:
-    """As JSON already: a long list of vectors is told from a thread, and then only copied."""
-    wanted = made if request.dimensions is None else made.cut(request.dimensions)
-    told: object = base64.b64encode(wanted.vector).decode() if request.base64 else wanted.values
-    return msgspec.Raw(msgspec.json.encode(told))
+def _vector(request: EmbeddingRequest, embedding: Embedding) -> msgspec.Raw:
+    """Encode to JSON here, in a worker thread, so that the event loop only copies the bytes of a long reply."""
+    if request.dimensions is not None:
+        embedding = embedding.cut(request.dimensions)
+    encoded = base64.b64encode(embedding.vector).decode() if request.base64 else embedding.values
+    return msgspec.Raw(msgspec.json.encode(encoded))

@@ -1,11 +1,11 @@
-"""How long a prompt is to be kept, as `cache_control` says it.
+"""Decodes `cache_control`, which sets how long a prompt stays cached.
 
     cache_control := {type: ephemeral, ttl?: 5m | 1h}        of the request, a tool, or a block of system or messages
 
-Where one stands would say up to where to keep; here the whole prompt is, for the longest time that is asked for
-anywhere. For other servers it is remembered in which of the three one stands. It is a wish and asks nothing of a reply:
-whoever cannot fulfil it answers all the same. One that is written wrongly is refused, since nobody would notice that it
-does nothing.
+Rules
+1. The whole prompt is cached, for the longest time that any `cache_control` requests.
+2. For upstream servers, the parts of the prompt that have a `cache_control` are recorded.
+3. It is a hint: an engine without a cache answers all the same. A malformed one is an error.
 """
 
 from collections.abc import Iterator
@@ -17,52 +17,44 @@ from dragoman.core.errors import BadRequest
 from dragoman.protocols import json_body
 
 SHORT_SECONDS, LONG_SECONDS = 300.0, 3600.0
-Place = Literal["tools", "system", "messages"]
-TIMES = {"5m": SHORT_SECONDS, "1h": LONG_SECONDS}
+PromptPart = Literal["tools", "system", "messages"]
+Entry = tuple[str, dict[str, Any]]
+"""A path and an object that may have a `cache_control`."""
+TTL_SECONDS = {"5m": SHORT_SECONDS, "1h": LONG_SECONDS}
 
 
-class Control(msgspec.Struct, frozen=True):
+class CacheControl(msgspec.Struct, frozen=True):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-def keep_seconds(parsed: dict[str, Any]) -> float:
-    """0 where nobody wishes anything."""
-    return max((_seconds(entry.get("cache_control"), path) for path, entry in _entries(parsed)), default=0.0)
+def decode(parsed: dict[str, Any]) -> tuple[float, tuple[PromptPart, ...]]:
+    """Return how many seconds to cache the prompt, and the parts of the prompt with a `cache_control`.
 
-
-def keep_at(parsed: dict[str, Any]) -> tuple[Place, ...]:
-    """Which parts of a prompt have a mark; one of the whole request is one after the messages."""
-    found: dict[Place, bool] = {
-        "tools": _has_mark(_blocks(parsed.get("tools"), "tools")),
-        "system": _has_mark(_blocks(parsed.get("system"), "system")),
-        "messages": _has_mark(iter([("", parsed)])) or _has_mark(_said(parsed)),
+    The `cache_control` of the request itself belongs to the messages. Blocks that are not objects are skipped.
+    """
+    entries: dict[PromptPart, list[Entry]] = {
+        "tools": [*_blocks(parsed.get("tools"), "tools")],
+        "system": [*_blocks(parsed.get("system"), "system")],
+        "messages": [("", parsed), *_message_blocks(parsed)],
     }
-    return tuple(place for place, has_mark in found.items() if has_mark)
+    seconds = {
+        part: max([_seconds(entry.get("cache_control"), path) for path, entry in found], default=0.0)
+        for part, found in entries.items()
+    }
+    return max(seconds.values()), tuple(part for part in seconds if seconds[part])
 
 
-def _has_mark(entries: Iterator[tuple[str, dict[str, Any]]]) -> bool:
-    return any(_seconds(entry.get("cache_control"), path) for path, entry in entries)
-
-
-def _entries(parsed: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Everything that may have a wish, with its path; that it has the right form is for others to say."""
-    yield "", parsed
-    yield from _blocks(parsed.get("tools"), "tools")
-    yield from _blocks(parsed.get("system"), "system")
-    yield from _said(parsed)
-
-
-def _said(parsed: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _message_blocks(parsed: dict[str, Any]) -> Iterator[Entry]:
     for outer, message in _blocks(parsed.get("messages"), "messages"):
         for path, block in _blocks(message.get("content"), f"{outer}.content"):
             yield path, block
             yield from _blocks(block.get("content"), f"{path}.content")
 
 
-def _blocks(found: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if isinstance(found, list):
-        yield from ((f"{path}[{at}]", entry) for at, entry in enumerate(found) if isinstance(entry, dict))
+def _blocks(content: Any, path: str) -> Iterator[Entry]:
+    if isinstance(content, list):
+        yield from ((f"{path}[{at}]", entry) for at, entry in enumerate(content) if isinstance(entry, dict))
 
 
 def _seconds(control: Any, path: str) -> float:
@@ -71,4 +63,4 @@ def _seconds(control: Any, path: str) -> float:
     where = f"{path}.cache_control".lstrip(".")
     if not isinstance(control, dict):
         raise BadRequest(f'{where}: expected an object such as {{"type": "ephemeral"}}', param=where)
-    return TIMES[json_body.convert(control, Control, where).ttl or "5m"]
+    return TTL_SECONDS[json_body.convert(control, CacheControl, where).ttl or "5m"]

@@ -1,13 +1,13 @@
-"""Anthropic Messages, as one who asks: requests out, replies in.
+"""Client side of Anthropic messages: encodes requests and decodes replies.
 
     stream := message_start block* message_delta message_stop             with pings anywhere
     block  := content_block_start content_block_delta* content_block_stop
 
 Rules
-1. What system and developer say before all others is `system`. What they say later, a user says.
-2. Messages of the same side that follow each other are one; results of tools stand before whatever else it has.
-3. A thought goes back only with the signature that it came with: without, no server of this kind takes it.
-4. `message_stop`, or the end of a stream that has given its `stop_reason`, completes a reply.
+1. Leading system and developer messages become `system`. Later ones become user messages.
+2. Consecutive messages of one role are merged; tool results come first in a message.
+3. Reasoning is sent only with its original signature, because servers reject it without one.
+4. `message_stop`, or the end of a stream after its `stop_reason`, completes a reply.
 """
 
 import base64
@@ -45,66 +45,66 @@ SAYS = frozenset(
     }
 )
 LONG_SECONDS = 300.0
-"""What is to be kept for longer has to be asked for."""
-MAX_TOKENS = 4096
-"""Where a request has no limit: here it must have one, and every model of this kind writes as much."""
-LEAST_BUDGET = 1024
-MARKED = ("text", "image", "tool_use", "tool_result")
-"""Blocks that may end what is kept."""
-CHOICES = {"auto": "auto", "none": "none", "required": "any", "named": "tool"}
+"""A longer time needs `ttl: 1h`."""
+DEFAULT_MAX_TOKENS = 4096
+"""`max_tokens` is required; every Anthropic model can generate this many."""
+MIN_THINKING_BUDGET = 1024
+CACHEABLE = ("text", "image", "tool_use", "tool_result")
+"""Block types that accept `cache_control`."""
+TOOL_CHOICES = {"auto": "auto", "none": "none", "required": "any", "named": "tool"}
 
 Block = dict[str, Any]
 
 
 def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
-    said = list(request.messages)
-    opening: list[str] = []
-    while said and said[0].role in ("system", "developer"):
-        opening.append(said.pop(0).text)
-    limit = request.max_tokens or MAX_TOKENS
+    messages = list(request.messages)
+    system: list[str] = []
+    while messages and messages[0].role in ("system", "developer"):
+        system.append(messages.pop(0).text)
+    limit = request.max_tokens or DEFAULT_MAX_TOKENS
     body: dict[str, Any] = {
         "model": request.model,
         "max_tokens": limit,
-        "system": "\n\n".join(opening) or None,
-        "messages": _turns(said),
+        "system": "\n\n".join(system) or None,
+        "messages": _merge_messages(messages),
         "tools": [_tool(tool) for tool in request.tools] or None,
-        "tool_choice": _choice(request.tool_choice) if request.tools else None,
+        "tool_choice": _tool_choice(request.tool_choice) if request.tools else None,
         "thinking": _thinking(request.thinking, limit),
-        "output_config": _config(request),
+        "output_config": _output_config(request),
         "stop_sequences": list(request.stop) or None,
         "stream": stream or None,
         "metadata": {"user_id": request.labels["user"]} if "user" in request.labels else None,
         **request_fields.sampling(request.sampling),
     }
-    _mark(body, request)
+    _add_cache_control(body, request)
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _mark(body: dict[str, Any], request: GenerationRequest) -> None:
-    """Says up to where the prompt is to be kept: at the ends of those parts in which the caller said so."""
+def _add_cache_control(body: dict[str, Any], request: GenerationRequest) -> None:
+    """Mark the ends of the prompt parts that the request wants cached."""
     control = {"type": "ephemeral"} | ({"ttl": "1h"} if request.keep_seconds > LONG_SECONDS else {})
     if "tools" in request.keep_at and body["tools"]:
         body["tools"][-1]["cache_control"] = control
     if "system" in request.keep_at and body["system"]:
         body["system"] = [{"type": "text", "text": body["system"], "cache_control": control}]
     last = body["messages"][-1]["content"]
-    if "messages" in request.keep_at and isinstance(last, list) and last[-1]["type"] in MARKED:
+    if "messages" in request.keep_at and isinstance(last, list) and last[-1]["type"] in CACHEABLE:
         last[-1]["cache_control"] = control
 
 
-def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    turns: list[dict[str, Any]] = []
+def _merge_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    merged: list[dict[str, Any]] = []
     for message in messages:
         role = "assistant" if message.role == "assistant" else "user"
         blocks = [block for part in message.parts for block in _blocks(part)]
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += blocks
+        if merged and merged[-1]["role"] == role:
+            merged[-1]["content"] += blocks
         else:
-            turns.append({"role": role, "content": blocks})
-    for turn in turns:
-        turn["content"].sort(key=lambda block: block["type"] != "tool_result")
-    # Turns without content are refused; but somebody who says nothing at all has said something.
-    return [turn for turn in turns if turn["content"]] or [{"role": "user", "content": ""}]
+            merged.append({"role": role, "content": blocks})
+    for entry in merged:
+        entry["content"].sort(key=lambda block: block["type"] != "tool_result")
+    # Servers reject a message without content, but there must be at least one message.
+    return [entry for entry in merged if entry["content"]] or [{"role": "user", "content": ""}]
 
 
 def _blocks(part: Part) -> list[Block]:
@@ -113,7 +113,7 @@ def _blocks(part: Part) -> list[Block]:
     if isinstance(part, Image):
         return [{"type": "image", "source": _source(part)}]
     if isinstance(part, Reasoning):
-        return _thought(part)
+        return _reasoning(part)
     if isinstance(part, ToolCall):
         return [{"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}]
     return [_result(part)]
@@ -129,7 +129,7 @@ def _source(image: Image) -> dict[str, Any]:
     return {"type": "url", "url": image.url}
 
 
-def _thought(part: Reasoning) -> list[Block]:
+def _reasoning(part: Reasoning) -> list[Block]:
     if part.signature is None:
         return []
     if not part.text:
@@ -153,19 +153,19 @@ def _result(result: ToolResult) -> Block:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    told = {"name": tool.name, "input_schema": tool.parameters or request_fields.TOOL_ARGUMENTS}
+    encoded = {"name": tool.name, "input_schema": tool.parameters or request_fields.TOOL_ARGUMENTS}
     if tool.description:
-        told["description"] = tool.description
-    return {**told, "strict": True} if tool.strict else told
+        encoded["description"] = tool.description
+    return {**encoded, "strict": True} if tool.strict else encoded
 
 
-def _choice(choice: ToolChoice) -> dict[str, Any] | None:
-    told: dict[str, Any] = {"type": CHOICES[choice.mode]}
+def _tool_choice(choice: ToolChoice) -> dict[str, Any] | None:
+    encoded: dict[str, Any] = {"type": TOOL_CHOICES[choice.mode]}
     if choice.mode == "named":
-        told["name"] = choice.name
+        encoded["name"] = choice.name
     if not choice.parallel and choice.mode != "none":
-        told["disable_parallel_tool_use"] = True
-    return None if told == {"type": "auto"} else told
+        encoded["disable_parallel_tool_use"] = True
+    return None if encoded == {"type": "auto"} else encoded
 
 
 def _thinking(thinking: Thinking, limit: int) -> dict[str, Any] | None:
@@ -173,11 +173,11 @@ def _thinking(thinking: Thinking, limit: int) -> dict[str, Any] | None:
         return {"type": "disabled"}
     if thinking.enabled is None and thinking.budget_tokens is None:
         return None
-    budget = thinking.budget_tokens or max(LEAST_BUDGET, limit // 2)
+    budget = thinking.budget_tokens or max(MIN_THINKING_BUDGET, limit // 2)
     return {"type": "enabled", "budget_tokens": budget}
 
 
-def _config(request: GenerationRequest) -> dict[str, Any] | None:
+def _output_config(request: GenerationRequest) -> dict[str, Any] | None:
     config: dict[str, Any] = {}
     if request.constraint is not None:
         schema = request.constraint.schema if isinstance(request.constraint, JsonSchema) else {"type": "object"}
@@ -192,7 +192,7 @@ class _PlainDelta(msgspec.Struct, tag_field="type", tag="text_delta", forbid_unk
 
 
 class _PlainEvent(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """An event that has a piece of text and nothing else, as nearly all have."""
+    """An event with a piece of text and nothing else, which is the common case."""
 
     delta: _PlainDelta
     error: None = None
@@ -205,7 +205,7 @@ class Reader(DraftReader):
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
         super().__init__(make_id, check_calls)
         self._open: dict[object, Block] = {}
-        """The blocks that have begun, by index, each with what it began with."""
+        """The open blocks by index, each as its start event had it."""
         self._signature = ""
 
     def plain(self, frame: Frame) -> str | None:
@@ -296,7 +296,7 @@ class Reader(DraftReader):
                 draft.tell_calls(draft.calls.take(index, "", "", piece))
 
     def _stop(self, index: object) -> None:
-        """Input that came with the beginning of its block counts where none came afterwards."""
+        """Close a block. Its initial input counts if no input deltas followed."""
         draft, block = self._draft, self._open.pop(index, {})
         if block.get("type") == "tool_use" and block.get("input") is not None:
             draft.tell_calls(draft.calls.take(index, "", "", arguments_text(block["input"] or {})))

@@ -1,8 +1,8 @@
-"""The tools of a request, and which of them the model may or must call.
+"""Decodes the tools of a request and the tool choice.
 
-tool        := {name, input_schema, …}                         the client runs it
-             | {type: one that `typed` knows, name, …}         the client runs it, Anthropic has described it
-             | {type, …}                                       a server would run it: not offered, and reported
+tool        := {name, input_schema, …}                            run by the client
+             | {type: one of `anthropic_tools`, name, …}          run by the client, defined by Anthropic
+             | {type, …}                                          run by a server: unsupported, added to `asked`
 tool_choice := {type: auto | any | tool | none, name?, disable_parallel_tool_use?}
 """
 
@@ -17,7 +17,7 @@ from dragoman.protocols.chat import tools as functions
 from dragoman.protocols.messages import anthropic_tools
 
 
-class ToolField(msgspec.Struct, frozen=True):
+class AnthropicTool(msgspec.Struct, frozen=True):
     type: str | None = None
     name: str | None = None
     description: str | None = None
@@ -25,49 +25,48 @@ class ToolField(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ChoiceField(msgspec.Struct, frozen=True):
+class AnthropicToolChoice(msgspec.Struct, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 def decode(
-    fields: list[dict[str, Any]], choice: ChoiceField | None, asked: list[Asked]
+    fields: list[dict[str, Any]], choice: AnthropicToolChoice | None, asked: list[Asked]
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
     functions.check_count(len(fields), "tools")
     tools: dict[str, Tool] = {}
-    for at, given in enumerate(fields):
+    for at, raw in enumerate(fields):
         path = f"tools[{at}]"
-        tool = _tool(given, path, asked)
+        tool = _tool(raw, path, asked)
         if tool is not None:
             if tool.name in tools:
-                where = f"{path}.name"
-                raise BadRequest(f"{where}: another tool is called {tool.name!r} already", param=where)
+                raise BadRequest(f"{path}.name: duplicate tool name {tool.name!r}", param=f"{path}.name")
             tools[tool.name] = tool
     if tools:
         asked.append(Asked("tools", "tools"))
     return tuple(tools.values()), _choice(choice, tools, fields, asked)
 
 
-def _tool(given: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
-    field = json_body.convert(given, ToolField, path)
+def _tool(raw: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
+    field = json_body.convert(raw, AnthropicTool, path)
     kind = field.type or "custom"
-    described = None if kind == "custom" else anthropic_tools.describe(kind, given)
-    if kind != "custom" and described is None:
+    definition = None if kind == "custom" else anthropic_tools.find_definition(kind, raw)
+    if kind != "custom" and definition is None:
         asked.append(Asked("server_tools", f"{path}.type"))
         return None
     name = functions.checked_name(field.name, f"{path}.name")
-    if described is None and field.input_schema is None:
+    if definition is None and field.input_schema is None:
         raise json_body.missing(f"{path}.input_schema")
     functions.check_schema(field.input_schema, f"{path}.input_schema")
     if field.strict:
         asked.append(Asked("strict_tools", f"{path}.strict"))
-    description, schema = described or (field.description or "", field.input_schema)
+    description, schema = definition or (field.description or "", field.input_schema)
     return Tool(name, description, schema, bool(field.strict), f"{path}.input_schema")
 
 
 def _choice(
-    field: ChoiceField | None, tools: dict[str, Tool], given: list[dict[str, Any]], asked: list[Asked]
+    field: AnthropicToolChoice | None, tools: dict[str, Tool], raw: list[dict[str, Any]], asked: list[Asked]
 ) -> ToolChoice:
     if field is None:
         return ToolChoice()
@@ -76,7 +75,7 @@ def _choice(
         return ToolChoice("none" if field.type == "none" else "auto", None, parallel)
     if field.type == "tool" and field.name is None:
         raise json_body.missing("tool_choice.name")
-    if _is_not_offered(field, tools, given):
+    if _requires_server_tool(field, tools, raw):
         asked.append(Asked("server_tools", "tool_choice"))
         return ToolChoice("auto", None, parallel)
     asked.append(Asked("constraint", "tool_choice"))
@@ -85,11 +84,12 @@ def _choice(
     if field.type == "any":
         return ToolChoice("required", None, parallel)
     if field.name not in tools:
-        raise BadRequest(f"tool_choice.name: no tool is called {quote(field.name)}", param="tool_choice.name")
+        raise BadRequest(f"tool_choice.name: no tool named {quote(field.name)}", param="tool_choice.name")
     return ToolChoice("named", field.name, parallel)
 
 
-def _is_not_offered(field: ChoiceField, tools: dict[str, Tool], given: list[dict[str, Any]]) -> bool:
-    """Whether what must be called is there, but would be run by a server."""
-    names = {tool.get("name") for tool in given}
-    return bool(given) and (not tools if field.type == "any" else field.name in names and field.name not in tools)
+def _requires_server_tool(field: AnthropicToolChoice, tools: dict[str, Tool], raw: list[dict[str, Any]]) -> bool:
+    """Whether the required tool exists but would run on a server."""
+    if field.type == "any":
+        return bool(raw) and not tools
+    return field.name not in tools and field.name in {tool.get("name") for tool in raw}

@@ -1,1 +1,1 @@
-"""Rerank, as Cohere and Jina define it."""
+"""Rerank, as defined by Cohere and Jina."""

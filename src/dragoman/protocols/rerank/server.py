@@ -1,4 +1,4 @@
-"""Documents in the order in which they answer a query, as Cohere and Jina ask for it.
+"""Server side of rerank, as defined by Cohere and Jina: sorts documents by similarity to a query.
 
 document := text | {"text": text}
 """
@@ -11,16 +11,16 @@ import msgspec
 from dragoman.core.embeddings import MAX_INPUTS, Embedding, RerankRequest
 from dragoman.core.errors import BadRequest
 from dragoman.protocols import json_body
-from dragoman.protocols.embeddings.server import encode_usage, unknown
+from dragoman.protocols.embeddings.server import encode_usage, unknown_features
 
 
-class Document(msgspec.Struct, frozen=True):
+class DocumentField(msgspec.Struct, frozen=True):
     text: str
 
 
 class RerankFields(msgspec.Struct, frozen=True):
     query: Annotated[str, msgspec.Meta(min_length=1)]
-    documents: Annotated[list[str | Document], msgspec.Meta(min_length=1, max_length=MAX_INPUTS)]
+    documents: Annotated[list[str | DocumentField], msgspec.Meta(min_length=1, max_length=MAX_INPUTS)]
     model: str | None = None
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
@@ -40,25 +40,25 @@ def decode(body: bytes) -> RerankRequest:
         model=fields.model or "",
         top=fields.top_n,
         return_documents=bool(fields.return_documents),
-        asked=unknown(parsed, RerankFields),
+        asked=unknown_features(parsed, RerankFields),
     )
 
 
 def place(at: int) -> str:
-    """Where one of the inputs stands: the query, then the documents."""
+    """Return the path of an input: the query is input 0, the documents follow."""
     return f"documents[{at - 1}]" if at else "query"
 
 
-def encode_reply(request: RerankRequest, request_id: str, made: Sequence[Embedding]) -> dict[str, Any]:
-    """`made` is the query, then the documents. Those that are equally alike stay in their order."""
-    query, *documents = made
+def encode_reply(request: RerankRequest, request_id: str, embeddings: Sequence[Embedding]) -> dict[str, Any]:
+    """Rank the documents. `embeddings` has the query first; documents with equal scores keep their order."""
+    query, *documents = embeddings
     scores = [query.likeness(document) for document in documents]
     ranked = sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top]
     return {
         "id": request_id,
         "model": request.model,
         "results": [_result(request, at, scores[at]) for at in ranked],
-        "usage": encode_usage(made),
+        "usage": encode_usage(embeddings),
     }
 
 

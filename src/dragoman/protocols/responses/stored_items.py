@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman.core.errors import BadRequest, NotFound, quote
-from dragoman.protocols.pages import decode_limit
+from dragoman.protocols.openai import decode_limit
 from dragoman.protocols.responses.calls import PREFIXES
 from dragoman.protocols.responses.encode import PREFIX
 from dragoman.protocols.responses.items import CALLS, kind_of

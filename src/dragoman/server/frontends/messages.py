@@ -1,10 +1,11 @@
 """Defines the messages between the parent and a front end, framed like those of a worker.
 
-    parent -> front end   `Begin`, then `ApplyConfig` | `Stopping` | `GracefulStop` | `ForceStop` | `Knock`, answers and
-                          `Step`s; the end of the socket ends the front end
+    parent -> front end   `Begin`, then `ApplyConfig` | `Stopping` | `GracefulStop` | `ForceStop` | `Knock`,
+                          answers and messages of type `Step`; the end of the socket ends the front end
     front end -> parent   `Listening`, `ConfigApplied` after every `ApplyConfig`, `Pong` after every `Knock`, and
-      per request         [`Enter`] [`Engage` (`Generate` | `Cancel` | `AcquireSlot` | `ReleaseSlot` | `Pause`)*
-                          `Leave`] `Ended`
+      per request         [`Enter`]
+                          [`Engage` (`Generate` | `Cancel` | `AcquireSlot` | `ReleaseSlot` | `Pause`)* `Leave`]
+                          `Ended`
       per relay           `Relay` [`CancelRelay`]
       at any time         `FindResponse` | `FindItems` | `StoreResponse`
 

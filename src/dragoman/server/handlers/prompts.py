@@ -12,7 +12,7 @@ from dragoman.pipeline.event_stream import call
 from dragoman.pipeline.generate import check
 from dragoman.protocols import messages
 from dragoman.protocols.registry import PROTOCOLS
-from dragoman.protocols.render import encode_prompt
+from dragoman.protocols.tokenize import encode_prompt
 from dragoman.server.app import App
 from dragoman.server.handlers.generation import silent_engine
 from dragoman.server.http_exchange import Exchange

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from dragoman.core.errors import ConfigError, NotFound, quote
 from dragoman.engines.upstream.pool import PlaceState
-from dragoman.protocols import upstreams as wire
+from dragoman.protocols import admin as wire
 from dragoman.server.app import App
 from dragoman.server.handlers.admin import check_operator
 from dragoman.server.http_exchange import Exchange
@@ -22,12 +22,12 @@ class Pooled(Protocol):
 
 async def show(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
-    await exchange.reply_json(wire.encode(_listed(app)))
+    await exchange.reply_json(wire.encode_upstreams(_listed(app)))
 
 
 async def drain(app: App, exchange: Exchange) -> None:
     check_operator(app, exchange)
-    asked = await exchange.decoded(app.settings.limits, wire.decode)
+    asked = await exchange.decoded(app.settings.limits, wire.decode_drain)
     engine = await (await app.model(exchange, asked.model)).host.ready()
     try:
         if not isinstance(engine, Pooled):
@@ -35,7 +35,7 @@ async def drain(app: App, exchange: Exchange) -> None:
         engine.drain(asked.url, asked.drain)
     except ConfigError as error:
         raise NotFound(str(error)) from error
-    await exchange.reply_json(wire.encode(_listed(app)))
+    await exchange.reply_json(wire.encode_upstreams(_listed(app)))
 
 
 def is_out(engine: object) -> bool:

@@ -1,8 +1,7 @@
-"""What another layout of a model's weights does to what it says: both read the same text, and are compared at every
-token.
+"""Compares the predictions of two models, token by token, on the same text.
 
-divergence := the mean of KL(original || other) over the text, in nats: 0 where both expect the same
-agreement  := how often both have the same token in the first place
+divergence := mean of KL(original || other) over the text, in nats
+agreement  := fraction of positions at which both models have the same most likely token
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.core.errors import EngineFailed
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.tuning.messages import Quality
+from dragoman.engines.llama.tuning.trial_messages import Quality
 
-MOST_TOKENS = 512
-TOKENS_AT_ONCE = 32
-"""Their logits are all that is in memory."""
+MAX_TOKENS = 512
+BATCH_TOKENS = 32
+"""Tokens per decode. Bounds the memory for logits."""
 
 TEXT = """\
 The ferry left at ten past six, while the harbour was still grey. On deck a woman with a green suitcase asked
@@ -49,20 +47,20 @@ then take out the bay leaf and season with salt, pepper and a little lemon juice
 """
 
 Logits = NDArray[np.float32]
-Progress = Callable[[float], object]
+ReportProgress = Callable[[float], object]
 
 
-def compare(original: Model, other: Model, threads: int, progress: Progress) -> Quality:
-    tokens = original.tokenize_whole(TEXT)[:MOST_TOKENS]
+def compare(original: Model, other: Model, threads: int, progress: ReportProgress) -> Quality:
+    tokens = original.tokenize_whole(TEXT)[:MAX_TOKENS]
     contexts = [_context(original, threads), _context(other, threads)]
     divergence, same = 0.0, 0
     try:
-        for start in range(0, len(tokens), TOKENS_AT_ONCE):
-            part = tokens[start : start + TOKENS_AT_ONCE]
-            expected, found = (_logits(context, part, start) for context in contexts)
-            divergence += float(_divergences(expected, found).sum())
-            same += int((expected.argmax(axis=1) == found.argmax(axis=1)).sum())
-            progress((start + len(part)) / len(tokens))
+        for start in range(0, len(tokens), BATCH_TOKENS):
+            batch = tokens[start : start + BATCH_TOKENS]
+            expected, actual = (_logits(context, batch, start) for context in contexts)
+            divergence += float(_divergences(expected, actual).sum())
+            same += int((expected.argmax(axis=1) == actual.argmax(axis=1)).sum())
+            progress((start + len(batch)) / len(tokens))
     finally:
         for context in contexts:
             context.close()
@@ -70,20 +68,18 @@ def compare(original: Model, other: Model, threads: int, progress: Progress) -> 
 
 
 def _context(model: Model, threads: int) -> Context:
-    return Context(model, sequences=1, length=MOST_TOKENS, rows=TOKENS_AT_ONCE, outputs=TOKENS_AT_ONCE, threads=threads)
+    return Context(model, sequences=1, length=MAX_TOKENS, rows=BATCH_TOKENS, outputs=BATCH_TOKENS, threads=threads)
 
 
 def _logits(context: Context, tokens: Sequence[int], start: int) -> Logits:
     rows = len(tokens)
-    code = context.decode(tokens, range(start, start + rows), [0] * rows, [True] * rows)
-    if code:
-        raise EngineFailed(f"the model does not run (code {code})")
+    context.decode_or_fail(tokens, range(start, start + rows), [0] * rows, [True] * rows)
     return np.stack([context.logits(row) for row in range(rows)])
 
 
-def _divergences(expected: Logits, found: Logits) -> NDArray[np.float64]:
-    wanted, got = _log_softmax(expected), _log_softmax(found)
-    rows: NDArray[np.float64] = (np.exp(wanted) * (wanted - got)).sum(axis=1)
+def _divergences(expected: Logits, actual: Logits) -> NDArray[np.float64]:
+    p, q = _log_softmax(expected), _log_softmax(actual)
+    rows: NDArray[np.float64] = (np.exp(p) * (p - q)).sum(axis=1)
     return rows
 
 

@@ -1,9 +1,8 @@
-"""A GGUF file anew, with some of its kinds of weights as Q8_0 and everything else as it is.
+"""Copies a GGUF file and converts tensors of certain types to Q8_0.
 
-    Q8_0 := (scale:f16 weight:i8[32])*          8.5 bits per weight, computed where it lies in the file
+    Q8_0 := (scale:f16 weight:i8[32])*          8.5 bits per weight
 
-The metadata is copied byte for byte, but for the one number that says what most of the weights are. The same file
-gives the same bytes.
+Metadata is copied byte for byte, except for `general.file_type`. The output is deterministic.
 """
 
 import hashlib
@@ -21,15 +20,15 @@ from numpy.typing import NDArray
 from dragoman.files.gguf import Outline, Tensor, read_outline
 
 WEIGHTS_AT_ONCE = 1 << 22
-"""Their floats are all that is in memory: 16 MB."""
+"""16 MB as floats."""
 Q8_0 = GGMLQuantizationType.Q8_0
 
 Bytes = NDArray[np.uint8]
-Progress = Callable[[float], object]
+ReportProgress = Callable[[float], object]
 
 
 class _Output:
-    """A file, and the hash of what is in it."""
+    """A file and the hash of its content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -45,9 +44,11 @@ class _Output:
         self.write(bytes(-self.size % alignment))
 
 
-def requantise(source: Path, target: Path, slow: Collection[int], progress: Progress) -> str:
-    """Write the file with the `slow` kinds of tensors as Q8_0, and give its sha256. `progress` is told which part of
-    the work is done."""
+def requantize(source: Path, target: Path, slow: Collection[int], progress: ReportProgress) -> str:
+    """Write the file with tensors of the `slow` types as Q8_0 and return its SHA-256.
+
+    `progress` is called with the completed fraction.
+    """
     outline = read_outline(source)
     data: Bytes = np.memmap(source, dtype=np.uint8, mode="r")
     weights, done = sum(tensor.elements for tensor in outline.tensors), 0
@@ -67,10 +68,10 @@ def requantise(source: Path, target: Path, slow: Collection[int], progress: Prog
 
 
 def _head(data: Bytes, outline: Outline, slow: Collection[int]) -> bytes:
-    """Everything before the weights."""
+    """Return the bytes before the tensor data."""
     head = bytearray(data[: outline.pairs_end].tobytes())
-    if place := outline.places.get("general.file_type"):
-        struct.pack_into("<I", head, place, LlamaFileType.MOSTLY_Q8_0)
+    if position := outline.places.get("general.file_type"):
+        struct.pack_into("<I", head, position, LlamaFileType.MOSTLY_Q8_0)
     offset = 0
     for tensor in outline.tensors:
         kind = Q8_0 if tensor.kind in slow else GGMLQuantizationType(tensor.kind)
@@ -82,7 +83,7 @@ def _head(data: Bytes, outline: Outline, slow: Collection[int]) -> bytes:
 
 
 def _parts(tensor: Tensor, data: Bytes, slow: Collection[int]) -> Iterator[tuple[Bytes, int]]:
-    """A tensor's new bytes by some rows at a time, and how many weights are in them."""
+    """Yield a tensor's new bytes, some rows at a time, with the number of weights in them."""
     kind = GGMLQuantizationType(tensor.kind)
     width = tensor.sizes[0]
     rows = data[: _bytes(tensor.elements, kind)].reshape(-1, _bytes(width, kind))

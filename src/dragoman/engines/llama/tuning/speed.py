@@ -1,32 +1,30 @@
-"""How fast files of the same model are here, side by side.
+"""Measures the speed of several files of one model.
 
 Rules
-1. The files take turns, so that what else the machine does hits all of them.
-2. The best of several rounds counts: other work only ever makes a round slower.
-3. llama.cpp's threads never rest while it computes. So the part of its cores' time that the process has had tells how
-   much of them others took.
+1. The models take turns, so other load on the machine affects all of them.
+2. The best of several rounds counts, because other load only makes a round slower.
+3. llama.cpp's threads spin while it computes, so the CPU time of this process shows how much other processes took.
 """
 
 import time
 from collections.abc import Callable, Sequence
 
-from dragoman.core.errors import EngineFailed
 from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.tuning.messages import Speed
+from dragoman.engines.llama.tuning.trial_messages import Speed
 
 PROMPT_ROWS = 64
 STREAMS = 8
 STEPS = 4
 LENGTH = PROMPT_ROWS + STEPS
-LEAST_ROUNDS, MOST_ROUNDS = 2, 6
-SECONDS = 3.0
-"""After which no further round begins."""
+MIN_ROUNDS, MAX_ROUNDS = 2, 6
+MAX_SECONDS = 3.0
+"""No round begins after this time."""
 
-Progress = Callable[[float], object]
+ReportProgress = Callable[[float], object]
 
 
-def measure(models: Sequence[Model], threads: int, progress: Progress) -> tuple[list[Speed], float]:
-    """How fast each is, and which part of its cores' time the process has had."""
+def measure(models: Sequence[Model], threads: int, progress: ReportProgress) -> tuple[list[Speed], float]:
+    """Return each model's speed, and the fraction of its cores' time that the process got."""
     contexts = [_context(model, threads) for model in models]
     try:
         for context in contexts:
@@ -39,14 +37,14 @@ def measure(models: Sequence[Model], threads: int, progress: Progress) -> tuple[
             context.close()
 
 
-def _best(contexts: Sequence[Context], progress: Progress) -> list[Speed]:
+def _best(contexts: Sequence[Context], progress: ReportProgress) -> list[Speed]:
     best = [Speed() for _ in contexts]
     begin = time.monotonic()
-    for number in range(1, MOST_ROUNDS + 1):
-        best = [_better(known, _round(context)) for known, context in zip(best, contexts, strict=True)]
-        passed = time.monotonic() - begin
-        progress(min(number / LEAST_ROUNDS, max(number / MOST_ROUNDS, passed / SECONDS), 1.0))
-        if number >= LEAST_ROUNDS and passed > SECONDS:
+    for number in range(1, MAX_ROUNDS + 1):
+        best = [_best_of(speed, _round(context)) for speed, context in zip(best, contexts, strict=True)]
+        elapsed = time.monotonic() - begin
+        progress(min(number / MIN_ROUNDS, max(number / MAX_ROUNDS, elapsed / MAX_SECONDS), 1.0))
+        if number >= MIN_ROUNDS and elapsed > MAX_SECONDS:
             break
     return best
 
@@ -58,29 +56,28 @@ def _context(model: Model, threads: int) -> Context:
 
 def _round(context: Context) -> Speed:
     context.clear_all()
-    prompt = _seconds(context, range(PROMPT_ROWS), [0])
-    one = sum(_seconds(context, [PROMPT_ROWS + step], [0]) for step in range(STEPS))
+    prompt = _time_decode(context, range(PROMPT_ROWS), [0])
+    one = sum(_time_decode(context, [PROMPT_ROWS + step], [0]) for step in range(STEPS))
     context.clear(0)
-    eight = sum(_seconds(context, [step], range(STREAMS)) for step in range(STEPS))
+    eight = sum(_time_decode(context, [step], range(STREAMS)) for step in range(STEPS))
     return Speed(PROMPT_ROWS / prompt, STEPS / one, STREAMS * STEPS / eight)
 
 
-def _seconds(context: Context, positions: Sequence[int], sequences: Sequence[int]) -> float:
-    """What one decode takes that puts tokens at these positions of each of the sequences."""
+def _time_decode(context: Context, positions: Sequence[int], sequences: Sequence[int]) -> float:
+    """Return the seconds for one decode with a token at each of the positions in each of the sequences."""
     rows = [(position, sequence) for sequence in sequences for position in positions]
     begin = time.perf_counter()
-    code = context.decode(
+    context.decode_or_fail(
         [0] * len(rows),
         [position for position, _ in rows],
         [sequence for _, sequence in rows],
         [position == positions[-1] for position, _ in rows],
     )
-    if code:
-        raise EngineFailed(f"the model does not run (code {code})")
-    # Some backends go on after the call; whoever reads the logits waits for them.
+
+    # Some backends compute asynchronously. Reading the logits waits for them.
     context.logits(len(rows) - 1)
     return time.perf_counter() - begin
 
 
-def _better(one: Speed, other: Speed) -> Speed:
+def _best_of(one: Speed, other: Speed) -> Speed:
     return Speed(max(one.prompt, other.prompt), max(one.one, other.one), max(one.eight, other.eight))

@@ -1,18 +1,17 @@
-"""How many threads compute, where the configuration does not say: tried out once, then remembered.
+"""Chooses the number of compute threads by measurement, and remembers the choice.
 
     candidates := the CPUs that the process may use | the physical cores among them | half of them
-                | MANY, where that is less
+                | MANY, if that is fewer
 
-Which is fastest depends on the model, on the memory's speed and on what a core is, and differs between a reply's single
-rows, which are bound by memory, and a prompt's many, which are not.
+The fastest number depends on the model, the memory bandwidth and the cores. It differs between single rows (replies),
+which are bound by memory, and many rows (prompts), which are bound by computation.
 
 Rules
-1. One or two CPUs are all used, and nothing is tried.
-2. The candidates are tried in turn, several times; of each the shortest time counts, since a busy machine only adds.
-3. Between two that take the same time, up to TIE, the one with more threads is chosen: whatever kept it from being
-   faster may go away. Fewer than half of the CPUs must be faster by CLEARLY.
-4. Where others keep half of the machine busy nothing is tried, since what would be found holds for no other time.
-5. What was found is kept under `home()/threads`, for this file, these CPUs and this version.
+1. One or two CPUs are all used, without measurement.
+2. The candidates take turns for several rounds. The shortest time of each counts, because other load only adds time.
+3. Among candidates within TIE of the fastest, the largest wins. Fewer than half of the CPUs must be faster by CLEARLY.
+4. Nothing is measured while other processes keep half of the machine busy.
+5. The choice is stored under `home()/threads` for this file, these CPUs and this version.
 """
 
 import hashlib
@@ -34,39 +33,39 @@ log = logging.getLogger("dragoman.engine")
 
 TIE = 0.05
 CLEARLY = 0.2
-BUSY = 0.5
-SECONDS = 0.4
-"""About how long single rows, and then prompts, are tried; each candidate once even if that takes longer."""
-MOST_ROUNDS = 8
+BUSY_LOAD = 0.5
+MEASURE_SECONDS = 0.4
+"""Time to measure single rows, and again for prompts. Each candidate runs once even if that takes longer."""
+MAX_ROUNDS = 8
 PROMPT_ROWS = 32
 
 
-class Threads(msgspec.Struct, frozen=True):
-    """For steps of one row, and for those of more."""
+class ThreadCounts(msgspec.Struct, frozen=True):
+    """Threads for steps of one row, and for steps of several rows."""
 
     single: int
     many: int
 
 
-def chosen(context: Context, model_file: Path) -> Threads:
-    """Remembered or tried out now; to be called by whoever may compute."""
+def choose_threads(context: Context, model_file: Path) -> ThreadCounts:
+    """Return the stored choice, or measure now. Call it in the compute thread."""
     cpus = hardware.cpus()
     if cpus <= 2:
-        return Threads(cpus, cpus)
-    memo = home() / "threads" / f"{_key(model_file, cpus)}.json"
-    found = _remembered(memo)
-    if found is None and _busy():
-        log.info("threads: %d; the machine is too busy to try out how many are fastest", hardware.threads())
-        return Threads(hardware.threads(), hardware.threads())
-    if found is None:
-        begun = time.monotonic()
-        found = _tried(context, cpus)
-        _remember(memo, found)
+        return ThreadCounts(cpus, cpus)
+    file = home() / "threads" / f"{_key(model_file, cpus)}.json"
+    counts = _load(file)
+    if counts is None and _is_busy():
+        log.info("threads: %d; the machine is too busy to measure which number is fastest", hardware.threads())
+        return ThreadCounts(hardware.threads(), hardware.threads())
+    if counts is None:
+        started = time.monotonic()
+        counts = _measure(context, cpus)
+        _save(file, counts)
         log.info(
-            "threads: %d for single tokens and %d for prompts are fastest on %d CPUs (tried for %.1f s, see %s)",
-            *(found.single, found.many, cpus, time.monotonic() - begun, memo),
+            "threads: %d for single tokens and %d for prompts are fastest on %d CPUs (measured in %.1f s, see %s)",
+            *(counts.single, counts.many, cpus, time.monotonic() - started, file),
         )
-    return found
+    return counts
 
 
 def candidates(cpus: int, cores: int) -> list[int]:
@@ -74,7 +73,7 @@ def candidates(cpus: int, cores: int) -> list[int]:
 
 
 def fastest(seconds: Mapping[int, float], cpus: int) -> int:
-    """By rule 3, of the times that the candidates took."""
+    """Apply rule 3 to the candidates' times."""
     enough = {count: took for count, took in seconds.items() if 2 * count >= cpus}
     best = min(enough.values())
     usual = max(count for count, took in enough.items() if took <= best * (1 + TIE))
@@ -82,23 +81,23 @@ def fastest(seconds: Mapping[int, float], cpus: int) -> int:
     return min(few, key=few.__getitem__) if few else usual
 
 
-def shortest(counts: Sequence[int], run: Callable[[int], None], clock: Callable[[], float]) -> dict[int, float]:
-    """By rule 2: how long `run` takes with each of the numbers of threads."""
-    begun = clock()
-    found: dict[int, float] = {}
-    for rounds in range(1, MOST_ROUNDS + 1):
+def shortest_times(counts: Sequence[int], run: Callable[[int], None], clock: Callable[[], float]) -> dict[int, float]:
+    """Apply rule 2: return the shortest time of `run` with each number of threads."""
+    started = clock()
+    times: dict[int, float] = {}
+    for rounds in range(1, MAX_ROUNDS + 1):
         for count in counts:
             before = clock()
             run(count)
             took = clock() - before
-            found[count] = min(took, found.get(count, took))
-        # One try that was disturbed for long must not be the last of its candidate.
-        if rounds * len(counts) * min(found.values()) > SECONDS or clock() - begun > 3 * SECONDS:
+            times[count] = min(took, times.get(count, took))
+        # Judge by the shortest time: one disturbed run must not end the measurement.
+        if rounds * len(counts) * min(times.values()) > MEASURE_SECONDS or clock() - started > 3 * MEASURE_SECONDS:
             break
-    return found
+    return times
 
 
-def _tried(context: Context, cpus: int) -> Threads:
+def _measure(context: Context, cpus: int) -> ThreadCounts:
     counts = candidates(cpus, hardware.cores())
 
     def decode(count: int, rows: int) -> None:
@@ -107,35 +106,35 @@ def _tried(context: Context, cpus: int) -> Threads:
         context.clear(0)
 
     rows = min(PROMPT_ROWS, context.rows, context.length)
-    single = shortest(counts, lambda count: decode(count, 1), time.monotonic)
-    many = shortest(counts, lambda count: decode(count, rows), time.monotonic)
-    return Threads(fastest(single, cpus), fastest(many, cpus))
+    single = shortest_times(counts, lambda count: decode(count, 1), time.monotonic)
+    many = shortest_times(counts, lambda count: decode(count, rows), time.monotonic)
+    return ThreadCounts(fastest(single, cpus), fastest(many, cpus))
 
 
-def _busy() -> bool:
+def _is_busy() -> bool:
     load: float = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return load > BUSY * (os.cpu_count() or 1)
+    return load > BUSY_LOAD * (os.cpu_count() or 1)
 
 
 def _key(model_file: Path, cpus: int) -> str:
-    facts = model_file.stat()
-    names = (str(model_file.resolve()), facts.st_size, facts.st_mtime_ns, hardware.processor().name, cpus, SUPPORTED)
+    stat = model_file.stat()
+    names = (str(model_file.resolve()), stat.st_size, stat.st_mtime_ns, hardware.processor().name, cpus, SUPPORTED)
     return hashlib.sha256(repr(names).encode()).hexdigest()[:32]
 
 
-def _remembered(memo: Path) -> Threads | None:
+def _load(file: Path) -> ThreadCounts | None:
     try:
-        found = msgspec.json.decode(memo.read_bytes(), type=Threads)
+        counts = msgspec.json.decode(file.read_bytes(), type=ThreadCounts)
     except (OSError, *DECODE_ERRORS):
         return None
-    return found if min(found.single, found.many) >= 1 else None
+    return counts if min(counts.single, counts.many) >= 1 else None
 
 
-def _remember(memo: Path, found: Threads) -> None:
-    part = memo.with_suffix(f".{os.getpid()}")
+def _save(file: Path, counts: ThreadCounts) -> None:
+    part = file.with_suffix(f".{os.getpid()}")
     try:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.encode(found))
-        part.replace(memo)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.json.encode(counts))
+        part.replace(file)
     except OSError as error:
-        log.warning("the number of threads cannot be kept (%s): it is tried out at every start", error)
+        log.warning("the number of threads cannot be stored (%s): every start measures it again", error)

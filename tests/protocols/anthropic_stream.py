@@ -1,11 +1,11 @@
-"""A stream of Anthropic's as a strict client reads it: every frame where it belongs, and the message they make."""
+"""Reads Anthropic streams as a strict client does: checks the order of frames and joins them to a message."""
 
 import json
 from typing import Any
 
-OPENING = {"text": "text", "thinking": "thinking", "tool_use": "input"}
-PIECES = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
-OF_BLOCK = {
+TEXT_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+DELTA_FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+DELTA_TYPES = {
     "text": {"text_delta"},
     "thinking": {"thinking_delta", "signature_delta"},
     "tool_use": {"input_json_delta"},
@@ -13,7 +13,7 @@ OF_BLOCK = {
 
 
 def read(body: bytes) -> list[dict[str, Any]]:
-    """The payloads; each has the event's name. Comments are left out."""
+    """Return the payloads and check their event names. Comments are skipped."""
     text = body.decode()
     assert text.endswith("\n\n")
     payloads = []
@@ -28,7 +28,7 @@ def read(body: bytes) -> list[dict[str, Any]]:
 
 
 def accumulated(payloads: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of a stream that went well."""
+    """Join the payloads of a complete stream to a message."""
     first, *inner, last_delta, last = [payload for payload in payloads if payload["type"] != "ping"]
     assert (first["type"], last_delta["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
     message: dict[str, Any] = first["message"]
@@ -47,18 +47,18 @@ def _block(start: dict[str, Any], deltas: list[dict[str, Any]]) -> dict[str, Any
     assert start["type"] == "content_block_start"
     block: dict[str, Any] = start["content_block"]
     kind = block["type"]
-    assert not block[OPENING[kind]]
+    assert not block[TEXT_FIELDS[kind]]
     assert deltas
     pieces = []
     for delta in (payload["delta"] for payload in deltas):
-        assert delta["type"] in OF_BLOCK[kind]
+        assert delta["type"] in DELTA_TYPES[kind]
         if delta["type"] == "signature_delta":
             assert delta is deltas[-1]["delta"]
             block["signature"] = delta["signature"]
         else:
-            pieces.append(delta[PIECES[delta["type"]]])
+            pieces.append(delta[DELTA_FIELDS[delta["type"]]])
     text = "".join(pieces)
-    return block | {OPENING[kind]: _input(text) if kind == "tool_use" else text}
+    return block | {TEXT_FIELDS[kind]: _input(text) if kind == "tool_use" else text}
 
 
 def _input(text: str) -> dict[str, Any]:

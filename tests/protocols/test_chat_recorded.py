@@ -1,4 +1,4 @@
-"""Requests that real clients sent: each is understood, and nothing in it is a surprise."""
+"""Decoding of chat requests recorded from real clients."""
 
 import json
 from pathlib import Path
@@ -18,33 +18,33 @@ def recorded(name: str) -> GenerationRequest:
     return PROTOCOLS["chat"].decode(json.dumps(request["body"]).encode())
 
 
-TOOLS, STRICT, SHAPE = ("tools", "tools"), ("strict_tools", "tools[0].function.strict"), "constraint"
+TOOLS, STRICT, CONSTRAINT = ("tools", "tools"), ("strict_tools", "tools[0].function.strict"), "constraint"
 ASKED = {
     "agents__chat-stream-tools__2": [TOOLS, STRICT],
     "aider__message__2": [("temperature", "temperature")],
     "aisdk__compat-tools__2": [TOOLS],
-    "instructor__openai-JSON": [(SHAPE, "response_format")],
-    "instructor__openai-iterable": [TOOLS, (SHAPE, "tool_choice")],
-    "lc__chat-structured-function_calling": [TOOLS, (SHAPE, "tool_choice")],
-    "lc__chat-structured-json_schema": [(SHAPE, "response_format")],
+    "instructor__openai-JSON": [(CONSTRAINT, "response_format")],
+    "instructor__openai-iterable": [TOOLS, (CONSTRAINT, "tool_choice")],
+    "lc__chat-structured-function_calling": [TOOLS, (CONSTRAINT, "tool_choice")],
+    "lc__chat-structured-json_schema": [(CONSTRAINT, "response_format")],
     "opencode__ctx__1": [],
-    "pydai__chat-output": [TOOLS, STRICT, (SHAPE, "tool_choice")],
+    "pydai__chat-output": [TOOLS, STRICT, (CONSTRAINT, "tool_choice")],
 }
 
 
 @pytest.mark.parametrize(("name", "asked"), ASKED.items())
-def test_what_it_asks_for(name: str, asked: list[tuple[str, str]]) -> None:
+def test_requested_features(name: str, asked: list[tuple[str, str]]) -> None:
     request = recorded(name)
     assert [(entry.feature, entry.param) for entry in request.asked] == [("chat", "messages"), *asked]
 
 
-def test_calls_and_results_of_the_history() -> None:
+def test_calls_and_results() -> None:
     _, call, result = recorded("aisdk__compat-tools__2").messages
     assert call.parts == (ToolCall("call_18e82bbef76cebfe0", "get_weather", '{"city":"x"}'),)
     assert result.parts == (ToolResult("call_18e82bbef76cebfe0", (Text("sunny"),)),)
 
 
-def test_the_shapes_they_want() -> None:
+def test_constraints_and_tool_choices() -> None:
     assert recorded("instructor__openai-JSON").constraint == JsonObject()
     schema = recorded("lc__chat-structured-json_schema").constraint
     assert isinstance(schema, JsonSchema)

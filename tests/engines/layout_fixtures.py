@@ -1,4 +1,4 @@
-"""A small model of a slow layout, the first layers of the real one; homes in which another is tried or was."""
+"""Fixtures for layout tests: a small model with a slow weight layout, and home folders with and without a choice."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from dragoman.engines.llama.tuning import layout
-from dragoman.engines.llama.tuning.layout import Choice, prepared
+from dragoman.engines.llama.tuning.layout import LayoutChoice, prepared
 from dragoman.files.gguf import Outline, Tensor, read_outline
 
 LAYERS = 4
 
 
-def cut(original: Path, target: Path, layers: int = LAYERS, missing: str = "") -> Path:
-    """The model with its first layers only, and without the tensor that is `missing`."""
+def cut_model(original: Path, target: Path, layers: int = LAYERS, missing: str = "") -> Path:
+    """Write a model with only the first layers, without the `missing` tensor."""
     outline = read_outline(original)
     data = np.memmap(original, dtype=np.uint8, mode="r")
     kept = [tensor for tensor in outline.tensors if _layer(tensor) < layers and tensor.name != missing]
@@ -53,27 +53,27 @@ def _padded(size: int, outline: Outline) -> int:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
-    return cut(smollm2_path, tmp_path_factory.mktemp("small") / "small.gguf")
+    return cut_model(smollm2_path, tmp_path_factory.mktemp("small") / "small.gguf")
 
 
 @pytest.fixture(scope="session")
-def tried(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home in which the small model was tried and is used as Q8_0."""
+def tried_home(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder in which the Q8_0 copy of the small model was chosen."""
     home = tmp_path_factory.mktemp("tried")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAGOMAN_HOME", str(home))
-        always(patch)
+        accept_all(patch)
         assert prepared(small).name == "Q8_0.gguf"
     return home
 
 
-def always(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is tried is found to be better."""
-    patch.setattr(layout, "LEAST_CORES", 0)
-    patch.setattr(layout, "LEAST_GAIN", 0)
-    patch.setattr(layout, "LEAST_SPEED", 0)
-    patch.setattr(layout, "MOST_DIVERGENCE", 1e9)
-    patch.setattr(layout, "LEAST_AGREEMENT", 0)
+def accept_all(patch: pytest.MonkeyPatch) -> None:
+    """Accept every copy."""
+    patch.setattr(layout, "MIN_CPU_SHARE", 0)
+    patch.setattr(layout, "MIN_SPEEDUP", 0)
+    patch.setattr(layout, "MIN_RELATIVE_SPEED", 0)
+    patch.setattr(layout, "MAX_DIVERGENCE", 1e9)
+    patch.setattr(layout, "MIN_AGREEMENT", 0)
 
 
 @pytest.fixture
@@ -83,48 +83,48 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    always(monkeypatch)
+def accept_any_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept_all(monkeypatch)
 
 
 @pytest.fixture
-def made(tried: Path, home: Path) -> Path:
-    """The copy of the small model in a home of the test's own."""
-    shutil.copytree(tried, home)
+def q8_copy(tried_home: Path, home: Path) -> Path:
+    """The Q8_0 copy of the small model, in a home folder of the test's own."""
+    shutil.copytree(tried_home, home)
     (path,) = home.glob("layouts/*/Q8_0.gguf")
     return path
 
 
-class Told:
-    """What is said while a file is prepared."""
+class Recorder:
+    """Records lines and progress while a file is prepared."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.parts: list[float] = []
         self.doing: list[str] = []
 
-    def say(self, words: str) -> None:
-        self.lines.append(words)
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
     def bar(self, doing: str, done: float) -> None:
         self.doing.append(doing)
         self.parts.append(done)
 
 
-def kept(home: Path) -> list[str]:
+def stored_files(home: Path) -> list[str]:
     return sorted(path.name for path in (home / "layouts").glob("*/*")) if (home / "layouts").is_dir() else []
 
 
-def read_choice(home: Path) -> Choice:
+def read_choice(home: Path) -> LayoutChoice:
     (record,) = (home / "layouts").glob("*/choice.json")
-    return msgspec.json.decode(record.read_bytes(), type=Choice)
+    return msgspec.json.decode(record.read_bytes(), type=LayoutChoice)
 
 
 def trials() -> Iterator[int]:
-    """The processes that try a layout for this one, which has others: servers of other tests."""
+    """Yield the trial processes among the children of this process."""
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
-            if b"llama.trial" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"tuning.trial_process" in Path(f"/proc/{child}/cmdline").read_bytes():
                 yield int(child)
 
 
@@ -134,7 +134,7 @@ def kill_trials(doing: str, done: float) -> None:
 
 
 @contextlib.contextmanager
-def small_files() -> Iterator[None]:
+def limit_file_size() -> Iterator[None]:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
     try:

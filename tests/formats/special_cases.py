@@ -1,4 +1,4 @@
-"""Outputs of one family with something of their own to them; arguments are compared to the letter."""
+"""Outputs with peculiarities of one family. Arguments are compared as text."""
 
 from dragoman.core.events import FinishReason
 from dragoman.core.request import Part, Reasoning, Text, ToolCall

@@ -1,4 +1,4 @@
-"""Requests that real clients sent, with values replaced: each is decoded or refused, and no refusal is long."""
+"""Recorded client requests with random values replaced: each is decoded or rejected with a short message."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from dragoman.protocols.registry import PROTOCOLS
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 LONG = "x" * 20_000
-ODD: list[Any] = [
+UNUSUAL: list[Any] = [
     *(None, True, False, 0, -1, 1, 1.5, -0.0, 1e-40, 5e-324, 1e308, -1e308),
     *(2**31, 2**31 - 1, 2**53, 2**63, 2**63 - 1, -(2**63), 2**64, 10**30, 10**300),
     *("", "a", "é", "\x00", "😀", LONG, "data:image/png;base64,é", "http://[", "NaN", "auto", "none", "required"),
@@ -42,13 +42,13 @@ DECODERS: dict[str, Callable[[bytes], object]] = {
 }
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of everything inside the value."""
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every nested value."""
     if path:
         yield path
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in entries:
-        yield from places(inner, (*path, key))
+        yield from paths(inner, (*path, key))
 
 
 def bodies(route: str) -> list[dict[str, Any]]:
@@ -62,28 +62,28 @@ FIELDS = sorted(
 
 
 def mutated(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    made = copy.deepcopy(body)
+    result = copy.deepcopy(body)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if rng.random() < 0.2:
-            made[rng.choice(FIELDS)] = copy.deepcopy(rng.choice(ODD))
-        path = rng.choice(list(places(made)) or [(rng.choice(FIELDS),)])
-        holder: Any = made
+            result[rng.choice(FIELDS)] = copy.deepcopy(rng.choice(UNUSUAL))
+        path = rng.choice(list(paths(result)) or [(rng.choice(FIELDS),)])
+        holder: Any = result
         for key in path[:-1]:
             holder = holder[key]
         if rng.random() < 0.1 and path[-1] in holder:
             del holder[path[-1]]
         else:
-            holder[path[-1]] = copy.deepcopy(rng.choice(ODD))
-    return made
+            holder[path[-1]] = copy.deepcopy(rng.choice(UNUSUAL))
+    return result
 
 
 @pytest.mark.parametrize("route", DECODERS)
-def test_mutated_requests_are_decoded_or_refused(route: str) -> None:
+def test_mutated_request_is_decoded_or_rejected(route: str) -> None:
     rng = random.Random(route)
-    given = bodies(route)
+    recorded = bodies(route)
     errors: list[DragomanError] = []
     for _ in range(400):
-        body = json.dumps(mutated(rng.choice(given), rng)).encode()
+        body = json.dumps(mutated(rng.choice(recorded), rng)).encode()
         try:
             DECODERS[route](body)
         except DragomanError as error:

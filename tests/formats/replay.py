@@ -1,4 +1,4 @@
-"""A format's output through the split stage, and what comes out of it joined."""
+"""Runs recorded output through the split stage and joins the events."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,12 @@ from dragoman.core.events import (
 from dragoman.core.reply import Choice, Collection
 from dragoman.core.request import Part, Reasoning, Text, Tool, ToolCall
 from dragoman.formats import FORMATS
-from dragoman.pipeline.split import Split
+from dragoman.pipeline.split import SplitStage
 from tests.formats.cases import TOOLS
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """What the events of a reply say, however the text was cut. Calls are without their ids."""
+    """The joined events of a reply. Calls have no ids."""
 
     parts: tuple[Part, ...]
     reason: FinishReason
@@ -39,8 +39,8 @@ def play(
     parallel: bool = True,
     shaped: bool = False,
 ) -> list[Event]:
-    """The events for these pieces, each a token."""
-    stage = Split(FORMATS[name], tools, parallel=parallel, shaped=shaped)
+    """Return the events for these pieces, each of which is one token."""
+    stage = SplitStage(FORMATS[name], tools, parallel=parallel, shaped=shaped)
     out = list(stage([Started(thinking=thinking)]))
     for piece in pieces:
         out += stage([TextDelta(piece)])
@@ -50,7 +50,7 @@ def play(
 
 
 def joined(events: Sequence[Event]) -> Joined:
-    """Checks on the way that the events are in an order they may have."""
+    """Join the events and check their order."""
     parts: list[Part] = []
     assert isinstance(events[0], Started)
     last = events[-1]
@@ -73,13 +73,13 @@ def joined(events: Sequence[Event]) -> Joined:
     return Joined(tuple(parts), last.reason, last.warnings)
 
 
-def counted(events: Sequence[Event]) -> int:
+def count_tokens(events: Sequence[Event]) -> int:
     deltas = (event for event in events if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta))
     return sum(event.count for event in deltas)
 
 
-def valued(parts: Sequence[Part]) -> list[object]:
-    """Parts with arguments as values, for formats that write the same in ways of their own."""
+def with_parsed_arguments(parts: Sequence[Part]) -> list[object]:
+    """Return the parts with parsed arguments, for formats that write the same values differently."""
     return [(part.name, msgspec.json.decode(part.arguments)) if isinstance(part, ToolCall) else part for part in parts]
 
 
@@ -88,7 +88,7 @@ def without_ids(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def collected(events: Sequence[Event]) -> Choice:
-    """The reply as a caller that does not stream gets it."""
+    """Return the reply as a non-streaming caller gets it."""
     collection = Collection()
     for event in events:
         collection.add(0, [event])

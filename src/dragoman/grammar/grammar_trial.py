@@ -1,10 +1,10 @@
-"""The trial of one grammar, and the messages between the engine and the process that runs the trial.
+"""Runs the trial of one grammar, and defines the messages between the engine and the trial process.
 
     socket := started job outcome       started: one byte; job and outcome: MessagePack with a length prefix
 
-A trial does everything that a caller's schema, expression or grammar can make slow or dangerous: it writes the grammar,
+A trial does everything that a caller's schema, expression or grammar can make slow or dangerous: it builds the grammar,
 compiles it, computes the first mask and follows a few tokens. It runs in a separate process (`trial_server`), so that
-a crash, too much time or too much memory ends that process and nothing else.
+a crash or too much time or memory ends only that process.
 """
 
 import random
@@ -18,18 +18,18 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from dragoman.core.request import GenerationRequest
-from dragoman.grammar.masks import Grammars, vocabulary
-from dragoman.grammar.reply_grammar import Shape, Speaker, shape
+from dragoman.grammar.masks import GrammarCache, build_tokenizer
+from dragoman.grammar.reply_grammar import Shape, Speaker, build_reply_grammar
 
 LENGTH = struct.Struct("<I")
 STARTED = b"+"
 WALK_TOKENS = 4
-"""Tokens that are followed after the first mask."""
+"""Tokens to follow after the first mask."""
 
 
 class TrialJob(msgspec.Struct, frozen=True, array_like=True):
     """The parts of a request that determine its grammar: equal jobs have equal grammars. `opened`: the prompt ends
-    inside a thought."""
+    inside reasoning."""
 
     request: GenerationRequest
     thinks: bool
@@ -72,35 +72,36 @@ class TrialModel(msgspec.Struct, frozen=True):
     speaker: Speaker
 
     def tokenizer(self) -> LLTokenizer:
-        """A tokenizer that takes the longest match in the vocabulary. The model's own one is in another process."""
-        made: list[LLTokenizer] = []
+        """Return a tokenizer that takes the longest match in the vocabulary. The model's own tokenizer is in another
+        process."""
+        built: list[LLTokenizer] = []
 
         def tokenize(text: str) -> list[int]:
-            return made[0].greedy_tokenize(text) if made else []
+            return built[0].greedy_tokenize(text) if built else []
 
-        made.append(vocabulary(self.pieces, self.control, self.speaker.ends, tokenize))
-        return made[0]
+        built.append(build_tokenizer(self.pieces, self.control, self.speaker.ends, tokenize))
+        return built[0]
 
 
 def run_trial(job: TrialJob, speaker: Speaker, tokenizer: LLTokenizer) -> TrialOutcome:
-    """Write, compile and probe the grammar of one job. Raises a DragomanError if the request is wrong."""
-    found = shape(job.request, msgspec.structs.replace(speaker, thinks=job.thinks), opened=job.opened)
-    if found is None:
+    """Build, compile and probe the grammar of one job. Raises DragomanError if the request is invalid."""
+    grammar = build_reply_grammar(job.request, msgspec.structs.replace(speaker, thinks=job.thinks), opened=job.opened)
+    if grammar is None:
         return TrialOutcome()
     before = resident_bytes()
-    guide = Grammars(tokenizer).guide(found.grammar, found.param)
+    guide = GrammarCache(tokenizer).create_guide(grammar.grammar, grammar.param)
     memory = max(resident_bytes() - before, 0)
-    rng = random.Random(found.grammar)
+    rng = random.Random(grammar.grammar)
     for _ in range(WALK_TOKENS):
         allowed = np.flatnonzero(guide.allowed(tokenizer.vocab_size))
         if guide.complete or not len(allowed):
             break
         guide.take(int(allowed[rng.randrange(len(allowed))]))
-    return TrialOutcome(found, memory)
+    return TrialOutcome(grammar, memory)
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process. Outside Linux, its peak."""
+    """Return the resident memory of this process; on other systems than Linux its peak."""
     if sys.platform == "linux":
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""The readers of calls by themselves: what they tell, how soon, and what they refuse."""
+"""The call readers in isolation: what they report, when, and what they reject."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,25 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.formats.syntax import Braced, Calls, JsonCall, NamedJson, Pythonic, Tagged
-from dragoman.pipeline.text_buffer import Source
-from dragoman.pipeline.tool_calls import BEGINS, READERS, Malformed
-from dragoman.pipeline.tool_calls.sink import kind_of
+from dragoman.formats.syntax import Braced, CallSection, JsonCall, NamedJson, Pythonic, Tagged
+from dragoman.pipeline.call_readers import DETECTORS, READERS, MalformedCall
+from dragoman.pipeline.call_readers.call_sink import parameter_kind
+from dragoman.pipeline.text_buffer import TextBuffer
 from tests.support.cuttings import cut, cuttings
 
 TAGS = Tagged("<f={name}>", "<p={key}>\n", "\n</p>", "</f>")
 SECTIONS = {
-    "json": Calls(JsonCall(), open="<c>", close="</c>"),
-    "named": Calls(NamedJson(("{name}[A]",)), open="[C]"),
-    "tagged": Calls(TAGS, open="<c>", close="</c>"),
-    "pythonic": Calls(Pythonic(), open="<c>", close="</c>"),
-    "braced": Calls(Braced("<q>"), open="<c>", close="</c>"),
+    "json": CallSection(JsonCall(), open="<c>", close="</c>"),
+    "named": CallSection(NamedJson(("{name}[A]",)), open="[C]"),
+    "tagged": CallSection(TAGS, open="<c>", close="</c>"),
+    "pythonic": CallSection(Pythonic(), open="<c>", close="</c>"),
+    "braced": CallSection(Braced("<q>"), open="<c>", close="</c>"),
 }
 PARAMETERS = {"text": {"type": "string"}, "count": {"type": "integer"}}
 
 
-class Heard:
-    """A sink that notes what it is told, each piece by itself."""
+class RecordingSink:
+    """Records what a reader reports, piece by piece."""
 
     def __init__(self) -> None:
         self.started = False
@@ -44,34 +44,34 @@ class Heard:
     def end(self) -> None:
         self.started = False
 
-    def warn(self, words: str) -> None:
-        self.warnings.append(words)
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
 
     def parameters(self, name: str) -> Mapping[str, Any]:
         return PARAMETERS
 
     @property
-    def told(self) -> list[tuple[str, str]]:
+    def reported(self) -> list[tuple[str, str]]:
         return [(name, "".join(pieces)) for name, pieces in self.calls]
 
 
-def read(kind: str, pieces: Sequence[str], cut_short: bool = False) -> tuple[Heard, str]:
-    """What was told, and what was left of the text."""
-    section, source, heard = SECTIONS[kind], Source(), Heard()
-    reading = READERS[type(section.call)](source, section.call, section, heard)
+def read(kind: str, pieces: Sequence[str], cut_short: bool = False) -> tuple[RecordingSink, str]:
+    """Return the sink and the unread text."""
+    section, buffer, sink = SECTIONS[kind], TextBuffer(), RecordingSink()
+    reading = READERS[type(section.call)](buffer, section.call, section, sink)
     for piece in pieces:
-        source.feed(piece)
-        while (waiting := next(reading, "done")) != "done" and source.refill():
+        buffer.feed(piece)
+        while (waiting := next(reading, "done")) != "done" and buffer.refill():
             pass
         if waiting == "done":
-            return heard, source.window
-    source.end(cut_short)
+            return sink, buffer.window
+    buffer.end(cut_short)
     assert next(reading, "done") == "done"
-    return heard, source.window
+    return sink, buffer.window
 
 
 def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
-    """A call as a model would write it."""
+    """Return a call as a model would write it."""
     if kind == "json":
         return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     if kind == "named":
@@ -105,17 +105,17 @@ VALUES = st.recursive(
 @pytest.mark.parametrize("kind", SECTIONS)
 @settings(deadline=None)
 @given(count=VALUES, text=TEXTS, cuts=cuttings())
-def test_arguments_come_back_as_they_went(kind: str, count: Any, text: str, cuts: list[int]) -> None:
-    # Where strings have no quotes, only the schema tells one from a number: these tools have one of each.
+def test_arguments_round_trip(kind: str, count: Any, text: str, cuts: list[int]) -> None:
+    # Without quotes, only the schema distinguishes strings from numbers.
     if kind == "tagged" and isinstance(count, str):
         count = [count]
     arguments = {"text": text, "count": count}
     output = written(kind, "f", arguments)
     for pieces in ([output], list(output), cut(output, cuts)):
-        # What follows a call is not the reader's.
-        heard, left = read(kind, [*pieces, "</c> "] if kind != "named" else [*pieces, "[C]"])
-        assert [(name, json.loads(told)) for name, told in heard.told] == [("f", arguments)]
-        assert heard.warnings == []
+        # A reader does not consume text after the call.
+        sink, left = read(kind, [*pieces, "</c> "] if kind != "named" else [*pieces, "[C]"])
+        assert [(name, json.loads(reported)) for name, reported in sink.reported] == [("f", arguments)]
+        assert sink.warnings == []
         assert left in ("", "</c> ", "[C]")
 
 
@@ -128,30 +128,30 @@ STREAMED = [
 
 
 @pytest.mark.parametrize(("kind", "head", "opening", "closing", "tail"), STREAMED)
-def test_a_string_is_told_while_it_is_written(kind: str, head: str, opening: str, closing: str, tail: str) -> None:
-    section, source, heard = SECTIONS[kind], Source(), Heard()
-    reading = READERS[type(section.call)](source, section.call, section, heard)
-    source.feed(head + opening)
+def test_strings_are_streamed(kind: str, head: str, opening: str, closing: str, tail: str) -> None:
+    section, buffer, sink = SECTIONS[kind], TextBuffer(), RecordingSink()
+    reading = READERS[type(section.call)](buffer, section.call, section, sink)
+    buffer.feed(head + opening)
     next(reading)
-    for at in range(1, 50):
-        source.feed("word ")
+    for i in range(1, 50):
+        buffer.feed("word ")
         next(reading)
-        told = heard.told[0][1]
-        # A space may belong to what ends the string; a word that is written is told.
-        assert told.startswith('{"text": "word')
-        assert told.count("word") == at
+        reported = sink.reported[0][1]
+        # A space may belong to the end of the string, but complete words are reported.
+        assert reported.startswith('{"text": "word')
+        assert reported.count("word") == i
 
 
-def test_python_is_told_when_a_call_is_whole() -> None:
-    section, source, heard = SECTIONS["pythonic"], Source(), Heard()
-    reading = READERS[Pythonic](source, section.call, section, heard)
-    source.feed("[f(a=1), g(b=(2)), h(")
+def test_python_calls_are_reported_when_complete() -> None:
+    section, buffer, sink = SECTIONS["pythonic"], TextBuffer(), RecordingSink()
+    reading = READERS[Pythonic](buffer, section.call, section, sink)
+    buffer.feed("[f(a=1), g(b=(2)), h(")
     next(reading)
-    assert heard.told == [("f", '{"a":1}'), ("g", '{"b":2}')]
-    source.end()
-    with pytest.raises(Malformed):
+    assert sink.reported == [("f", '{"a":1}'), ("g", '{"b":2}')]
+    buffer.end()
+    with pytest.raises(MalformedCall):
         next(reading)
-    assert len(heard.told) == 2
+    assert len(sink.reported) == 2
 
 
 REFUSED = [
@@ -190,9 +190,9 @@ REFUSED = [
 @pytest.mark.parametrize(("kind", "output"), REFUSED, ids=lambda value: value[:30])
 @settings(deadline=None)
 @given(cuts=cuttings())
-def test_what_is_no_call_is_refused(kind: str, output: str, cuts: list[int]) -> None:
+def test_non_calls_are_malformed(kind: str, output: str, cuts: list[int]) -> None:
     for pieces in ([output], cut(output, cuts)):
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedCall):
             read(kind, pieces)
 
 
@@ -211,23 +211,23 @@ BROKEN = [
 @pytest.mark.parametrize(("kind", "output", "stopped", "cut_short"), BROKEN)
 @settings(deadline=None)
 @given(cuts=cuttings())
-def test_what_is_not_closed(kind: str, output: str, stopped: str, cut_short: str, cuts: list[int]) -> None:
+def test_incomplete_calls(kind: str, output: str, stopped: str, cut_short: str, cuts: list[int]) -> None:
     for pieces in ([output], cut(output, cuts)):
-        heard, left = read(kind, pieces)
-        assert (heard.told, left, len(heard.warnings)) == ([("f", stopped)], "", 1)
-        heard, left = read(kind, pieces, cut_short=True)
-        assert (heard.told, left, heard.warnings) == ([("f", cut_short)], "", [])
+        sink, left = read(kind, pieces)
+        assert (sink.reported, left, len(sink.warnings)) == ([("f", stopped)], "", 1)
+        sink, left = read(kind, pieces, cut_short=True)
+        assert (sink.reported, left, sink.warnings) == ([("f", cut_short)], "", [])
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-def test_what_cannot_begin_a_call(kind: str) -> None:
-    section, source = SECTIONS[kind], Source()
-    source.feed("(")
-    source.end()
+def test_detectors_reject_other_text(kind: str) -> None:
+    section, buffer = SECTIONS[kind], TextBuffer()
+    buffer.feed("(")
+    buffer.end()
     with pytest.raises(StopIteration) as done:
-        next(BEGINS[type(section.call)](source, section.call, section))
+        next(DETECTORS[type(section.call)](buffer, section.call, section))
     assert done.value.value is False
-    assert source.window == "("
+    assert buffer.window == "("
 
 
 @pytest.mark.parametrize(
@@ -247,5 +247,5 @@ def test_what_cannot_begin_a_call(kind: str) -> None:
         (True, "either"),
     ],
 )
-def test_how_a_value_is_written(schema: object, kind: str) -> None:
-    assert kind_of(schema) == kind
+def test_parameter_kind(schema: object, kind: str) -> None:
+    assert parameter_kind(schema) == kind

@@ -1,4 +1,4 @@
-"""Tools, and which of them may or must be called."""
+"""Decoding of chat tools and tool choices."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolChoice
-from tests.protocols.test_chat import asked, decode
+from tests.protocols.chat_helpers import asked, decode
 
 
 def tool(name: str, **fields: Any) -> dict[str, Any]:
@@ -23,15 +23,15 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 AB = [tool("a"), tool("b")]
 CUSTOM = {"type": "custom", "custom": {"name": "c", "format": {"type": "text"}}}
-TOOLS, MUST = ("tools", "tools"), ("constraint", "tool_choice")
+TOOLS, CONSTRAINT = ("tools", "tools"), ("constraint", "tool_choice")
 
 
 @pytest.mark.parametrize("name", ["f", "get_weather", "mcp__a.b:c/d-e", "x" * 128])
-def test_names(name: str) -> None:
+def test_tool_names(name: str) -> None:
     assert decode(tools=[tool(name)]).tools == (Tool(name, path="tools[0].function.parameters"),)
 
 
-def test_everything_about_a_tool() -> None:
+def test_tool_fields() -> None:
     parameters = {"type": "object", "properties": {"x": {"maximum": 9007199254740991}}}
     request = decode(tools=[tool("a", description="d", parameters=parameters, strict=True, extra=1), tool("b")])
     assert request.tools == (
@@ -46,13 +46,13 @@ def test_everything_about_a_tool() -> None:
     [
         ("auto", ToolChoice("auto"), set()),
         ("none", ToolChoice("none"), set()),
-        ("required", ToolChoice("required"), {MUST}),
-        (named("b"), ToolChoice("named", "b"), {MUST}),
-        ({"function": {"name": "b"}}, ToolChoice("named", "b"), {MUST}),
+        ("required", ToolChoice("required"), {CONSTRAINT}),
+        (named("b"), ToolChoice("named", "b"), {CONSTRAINT}),
+        ({"function": {"name": "b"}}, ToolChoice("named", "b"), {CONSTRAINT}),
         (None, ToolChoice("auto"), set()),
     ],
 )
-def test_choices(choice: Any, expected: ToolChoice, asks: set[tuple[str, str]]) -> None:
+def test_tool_choice(choice: Any, expected: ToolChoice, asks: set[tuple[str, str]]) -> None:
     request = decode(tools=AB, tool_choice=choice)
     assert request.tool_choice == expected
     assert asked(request) == {TOOLS} | asks
@@ -60,19 +60,19 @@ def test_choices(choice: Any, expected: ToolChoice, asks: set[tuple[str, str]]) 
     assert decode(tools=AB, tool_choice=choice, parallel_tool_calls=False).tool_choice.parallel is False
 
 
-@pytest.mark.parametrize(("mode", "asks"), [("auto", set()), ("required", {MUST})])
-def test_allowed_tools_are_the_ones_that_are_left(mode: str, asks: set[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("mode", "asks"), [("auto", set()), ("required", {CONSTRAINT})])
+def test_allowed_tools_filter_the_tools(mode: str, asks: set[tuple[str, str]]) -> None:
     request = decode(tools=AB, tool_choice=allowed(mode, "b"))
     assert [entry.name for entry in request.tools] == ["b"]
     assert request.tool_choice.mode == mode
     assert asked(request) == {TOOLS} | asks
 
 
-def test_tools_that_are_no_functions_are_no_mistake() -> None:
+def test_other_tool_types_are_reported() -> None:
     request = decode(tools=[tool("a"), CUSTOM, {"type": "web_search"}], tool_choice="required")
     assert [entry.name for entry in request.tools] == ["a"]
     custom = {("custom_tools", "tools[1].type"), ("custom_tools", "tools[2].type")}
-    assert asked(request) == {TOOLS, MUST} | custom
+    assert asked(request) == {TOOLS, CONSTRAINT} | custom
     request = decode(tools=[CUSTOM], tool_choice={"type": "custom", "custom": {"name": "c"}})
     assert asked(request) == {TOOLS, ("custom_tools", "tools[0].type"), ("custom_tools", "tool_choice.type")}
 
@@ -115,7 +115,7 @@ def test_tools_that_are_no_functions_are_no_mistake() -> None:
         ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),
     ],
 )
-def test_mistakes(fields: dict[str, Any], param: str) -> None:
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(**fields)
     assert caught.value.param == param
@@ -123,25 +123,25 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"type": None}, {"type": "object"}, {"type": ["object", "null"]}])
-def test_arguments_are_an_object(parameters: dict[str, Any]) -> None:
+def test_parameters_may_omit_or_extend_the_type(parameters: dict[str, Any]) -> None:
     assert decode(tools=[tool("a", parameters=parameters)]).tools[0].parameters == parameters
 
 
-def test_many_tools() -> None:
+def test_maximum_number_of_tools() -> None:
     names = [f"t{at}" for at in range(1024)]
     request = decode(tools=[tool(name) for name in names], tool_choice=allowed("auto", *names[::-1]))
     assert [entry.name for entry in request.tools] == names
 
 
-def test_the_older_words() -> None:
+def test_legacy_functions() -> None:
     request = decode(functions=[{"name": "a", "parameters": {}}], function_call={"name": "a"})
     assert request.tools == (Tool("a", parameters={}, path="functions[0].parameters"),)
-    # There is no way to tell of two calls in these words.
+    # `function_call` cannot express two calls.
     assert request.tool_choice == ToolChoice("named", "a", parallel=False)
     assert asked(request) == {("tools", "functions"), ("constraint", "function_call")}
     assert decode(functions=[{"name": "a"}], function_call="none").tool_choice.mode == "none"
 
 
-def test_nothing_is_offered() -> None:
+def test_no_tools() -> None:
     request = decode(tools=[], functions=None, tool_choice="auto", function_call=None, parallel_tool_calls=True)
     assert (request.tools, request.tool_choice, asked(request)) == ((), ToolChoice(), set())

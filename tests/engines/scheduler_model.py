@@ -1,17 +1,16 @@
-"""The scheduler of llama in a world without a model, where memory is only lists of tokens."""
+"""Runs the llama scheduler with a model of the decoder's memory: lists of tokens."""
 
-from dragoman.engines.llama.pinned_prefixes import Pin
 from dragoman.engines.llama.prefix_tree import Prefixes, _Node
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Chunk, Job, Plan, Scheduler
-from dragoman.engines.llama.sequences import WORTH, Clear, Copy, Trim
+from dragoman.engines.llama.sequences import WORTH, Clear, Copy, PinnedPrefix, Trim
 
 WRONG = 77
 Cell = tuple[int, str]
-"""A token, and the principal whose job computed it."""
+"""A token and the principal whose job computed it."""
 
 
 class Memory:
-    """What the sequences of a decoder hold; carries plans out and checks what llama.cpp would not forgive."""
+    """The tokens in a decoder's sequences. Applies plans and checks the preconditions of llama.cpp."""
 
     def __init__(self, sequences: int) -> None:
         self.sequences: list[list[Cell]] = [[] for _ in range(sequences)]
@@ -35,7 +34,7 @@ class Memory:
         return [token for token, _ in self.sequences[sequence]]
 
 
-def text(tree: Prefixes, holder: int) -> list[int]:
+def text_of(tree: Prefixes, holder: int) -> list[int]:
     tokens: list[int] = []
     node: _Node | None = tree.ends[holder]
     while node is not None:
@@ -44,8 +43,8 @@ def text(tree: Prefixes, holder: int) -> list[int]:
     return tokens
 
 
-class World:
-    """A scheduler, its memory, and what each job must have seen by now."""
+class SchedulerModel:
+    """A scheduler and its memory. Checks after every step that each job sees its own prompt and reply."""
 
     def __init__(self, slots: int, cached: int = 0, *, sharing: bool = True, isolate: bool = False) -> None:
         self.slots = slots
@@ -76,7 +75,7 @@ class World:
         self.scheduler.end(job)
 
     def draft(self, job: int, right: int, wrong: int) -> tuple[int, ...]:
-        """Tokens that the job will sample, and some that it will not."""
+        """Return tokens that the job will sample, followed by wrong ones."""
         known = len(self.replies[job])
         return (*(self.token(known + ahead) for ahead in range(right)), *[WRONG] * wrong)
 
@@ -114,7 +113,7 @@ class World:
         outputs = [chunk.outputs for chunk in prefill if self.jobs[chunk.job].prompt_outputs]
         assert sum(outputs) <= MAX_PROMPT_OUTPUTS
         assert {chunk.job for chunk in plan.chunks if self.replies[chunk.job]} == due
-        assert plan.chunks or self.scheduler.idle, "somebody always gets on"
+        assert plan.chunks or self.scheduler.idle, "every plan makes progress"
 
     def check_drafts(self, plan: Plan, drafts: dict[int, tuple[int, ...]]) -> None:
         for chunk in plan.chunks:
@@ -123,31 +122,31 @@ class World:
                 assert chunk.tokens == (reply[-1], *draft)
                 assert chunk.outputs == len(chunk.tokens)
 
-    def covered(self) -> dict[Pin, int]:
-        """How much of each pinned text is in memory."""
+    def covered(self) -> dict[PinnedPrefix, int]:
+        """Return how many tokens of each pinned prefix are in memory."""
         sequences = self.scheduler.sequences
         return {pin: sequences.held.longest(pin.tokens, pin.salt)[0] for pin in sequences.pins.live}
 
-    def check_pins(self, before: dict[Pin, int]) -> None:
+    def check_pins(self, before: dict[PinnedPrefix, int]) -> None:
         after = self.covered()
-        assert len(after) <= len(self.scheduler.sequences.shelf) // 2
+        assert len(after) <= len(self.scheduler.sequences.cache) // 2
         for pin, length in after.items():
-            assert length >= before[pin] or before[pin] < WORTH, "what is pinned is not given up"
+            assert length >= before[pin] or before[pin] < WORTH, "a pinned prefix was evicted"
 
     def check_memory(self) -> None:
         scheduler, sequences = self.scheduler, self.scheduler.sequences
-        seats = [slot.sequence for slot in scheduler.slots.values() if slot.seated]
+        used = [slot.sequence for slot in scheduler.slots.values() if slot.seated]
         assert len(scheduler.slots) <= self.slots
-        assert len(seats) == len(set(seats))
-        assert sequences.taken == set(seats)
+        assert len(used) == len(set(used))
+        assert sequences.occupied == set(used)
         trimmed = {effect.sequence: effect.length for effect in sequences.effects if isinstance(effect, Trim)}
-        assert len(trimmed) == len(sequences.effects), "between plans only drafts are cut"
+        assert len(trimmed) == len(sequences.effects), "between plans only drafts are trimmed"
         for sequence, cells in enumerate(self.memory.sequences):
             assert not cells or sequence in sequences.filled
             if sequence in sequences.held:
-                known, there = text(sequences.held, sequence), self.memory.tokens(sequence)[: trimmed.get(sequence)]
-                assert known == there[: len(known)]
-                assert sequence in sequences.taken or known == there
+                known, actual = text_of(sequences.held, sequence), self.memory.tokens(sequence)[: trimmed.get(sequence)]
+                assert known == actual[: len(known)]
+                assert sequence in sequences.occupied or known == actual
 
     def read(self, chunk: Chunk) -> None:
         job, reply = self.jobs[chunk.job], self.replies[chunk.job]
@@ -186,7 +185,7 @@ class World:
             self.step(7)
         assert self.scheduler.idle
         assert self.ended == set(self.jobs)
-        assert not self.scheduler.sequences.taken
+        assert not self.scheduler.sequences.occupied
         assert not self.scheduler.promised.roots
         self.check_memory()
 

@@ -1,4 +1,4 @@
-"""Anthropic requests as the tests of their decoding write them."""
+"""Decodes Anthropic requests for tests."""
 
 import json
 from typing import Any
@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 
 from dragoman.core.errors import BadRequest
-from dragoman.core.request import (
-    GenerationRequest,
-    Message,
-)
+from dragoman.core.request import GenerationRequest, Message
 from dragoman.protocols.registry import PROTOCOLS
 
 HI = {"role": "user", "content": "hi"}
@@ -24,11 +21,11 @@ def asked(request: GenerationRequest) -> list[tuple[str, str]]:
     return [(entry.feature, entry.param) for entry in request.asked if entry.feature != "chat"]
 
 
-def said(role: str, *blocks: dict[str, Any]) -> tuple[Message, ...]:
+def decode_blocks(role: str, *blocks: dict[str, Any]) -> tuple[Message, ...]:
     return decode(messages=[{"role": role, "content": list(blocks)}]).messages
 
 
-def refused(**fields: Any) -> str | None:
+def rejected_param(**fields: Any) -> str | None:
     with pytest.raises(BadRequest) as raised:
         decode(**fields)
     assert raised.value.param is None or raised.value.param in raised.value.message
