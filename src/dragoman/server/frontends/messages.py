@@ -1,21 +1,25 @@
 """Defines the messages between the parent and a front end, framed like those of a worker.
 
-    parent -> front end   `Begin`, then `ApplyConfig` | `Stopping` | `GracefulStop` | `ForceStop` | `Knock`,
-                          answers and messages of type `Step`; the end of the socket ends the front end
-    front end -> parent   `Listening`, `ConfigApplied` after every `ApplyConfig`, `Pong` after every `Knock`, and
-      per request         [`Enter`]
-                          [`Engage` (`Generate` | `Cancel` | `AcquireSlot` | `ReleaseSlot` | `Pause`)* `Leave`]
-                          `Ended`
-      per relay           `Relay` [`CancelRelay`]
-      at any time         `FindResponse` | `FindItems` | `StoreResponse`
+    parent -> front end
+        start     `Begin`
+        commands  `ApplyConfig` | `Stopping` | `GracefulStop` | `ForceStop` | `Knock`
+        requests  answers, and `Step` with the events of generations
+    front end -> parent
+        start     `Listening`
+        commands  `ConfigApplied` after every `ApplyConfig`, `Pong` after every `Knock`
+        requests  [`Enter`] [`Engage` in-lease* `Leave`] `Ended`
+        in-lease  `Generate` | `Cancel` | `Pause` | `AcquireSlot` | `ReleaseSlot`
+        relays    `Relay` [`CancelRelay`]
+        storage   `FindResponse` | `FindItems` | `StoreResponse`
 
-`id` is the id of the request, as in its record. `key` is the key of a generation, unique across all front ends.
+The end of the socket ends the front end. `id` is the id of the request, as in its record. `key` is the key of a
+generation, unique across all front ends.
 
-    `Enter`        -> `Entered` | `Refused`
-    `Engage`       -> [`LeaseQueued`] `LeaseGranted` | `Refused`
-    `AcquireSlot`  -> `Granted` | `Refused`
-    `Generate`     -> `Step`*, until one with the end
-    `Relay`        -> `Relayed` | `Refused`
+    `Enter` -> `Entered` | `Refused`
+    `Engage` -> [`LeaseQueued`] `LeaseGranted` | `Refused`
+    `AcquireSlot` -> `Granted` | `Refused`
+    `Generate` -> `Step`*, until one with the end
+    `Relay` -> `Relayed` | `Refused`
     `FindResponse`, `FindItems`, `StoreResponse` -> `Kept` | `Refused`
 
 An answer that cannot be decoded, because a custom engine describes itself wrongly, is decoded as `Refused`.
