@@ -1,4 +1,4 @@
-"""Engines for the worker's tests; the child process imports them from here."""
+"""Engines for the tests of workers; the worker imports them from here."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from dragoman.core.request import GenerationRequest
 
 
 class Obedient(Engine):
-    """Does what the last user message says."""
+    """Follows the command in the last user message."""
 
     device = "pretend"
     slots = 3
@@ -52,7 +52,7 @@ class Obedient(Engine):
         if command == "die":
             os.kill(os.getpid(), signal.SIGSEGV)
         if command == "print":
-            print("this must not get among the messages", flush=True)
+            print("this must not be mixed with the messages", flush=True)
         for at in range(int(rest)):
             self.kv_used = (at + 1) / 100
             yield [TextDelta(f"{at} ", tokens=(at,))]
@@ -84,7 +84,7 @@ class Obedient(Engine):
 
 
 class Apart(Obedient):
-    """In a process of its own."""
+    """Runs in a worker."""
 
     @classmethod
     def needs_worker(cls, options: msgspec.Struct) -> bool:
@@ -92,7 +92,7 @@ class Apart(Obedient):
 
 
 class Embedding(Engine):
-    """Makes vectors, slowly where it is told so, and knows what it is working on."""
+    """Computes embeddings and counts its running calls."""
 
     def __init__(self) -> None:
         self.working = 0
@@ -112,16 +112,16 @@ class Embedding(Engine):
 
 
 class Blocking(Engine):
-    """Keeps its whole process busy, as a library stuck in native code would."""
+    """Blocks its process, like a library that is stuck in native code."""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         yield "one "
         await asyncio.sleep(0.05)
-        time.sleep(60)  # noqa: ASYNC251 (that is the point)
+        time.sleep(60)  # noqa: ASYNC251 (intended)
 
 
 class Spinning(Engine):
-    """Computes without end, in Python."""
+    """Loops forever in Python."""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         yield "one "
@@ -144,7 +144,7 @@ class Slow(Engine):
 
 
 class Incomprehensible(Engine):
-    """Says of itself what nobody can read."""
+    """Describes itself with an invalid value."""
 
     slots = "many"  # type: ignore[assignment]
 

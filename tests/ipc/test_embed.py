@@ -1,4 +1,4 @@
-"""Vectors from a child process, and work that nobody waits for any more."""
+"""Embeddings from a worker, and their cancellation."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from dragoman.core.errors import NotSupported
 from tests.ipc.test_worker import run, worker
 
 
-def test_vectors_cross_the_pipe() -> None:
+def test_embeddings_cross_the_pipe() -> None:
     engine = worker("Embedding")
 
     async def scenario() -> None:
@@ -21,7 +21,7 @@ def test_vectors_cross_the_pipe() -> None:
     run(engine, scenario())
 
 
-def test_who_leaves_stops_the_work() -> None:
+def test_cancelled_embed_stops_the_work() -> None:
     engine = worker("Embedding")
 
     async def working() -> int:
@@ -32,19 +32,19 @@ def test_who_leaves_stops_the_work() -> None:
         assert await working() == 1
         waiting = [asyncio.create_task(engine.embed(["wait"])) for _ in range(3)]
         async with asyncio.timeout(60):
-            while await working() != 4:  # noqa: ASYNC110 (it becomes so in another process)
+            while await working() != 4:  # noqa: ASYNC110 (it happens in another process)
                 await asyncio.sleep(0.01)
             for task in waiting:
                 task.cancel()
             while await working() != 1:  # noqa: ASYNC110 (as above)
                 await asyncio.sleep(0.01)
-        # The child goes on, and so does what it is asked next.
+        # The worker still answers.
         assert len(await engine.embed(["a", "b"])) == 2
 
     run(engine, scenario())
 
 
-def test_an_engine_without_vectors() -> None:
+def test_engine_without_embeddings() -> None:
     engine = worker()
 
     async def scenario() -> None:

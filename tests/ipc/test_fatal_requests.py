@@ -1,4 +1,4 @@
-"""A request that ends the engine's process twice is refused, and only that one."""
+"""A request that crashed the worker twice is refused."""
 
 import asyncio
 import logging
@@ -17,19 +17,19 @@ from dragoman.ipc.worker_messages import Detokenize, Tokenize
 from tests.ipc.test_worker import ask, events, run, worker
 
 
-def is_refused(fatal: FatalRequests, asked: GenerationRequest | msgspec.Raw | Tokenize | Detokenize) -> bool:
+def is_refused(fatal: FatalRequests, request: GenerationRequest | msgspec.Raw | Tokenize | Detokenize) -> bool:
     try:
-        fatal.check(asked)
+        fatal.check(request)
     except RequestRefused:
         return True
     return False
 
 
-def test_two_deaths_refuse_the_same_request_from_any_caller() -> None:
+def test_two_crashes_refuse_the_same_request_from_any_caller() -> None:
     fatal = FatalRequests()
-    fatal.note(ask("die"))
+    fatal.note_crash(ask("die"))
     assert not is_refused(fatal, ask("die"))
-    fatal.note(msgspec.structs.replace(ask("die"), id="2", principal="bob"))
+    fatal.note_crash(msgspec.structs.replace(ask("die"), id="2", principal="bob"))
     assert is_refused(fatal, ask("die"))
     assert is_refused(fatal, msgspec.structs.replace(ask("die"), id="3", principal="alice", labels={"user": "x"}))
     assert is_refused(fatal, msgspec.Raw(msgspec.msgpack.encode(ask("die"))))
@@ -37,31 +37,31 @@ def test_two_deaths_refuse_the_same_request_from_any_caller() -> None:
     assert not is_refused(fatal, msgspec.structs.replace(ask("die"), max_tokens=3))
 
 
-def test_ids_of_questions_do_not_count() -> None:
+def test_question_ids_are_ignored() -> None:
     fatal = FatalRequests()
-    fatal.note(Tokenize(1, "die", True))
-    fatal.note(Tokenize(2, "die", True))
+    fatal.note_crash(Tokenize(1, "die", True))
+    fatal.note_crash(Tokenize(2, "die", True))
     assert is_refused(fatal, Tokenize(3, "die", True))
     assert not is_refused(fatal, Tokenize(3, "die", False))
     assert not is_refused(fatal, Detokenize(3, (1,)))
 
 
-def test_deaths_are_forgotten() -> None:
+def test_crashes_are_forgotten() -> None:
     now = 0.0
     fatal = FatalRequests(lambda: now)
-    fatal.note(ask("die"))
-    fatal.note(ask("die"))
+    fatal.note_crash(ask("die"))
+    fatal.note_crash(ask("die"))
     assert is_refused(fatal, ask("die"))
     now += MEMORY_SECONDS
     assert not is_refused(fatal, ask("die"))
-    fatal.note(ask("die"))
-    fatal.note(ask("die"))
+    fatal.note_crash(ask("die"))
+    fatal.note_crash(ask("die"))
     for at in range(MOST_REQUESTS):
-        fatal.note(ask(f"die {at}"))
+        fatal.note_crash(ask(f"die {at}"))
     assert not is_refused(fatal, ask("die"))
 
 
-def test_request_that_killed_the_worker_twice_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_that_crashed_the_worker_twice_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -69,7 +69,7 @@ def test_request_that_killed_the_worker_twice_is_refused(caplog: pytest.LogCaptu
         for _ in range(2):
             with pytest.raises(EngineDied):
                 await events(engine, "die 1")
-            await engine.back()
+            await engine.wait_until_running()
         before = engine.pid
         with pytest.raises(RequestRefused) as raised:
             await events(engine, "die 1")
@@ -84,7 +84,7 @@ def test_request_that_killed_the_worker_twice_is_refused(caplog: pytest.LogCaptu
         run(engine, scenario())
 
 
-def test_question_that_killed_the_worker_twice_is_refused() -> None:
+def test_question_that_crashed_the_worker_twice_is_refused() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -92,7 +92,7 @@ def test_question_that_killed_the_worker_twice_is_refused() -> None:
         for _ in range(2):
             with pytest.raises(EngineDied):
                 await engine.tokenize("die", False)
-            await engine.back()
+            await engine.wait_until_running()
         with pytest.raises(RequestRefused):
             await engine.tokenize("die", False)
         assert list(await engine.tokenize("live", False))
@@ -104,7 +104,7 @@ async def rest(stream: AsyncGenerator[Sequence[Event], None]) -> list[Sequence[E
     return [ready async for ready in stream]
 
 
-def test_death_with_several_requests_counts_against_none_of_them() -> None:
+def test_crash_with_several_requests_counts_against_no_request() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -117,7 +117,7 @@ def test_death_with_several_requests_counts_against_none_of_them() -> None:
             with pytest.raises(EngineDied):
                 await rest(other)
             async with asyncio.timeout(60):
-                await engine.back()
+                await engine.wait_until_running()
 
     run(engine, scenario())
 
@@ -135,6 +135,6 @@ def test_kill_from_outside_does_not_count_against_a_request() -> None:
             with pytest.raises(EngineDied):
                 await rest(stream)
             async with asyncio.timeout(60):
-                await engine.back()
+                await engine.wait_until_running()
 
     run(engine, scenario())

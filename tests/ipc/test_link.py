@@ -1,4 +1,4 @@
-"""Messages between a parent and its front ends arrive whole and in order, however the socket cuts them."""
+"""Messages arrive whole and in order, however the socket splits them."""
 
 import asyncio
 
@@ -10,10 +10,10 @@ from dragoman.ipc.worker_messages import HEADER
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(1, 50), min_size=1, max_size=40))
-def test_any_cutting(bodies: list[bytes], sizes: list[int]) -> None:
+def test_messages_survive_any_chunking(bodies: list[bytes], sizes: list[int]) -> None:
     async def scenario() -> None:
-        taken: list[bytes] = []
-        link = Link(lambda body: taken.append(bytes(body)), lambda: None)
+        received: list[bytes] = []
+        link = Link(lambda body: received.append(bytes(body)), lambda: None)
         data = b"".join(HEADER.pack(len(body)) + body for body in bodies)
         at = 0
         while at < len(data):
@@ -21,6 +21,6 @@ def test_any_cutting(bodies: list[bytes], sizes: list[int]) -> None:
                 if data[at : at + size]:
                     link.data_received(data[at : at + size])
                 at += size
-        assert taken == bodies
+        assert received == bodies
 
     asyncio.run(scenario())

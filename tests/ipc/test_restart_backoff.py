@@ -1,36 +1,36 @@
-from dragoman.ipc.restart_backoff import YOUNG_SECONDS, Deaths
+from dragoman.ipc.restart_backoff import YOUNG_SECONDS, RestartBackoff
 
 
-def pauses(deaths: Deaths, *ages: float) -> list[float]:
+def pauses(backoff: RestartBackoff, *ages: float) -> list[float]:
     told = []
     for age in ages:
-        deaths.note(age)
-        told.append(deaths.pause)
+        backoff.note_failure(age)
+        told.append(backoff.pause)
     return told
 
 
-def test_a_pause_grows_with_each_that_dies_young() -> None:
-    assert pauses(Deaths(0.4, 3), 0, 1, 2, 3, 4, 5) == [0, 0.4, 0.8, 1.6, 3, 3]
+def test_pause_grows_with_early_failures() -> None:
+    assert pauses(RestartBackoff(0.4, 3), 0, 1, 2, 3, 4, 5) == [0, 0.4, 0.8, 1.6, 3, 3]
 
 
-def test_one_that_has_grown_old_begins_anew() -> None:
-    deaths = Deaths(1, 30)
-    assert pauses(deaths, 0, 0, 0, YOUNG_SECONDS, 0, 0) == [0, 1, 2, 0, 1, 2]
-    assert deaths.count == 3
+def test_long_run_resets_the_pause() -> None:
+    backoff = RestartBackoff(1, 30)
+    assert pauses(backoff, 0, 0, 0, YOUNG_SECONDS, 0, 0) == [0, 1, 2, 0, 1, 2]
+    assert backoff.count == 3
 
 
-def test_after_any_number_of_deaths_the_longest_pause_stays() -> None:
-    assert pauses(Deaths(1, 30), *[0.0] * 2000)[-1] == 30
+def test_pause_never_exceeds_the_longest() -> None:
+    assert pauses(RestartBackoff(1, 30), *[0.0] * 2000)[-1] == 30
 
 
-def test_the_first_pause_may_be_one_too() -> None:
-    assert pauses(Deaths(5, 60, first=5), *[0.0] * 6) == [5, 10, 20, 40, 60, 60]
+def test_first_pause_can_be_set() -> None:
+    assert pauses(RestartBackoff(5, 60, first=5), *[0.0] * 6) == [5, 10, 20, 40, 60, 60]
 
 
-def test_what_is_young_is_for_each_to_say() -> None:
-    deaths = Deaths(1, 30)
-    deaths.note(0)
-    deaths.note(100, young=200)
-    assert deaths.count == 2
-    deaths.note(200, young=200)
-    assert deaths.count == 1
+def test_early_failure_threshold_can_be_set() -> None:
+    backoff = RestartBackoff(1, 30)
+    backoff.note_failure(0)
+    backoff.note_failure(100, young=200)
+    assert backoff.count == 2
+    backoff.note_failure(200, young=200)
+    assert backoff.count == 1

@@ -1,4 +1,4 @@
-"""An engine in a child process behaves as if it were here, and the server outlives it."""
+"""An engine in a worker behaves like one in this process, and the server survives its crashes."""
 
 import asyncio
 import os
@@ -65,10 +65,10 @@ async def until_gone(pid: int) -> None:
         if not alive(pid):
             return
         await asyncio.sleep(0.05)
-    raise AssertionError(f"process {pid} is still there")
+    raise AssertionError(f"process {pid} is still running")
 
 
-def test_it_is_the_engine_it_runs() -> None:
+def test_worker_behaves_like_its_engine() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -85,7 +85,7 @@ def test_it_is_the_engine_it_runs() -> None:
     run(engine, scenario())
 
 
-def test_prompts_are_shown() -> None:
+def test_render() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -101,7 +101,7 @@ def test_prompts_are_shown() -> None:
     run(engine, scenario())
 
 
-def test_options_and_name_arrive() -> None:
+def test_options_and_name_reach_the_engine() -> None:
     engine = worker("Configured", greeting="happy birthday")
 
     async def scenario() -> None:
@@ -110,7 +110,7 @@ def test_options_and_name_arrive() -> None:
     run(engine, scenario())
 
 
-def test_errors_arrive_as_what_they_were() -> None:
+def test_errors_keep_their_type_and_fields() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -126,17 +126,17 @@ def test_errors_arrive_as_what_they_were() -> None:
     run(engine, scenario())
 
 
-def test_many_at_once_keep_apart() -> None:
+def test_concurrent_requests_are_independent() -> None:
     engine = worker()
 
     async def scenario() -> None:
-        told = await asyncio.gather(*(events(engine, f"count {length}") for length in range(1, 60)))
-        assert [len(said) - 2 for said in told] == list(range(1, 60))
+        results = await asyncio.gather(*(events(engine, f"count {length}") for length in range(1, 60)))
+        assert [len(result) - 2 for result in results] == list(range(1, 60))
 
     run(engine, scenario())
 
 
-def test_closing_the_iterator_cancels_in_the_child() -> None:
+def test_closing_the_stream_cancels_the_generation() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -149,12 +149,12 @@ def test_closing_the_iterator_cancels_in_the_child() -> None:
             if not child.streams:
                 return
             await asyncio.sleep(0.05)
-        raise AssertionError("the child was not told, or did not stop")
+        raise AssertionError("the generation was not cancelled")
 
     run(engine, scenario())
 
 
-def test_cancelled_before_it_began() -> None:
+def test_cancel_before_the_first_event() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -171,7 +171,7 @@ def test_cancelled_before_it_began() -> None:
     run(engine, scenario())
 
 
-def test_its_death_is_an_error_and_then_a_new_life() -> None:
+def test_worker_restarts_after_a_kill() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -189,30 +189,30 @@ def test_its_death_is_an_error_and_then_a_new_life() -> None:
     run(engine, scenario())
 
 
-def test_a_request_waits_for_a_new_life_as_long_as_it_may(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_waits_for_a_restart_up_to_load_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     engine = WorkerEngine("tests.ipc.engines:Obedient", "obedient", {}, load_seconds=0.02)
 
     async def scenario() -> None:
         await engine.start()
         assert engine.pid is not None
-        assert not engine.is_away
+        assert not engine.is_restarting
         os.kill(engine.pid, signal.SIGKILL)
         async with asyncio.timeout(60):
-            while not engine.is_away:  # noqa: ASYNC110
+            while not engine.is_restarting:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         with pytest.raises(ModelLoading):
             await events(engine, "count 2")
-        assert engine.away_seconds > 0
-        await engine.back()
+        assert engine.restart_seconds > 0
+        await engine.wait_until_running()
         assert len(await events(engine, "count 2")) == 4
-        assert not engine.is_away
+        assert not engine.is_restarting
 
     run(engine, scenario())
-    assert "model obedient: there again after " in caplog.text
+    assert "model obedient: running again after " in caplog.text
 
 
-def test_it_is_started_again_without_being_asked() -> None:
+def test_worker_restarts_without_a_request() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -224,12 +224,12 @@ def test_it_is_started_again_without_being_asked() -> None:
             await asyncio.sleep(0.05)
             if engine.pid not in (None, first):
                 return
-        raise AssertionError("no new child")
+        raise AssertionError("no new worker")
 
     run(engine, scenario())
 
 
-def test_one_that_hangs_is_ended() -> None:
+def test_stalled_worker_is_killed() -> None:
     engine = worker("Blocking", stall_seconds=0.5)
 
     async def scenario() -> None:
@@ -243,12 +243,12 @@ def test_one_that_hangs_is_ended() -> None:
     run(engine, scenario())
 
 
-def test_one_that_hangs_over_a_question_is_ended() -> None:
+def test_worker_stalled_by_a_question_is_killed() -> None:
     engine = worker(stall_seconds=0.5)
 
     async def scenario() -> None:
         await engine.start()
-        await asyncio.sleep(0.6)  # idle, which is no silence
+        await asyncio.sleep(0.6)  # an idle worker is not stalled
         async with asyncio.timeout(60):
             begun = time.monotonic()
             with pytest.raises(EngineTimeout):
@@ -259,7 +259,7 @@ def test_one_that_hangs_over_a_question_is_ended() -> None:
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_requests_at_the_moment_of_its_death_get_502(loop: Any) -> None:
+def test_requests_to_a_dying_worker_raise_engine_died(loop: Any) -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -270,7 +270,7 @@ def test_requests_at_the_moment_of_its_death_get_502(loop: Any) -> None:
         opened = engine.generate(ask("slowly 1000"))
         await anext(opened)
         os.kill(engine.pid, signal.SIGKILL)
-        # The event loop closes the pipe before anybody has been told.
+        # The event loop closes the pipe before the death is noticed.
         child._input.close()
         with pytest.raises(EngineDied):
             await events(engine, "count 1")
@@ -287,7 +287,7 @@ def test_requests_at_the_moment_of_its_death_get_502(loop: Any) -> None:
         runner.run(scenario())
 
 
-def test_a_request_that_meets_a_buried_child_gets_502() -> None:
+def test_request_to_a_dead_worker_raises_engine_died() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -295,14 +295,14 @@ def test_a_request_that_meets_a_buried_child_gets_502() -> None:
         child = engine._child
         assert child is not None
         await child.kill()
-        child.bury()
+        child.fail_pending()
         with pytest.raises(EngineDied):
             child.open(ask("count 1"))
 
     run(engine, scenario())
 
 
-def test_after_the_end_there_is_no_new_life() -> None:
+def test_stopped_engine_does_not_restart() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -315,22 +315,22 @@ def test_after_the_end_there_is_no_new_life() -> None:
     run(engine, scenario())
 
 
-def test_stopping_while_it_starts_leaves_no_child() -> None:
+def test_stop_during_start_leaves_no_process() -> None:
     engine = worker("Slow")
 
     async def scenario() -> None:
         before = children()
-        asked = asyncio.create_task(events(engine, "x"))
+        request = asyncio.create_task(events(engine, "x"))
         child = await new_child(before)
         await engine.stop()
         with pytest.raises(Unavailable, match="stopped"):
-            await asked
+            await request
         assert not alive(child)
 
     run(engine, scenario())
 
 
-def test_one_that_starts_but_cannot_be_understood_is_ended() -> None:
+def test_worker_with_undecodable_description_is_killed() -> None:
     engine = worker("Incomprehensible")
 
     async def scenario() -> None:
@@ -358,7 +358,7 @@ def _started_by(task: Path) -> list[str]:
 
 
 async def new_child(before: set[int]) -> int:
-    """The child of this process that was not there before."""
+    """Return the new child of this process."""
     async with asyncio.timeout(60):
         while not children() - before:  # noqa: ASYNC110 (nothing says when a process appears)
             await asyncio.sleep(0.01)
@@ -366,7 +366,7 @@ async def new_child(before: set[int]) -> int:
     return child
 
 
-def test_one_that_cannot_start_says_why() -> None:
+def test_config_error_at_start_is_raised() -> None:
     engine = worker("Broken")
 
     async def scenario() -> None:
@@ -378,7 +378,7 @@ def test_one_that_cannot_start_says_why() -> None:
     run(engine, scenario())
 
 
-def test_many_who_ask_start_one_child() -> None:
+def test_concurrent_first_requests_start_one_worker() -> None:
     engine = worker()
     pids = set()
 
@@ -393,7 +393,7 @@ def test_many_who_ask_start_one_child() -> None:
     run(engine, scenario())
 
 
-def test_stopping_leaves_no_child() -> None:
+def test_stop_leaves_no_process() -> None:
     engine = worker()
     pids: list[int | None] = []
 
@@ -420,13 +420,13 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("engine", ["Blocking", "Spinning"])
-def test_kill_9_of_the_parent_leaves_no_child(engine: str) -> None:
+def test_kill_9_of_the_parent_leaves_no_worker(engine: str) -> None:
     program = [sys.executable, "-c", PARENT, f"tests.ipc.engines:{engine}"]
     parent = subprocess.Popen(program, stdout=subprocess.PIPE, env=os.environ)
     with parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        time.sleep(0.3)  # by now it is stuck in a call that never returns
+        time.sleep(0.3)  # the worker is stuck now
         assert alive(child)
         parent.kill()
     asyncio.run(until_gone(child))

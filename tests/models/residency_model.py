@@ -1,4 +1,4 @@
-"""A world for `Residency` to decide in, in a time of its own."""
+"""A simulated machine with its own clock, for tests of `Residency`."""
 
 import heapq
 import itertools
@@ -8,38 +8,38 @@ from collections.abc import Mapping
 import msgspec
 
 from dragoman.models.residency import (
-    Abort,
-    Added,
-    Admit,
-    Asked,
+    AbortLoad,
+    AdmitRequests,
     Effect,
+    EstimateMemory,
     Event,
-    Failed,
-    Forget,
-    Load,
-    Loaded,
-    Passed,
-    Refuse,
+    ForgetModel,
+    LoadFailed,
+    LoadModel,
+    MemoryEstimated,
+    ModelAdded,
+    ModelLoaded,
+    ModelUnloaded,
+    RefuseRequests,
     Residency,
-    Unload,
-    Unloaded,
-    Weigh,
-    Weighed,
+    TimerFired,
+    UnloadModel,
+    UseRequested,
 )
 
 
-class Left(msgspec.Struct, frozen=True):
-    """Somebody has finished using it: what the `Lifecycle` tells in a call of its own, and a plan in its order."""
+class RequestFinished(msgspec.Struct, frozen=True):
+    """A request has finished; `Lifecycle` reports it with `leave`."""
 
     key: str
 
 
-def left(residency: Residency, key: str, now: float) -> list[Effect]:
-    return [] if residency.leave(key, now) else residency.feed(Passed(), now)
+def leave(residency: Residency, key: str, now: float) -> list[Effect]:
+    return [] if residency.leave(key, now) else residency.feed(TimerFired(), now)
 
 
 class World:
-    """A machine whose models load, answer and unload in `seconds`, and which minds what it is told."""
+    """A machine whose models load in `seconds`; checks every effect."""
 
     def __init__(
         self, needs: Mapping[str, int], budget: int | None, turn: float = 4.0, keep_alive: float = math.inf
@@ -60,67 +60,69 @@ class World:
         self._running = dict.fromkeys(needs, 0)
         self._lengths: dict[int, float] = {}
         self._tickets = itertools.count()
-        self._plan: list[tuple[float, int, Event | Left]] = []
+        self._plan: list[tuple[float, int, Event | RequestFinished]] = []
         self._order = itertools.count()
         for key in needs:
-            self.feed(Added(key, keep_alive))
+            self.feed(ModelAdded(key, keep_alive))
 
     def ask(self, key: str, length: float = 1.0) -> int:
         ticket = next(self._tickets)
         self._lengths[ticket] = length
-        self.feed(Asked(key, ticket))
+        self.feed(UseRequested(key, ticket))
         return ticket
 
-    def later(self, seconds: float, event: Event | Left) -> None:
+    def later(self, seconds: float, event: Event | RequestFinished) -> None:
         heapq.heappush(self._plan, (self.now + seconds, next(self._order), event))
 
-    def feed(self, event: Event | Left) -> None:
-        if isinstance(event, Unloaded):
+    def feed(self, event: Event | RequestFinished) -> None:
+        if isinstance(event, ModelUnloaded):
             del self._memory[event.key]
-        if isinstance(event, Left):
+        if isinstance(event, RequestFinished):
             self._running[event.key] -= 1
-            effects = left(self.residency, event.key, self.now)
+            effects = leave(self.residency, event.key, self.now)
         else:
             effects = self.residency.feed(event, self.now)
         for effect in effects:
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Weigh):
-            self.later(0.1, Weighed(effect.key, self.needs[effect.key]))
-        elif isinstance(effect, Load):
+        if isinstance(effect, EstimateMemory):
+            self.later(0.1, MemoryEstimated(effect.key, self.needs[effect.key]))
+        elif isinstance(effect, LoadModel):
             assert effect.key not in self._memory
             self._memory[effect.key] = self.needs[effect.key]
             assert self.budget is None or sum(self._memory.values()) <= self.budget
             self.loads.append(effect.key)
             if effect.key in self.broken:
                 del self._memory[effect.key]
-                self.later(self.seconds, Failed(effect.key))
+                self.later(self.seconds, LoadFailed(effect.key))
             else:
-                self.later(self.seconds, Loaded(effect.key, self.needs[effect.key]))
-        elif isinstance(effect, Abort):
+                self.later(self.seconds, ModelLoaded(effect.key, self.needs[effect.key]))
+        elif isinstance(effect, AbortLoad):
             self._plan = [
-                entry for entry in self._plan if not isinstance(entry[2], Loaded | Failed) or entry[2].key != effect.key
+                entry
+                for entry in self._plan
+                if not isinstance(entry[2], ModelLoaded | LoadFailed) or entry[2].key != effect.key
             ]
             heapq.heapify(self._plan)
             self._memory.setdefault(effect.key, 0)
             self.aborts.append(effect.key)
-            self.later(self.seconds / 2, Unloaded(effect.key))
-        elif isinstance(effect, Unload):
+            self.later(self.seconds / 2, ModelUnloaded(effect.key))
+        elif isinstance(effect, UnloadModel):
             assert not self._running[effect.key]
             assert effect.key in self._memory
             self.unloads.append(effect.key)
-            self.later(self.seconds / 2, Unloaded(effect.key))
-        elif isinstance(effect, Admit):
+            self.later(self.seconds / 2, ModelUnloaded(effect.key))
+        elif isinstance(effect, AdmitRequests):
             assert effect.key in self._memory
             for ticket in effect.tickets:
                 assert ticket not in self.admitted
                 self.admitted[ticket] = self.now
                 self._running[effect.key] += 1
-                self.later(self._lengths[ticket], Left(effect.key))
-        elif isinstance(effect, Refuse):
+                self.later(self._lengths[ticket], RequestFinished(effect.key))
+        elif isinstance(effect, RefuseRequests):
             self.refused |= set(effect.tickets)
-        elif isinstance(effect, Forget):
+        elif isinstance(effect, ForgetModel):
             self.forgotten.append(effect.key)
 
     def run(self, until: float) -> None:
@@ -136,9 +138,9 @@ class World:
                 self.feed(heapq.heappop(self._plan)[2])
             else:
                 due = self.residency.due
-                self.feed(Passed())
-                assert self.residency.due > min(due, self.now), "it asks for the same moment again"
+                self.feed(TimerFired())
+                assert self.residency.due > min(due, self.now), "the timer does not advance"
 
     @property
     def inside(self) -> set[str]:
-        return {key for key, seat in self.residency.seats.items() if seat.state == "in"}
+        return {key for key, model in self.residency.models.items() if model.state == "in"}

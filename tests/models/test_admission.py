@@ -37,7 +37,7 @@ def test_principals_take_turns() -> None:
     assert asyncio.run(scenario()) == ["a1", "a2", "b1", "c1", "a3"]
 
 
-def test_more_slots_are_for_those_who_wait() -> None:
+def test_new_slots_go_to_waiting_requests() -> None:
     async def scenario() -> None:
         admission, log, release = Admission(1, 10, 10), list[str](), asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, name, log, release)) for name in "abcd"]
@@ -46,7 +46,7 @@ def test_more_slots_are_for_those_who_wait() -> None:
         await turn()
         assert (log, admission.running, admission.waiting) == (["a", "b", "c"], 3, 1)
         admission.resize(1)
-        admission.bound(0, 1)
+        admission.set_limits(0, 1)
         with pytest.raises(QueueFull):
             await admission.enter("e")
         admission.resize(None)
@@ -59,7 +59,7 @@ def test_more_slots_are_for_those_who_wait() -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_queue_says_so_at_once() -> None:
+def test_full_queue_refuses_at_once() -> None:
     async def scenario() -> None:
         admission, release = Admission(1, 1, 10), asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, "a", [], release)) for _ in range(2)]
@@ -74,7 +74,7 @@ def test_a_full_queue_says_so_at_once() -> None:
     asyncio.run(scenario())
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_wait_times_out() -> None:
     async def scenario() -> None:
         admission, release = Admission(1, 5, 0.05), asyncio.Event()
         task = asyncio.create_task(hold(admission, "a", [], release))
@@ -89,8 +89,8 @@ def test_nobody_waits_for_ever() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("after_the_turn_came", [False, True])
-def test_one_who_leaves_blocks_nobody(after_the_turn_came: bool) -> None:
+@pytest.mark.parametrize("after_the_grant", [False, True])
+def test_cancelled_request_passes_its_slot_on(after_the_grant: bool) -> None:
     async def scenario() -> None:
         admission, log, release = Admission(1, 5, 10), list[str](), asyncio.Event()
         first = asyncio.create_task(hold(admission, "a", log, release))
@@ -98,8 +98,8 @@ def test_one_who_leaves_blocks_nobody(after_the_turn_came: bool) -> None:
         leaver = asyncio.create_task(hold(admission, "b", log, release))
         last = asyncio.create_task(hold(admission, "c", log, release))
         await turn()
-        if after_the_turn_came:
-            first.cancel()  # passes its slot on to b in the moment in which b is cancelled
+        if after_the_grant:
+            first.cancel()  # passes its slot on to b, which is cancelled at the same time
             await asyncio.sleep(0)
         leaver.cancel()
         release.set()
@@ -110,7 +110,7 @@ def test_one_who_leaves_blocks_nobody(after_the_turn_came: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_no_limit_means_no_waiting() -> None:
+def test_no_slot_limit() -> None:
     async def scenario() -> None:
         admission, log, release = Admission(None, 0, 1), list[str](), asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, "a", log, release)) for _ in range(50)]
@@ -122,7 +122,7 @@ def test_no_limit_means_no_waiting() -> None:
     asyncio.run(scenario())
 
 
-def test_one_who_is_leaving_is_passed_over() -> None:
+def test_cancelled_request_gets_no_slot() -> None:
     async def scenario() -> None:
         admission, log, release = Admission(1, 5, 10), list[str](), asyncio.Event()
         await admission.enter("a")
@@ -139,7 +139,7 @@ def test_one_who_is_leaving_is_passed_over() -> None:
     asyncio.run(scenario())
 
 
-def test_who_is_turned_away_is_told_how_long_it_takes() -> None:
+def test_retry_after_estimates_the_queue() -> None:
     async def work() -> None:
         admission = Admission(1, 2, 60)
         await admission.enter("a")
@@ -149,7 +149,7 @@ def test_who_is_turned_away_is_told_how_long_it_takes() -> None:
             await admission.enter("a")
         assert caught.value.retry_after == 1
         for _ in range(20):
-            admission._left_at -= 5
+            admission._freed_at -= 5
             admission.leave("a")
             waiting.append(asyncio.create_task(admission.enter("a")))
             await asyncio.sleep(0)
@@ -162,7 +162,7 @@ def test_who_is_turned_away_is_told_how_long_it_takes() -> None:
     asyncio.run(work())
 
 
-def test_nobody_gives_back_more_than_they_have() -> None:
+def test_extra_release_is_ignored() -> None:
     admission = Admission(2, 10, 10)
     one, other = Slots(admission, "a"), Slots(admission, "b")
     assert one.take_first()
@@ -198,7 +198,7 @@ def test_free_slot_goes_to_the_principal_that_holds_the_fewest() -> None:
     assert asyncio.run(scenario()) == ["b1", "a4"]
 
 
-def test_last_slot_is_kept_for_other_principals_that_were_seen_lately() -> None:
+def test_last_slot_is_reserved_for_recent_principals() -> None:
     async def scenario() -> None:
         admission, log, release = Admission(3, 10, 60), list[str](), asyncio.Event()
         assert admission.enter_now("b")
@@ -208,7 +208,7 @@ def test_last_slot_is_kept_for_other_principals_that_were_seen_lately() -> None:
         waiting = asyncio.create_task(hold(admission, "a", log, release, "a3"))
         await turn()
         assert (log, admission.running) == ([], 2)
-        assert admission.enter_now("b"), "the slot that was kept"
+        assert admission.enter_now("b"), "the reserved slot"
         assert not admission.enter_now("c")
         admission.leave("b")
         await turn()
@@ -220,8 +220,8 @@ def test_last_slot_is_kept_for_other_principals_that_were_seen_lately() -> None:
     asyncio.run(scenario())
 
 
-def test_last_slot_is_no_longer_kept_when_others_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dragoman.models.admission.COMPANY_SECONDS", 0.3)
+def test_reservation_of_the_last_slot_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dragoman.models.admission.RESERVE_SECONDS", 0.3)
 
     async def scenario() -> None:
         admission = Admission(2, 10, 60)
@@ -240,7 +240,7 @@ def test_single_principal_has_all_slots() -> None:
     assert [admission.enter_now("a") for _ in range(4)] == [True, True, True, False]
 
 
-def test_full_queue_of_one_principal_takes_a_request_of_another() -> None:
+def test_full_queue_accepts_one_request_of_another_principal() -> None:
     async def scenario() -> None:
         admission, log, release = Admission(1, 1, 60), list[str](), asyncio.Event()
         await admission.enter("a")

@@ -1,4 +1,4 @@
-"""One entry of the configuration, several models: the names of adapters, and what a new configuration makes of them."""
+"""Names, aliases and adapters of configured models."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ LEGAL = {"base-legal": "legal.gguf"}
 BOTH = LEGAL | {"base-poet": {"path": "poet.gguf", "scale": 0.5}}
 
 
-def test_all_names_of_a_model_lead_to_one_engine() -> None:
+def test_all_names_of_a_model_share_a_host() -> None:
     catalog = Catalog(settings(spec(adapters=BOTH), spec("other"), aliases={"tuned-*": "base-poet"}))
     assert [model.name for model in catalog.listed()] == ["base", "base-legal", "base-poet", "other"]
     host = catalog.resolve("base").host
@@ -40,14 +40,14 @@ def test_all_names_of_a_model_lead_to_one_engine() -> None:
         catalog.resolve("base-lega")
 
 
-def test_the_most_exact_alias_counts_wherever_it_stands() -> None:
+def test_most_specific_alias_wins() -> None:
     aliases = {"*": "a", "gpt-*": "b", "gpt-4*": "c", "*-mini": "a", "gpt-?": "d", "gpt-4": "e"}
     catalog = Catalog(settings(*(spec(name) for name in "abcde"), aliases=aliases))
     wanted = {"x": "a", "gpt-55": "b", "gpt-45": "c", "gpt-4-mini": "c", "GPT-5": "d", "gpt-4": "e", "o-mini": "a"}
     assert {name: catalog.resolve(name).name for name in wanted} == wanted
 
 
-def test_a_new_configuration_keeps_an_engine_only_with_the_same_adapters() -> None:
+def test_reconfigure_keeps_a_host_with_the_same_adapters() -> None:
     catalog = Catalog(settings(spec(adapters=LEGAL), keep_alive=60.0))
     host = catalog.resolve("base").host
     catalog.reconfigure(settings(spec(adapters=LEGAL), keep_alive=5.0))
@@ -62,7 +62,7 @@ def test_a_new_configuration_keeps_an_engine_only_with_the_same_adapters() -> No
     assert list(catalog.models) == ["base"]
 
 
-def test_an_adapters_name_may_become_that_of_a_model_of_its_own() -> None:
+def test_adapter_name_can_become_a_model() -> None:
     catalog = Catalog(settings(spec(adapters=LEGAL)))
     host = catalog.resolve("base").host
     catalog.reconfigure(settings(spec("base-legal"), spec()))
@@ -70,7 +70,7 @@ def test_an_adapters_name_may_become_that_of_a_model_of_its_own() -> None:
     assert host not in (catalog.resolve("base-legal").host, catalog.resolve("base").host)
 
 
-def test_a_name_that_is_taken_changes_nothing() -> None:
+def test_duplicate_name_changes_nothing() -> None:
     catalog = Catalog(settings(spec()), [ScriptedEngine("own", ScriptedOptions())])
     host = catalog.resolve("base").host
     with pytest.raises(ConfigError, match="two models are called 'OWN'"):
@@ -78,9 +78,9 @@ def test_a_name_that_is_taken_changes_nothing() -> None:
     assert catalog.resolve("base").host is host
 
 
-def test_the_files_of_adapters_are_missed(tmp_path: Path) -> None:
+def test_missing_adapter_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(WHOLE)
     (tmp_path / "a.gguf").touch()
     adapters = {"a": str(tmp_path / "a.gguf"), "b": {"path": str(tmp_path / "b.gguf")}}
     found = ModelSpec("m", "llama", str(tmp_path / "m.gguf"), {"adapters": adapters}, adapters=("a", "b"))
-    assert [mistake.words for mistake in wrong_files([found])] == [f"there is no adapter at {tmp_path / 'b.gguf'}"]
+    assert [mistake.words for mistake in wrong_files([found])] == [f"adapter not found: {tmp_path / 'b.gguf'}"]

@@ -1,4 +1,4 @@
-"""Models that cannot be weighed or loaded: nobody waits for ever, and the log knows why."""
+"""Models that cannot be loaded: requests are refused and the reason is logged."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed, ModelLoading
 from dragoman.core.request import GenerationRequest
 from dragoman.models import Catalog, Host
-from dragoman.models.model_host import GivenUp, Make
+from dragoman.models.model_host import BuildEngine, OnEngineLost
 
 EXPLODING = ModelSpec("m", "tests.support.engines:Exploding")
-UNWEIGHABLE = ModelSpec("m", "tests.support.engines:Unweighable")
+INESTIMABLE = ModelSpec("m", "tests.support.engines:Unweighable")
 MISTAKEN = ModelSpec("m", "scripted", None, {"chunk": "many"})
-AT_ONCE = Limits(load_seconds=0)
+NO_WAIT = Limits(load_seconds=0)
 
 
-def settings(spec: ModelSpec, limits: Limits = AT_ONCE, memory: int | None = None) -> Settings:
+def settings(spec: ModelSpec, limits: Limits = NO_WAIT, memory: int | None = None) -> Settings:
     return Settings(models=(spec,), models_dir=(), limits=limits, memory=memory)
 
 
@@ -32,7 +32,7 @@ async def settled(host: Host) -> str:
 
 
 @pytest.mark.parametrize("spec", [EXPLODING, MISTAKEN], ids=lambda spec: spec.engine)
-def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
+def test_failed_load_is_logged_without_a_waiting_request(
     spec: ModelSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 1.0)
@@ -45,7 +45,7 @@ def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
         assert await settled(host) == "failed"
         with pytest.raises(ModelFailed):
             await host.enter()
-        # Whoever asks has it tried again, after a pause.
+        # The next request after the pause retries.
         assert host.state == "failed"
         await asyncio.sleep(1.1)
         with pytest.raises(ModelLoading):
@@ -54,48 +54,48 @@ def test_why_a_model_was_not_loaded_is_in_the_log_though_nobody_waits(
         await catalog.stop()
 
     asyncio.run(scenario())
-    said = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(said) == 2
-    words = "no such device" if spec is EXPLODING else "models.m: "
-    assert all(f"model m: not loaded: {words}" in record.getMessage() for record in said)
-    assert all((record.exc_info is not None) == (spec is EXPLODING) for record in said)
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 2
+    message = "no such device" if spec is EXPLODING else "models.m: "
+    assert all(f"model m: not loaded: {message}" in record.getMessage() for record in errors)
+    assert all((record.exc_info is not None) == (spec is EXPLODING) for record in errors)
 
 
-def test_who_asks_soon_after_a_failure_is_told_when_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_after_a_failure_has_a_retry_time(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)))
         host = catalog.resolve("m").host
         for _ in range(20):
-            with pytest.raises(ModelFailed) as told:
+            with pytest.raises(ModelFailed) as raised:
                 await host.enter()
-            assert 3 < (told.value.retry_after or 0) <= 5
-            assert str(told.value.__cause__) == "no such device"
+            assert 3 < (raised.value.retry_after or 0) <= 5
+            assert str(raised.value.__cause__) == "no such device"
         assert caplog.text.count("not loaded") == 1
-        # Another try by hand, after which the pause is twice as long.
+        # A manual retry doubles the pause.
         host.load()
         await settled(host)
-        with pytest.raises(ModelFailed) as told:
+        with pytest.raises(ModelFailed) as raised:
             await host.enter()
-        assert 8 < (told.value.retry_after or 0) <= 10
+        assert 8 < (raised.value.retry_after or 0) <= 10
         assert caplog.text.count("not loaded") == 2
         catalog.reconfigure(settings(EXPLODING, Limits(load_seconds=5)))
         assert catalog.resolve("m").host is host
-        with pytest.raises(ModelFailed) as told:
+        with pytest.raises(ModelFailed) as raised:
             await host.enter()
-        assert 3 < (told.value.retry_after or 0) <= 5
+        assert 3 < (raised.value.retry_after or 0) <= 5
         await catalog.stop()
 
     asyncio.run(scenario())
     assert caplog.text.count("not loaded") == 3
 
 
-def test_a_model_that_cannot_be_weighed_has_failed(
+def test_failed_memory_estimate_fails_the_model(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 0.0)
 
     async def scenario() -> None:
-        catalog = Catalog(settings(UNWEIGHABLE, Limits(load_seconds=5), memory=10**9))
+        catalog = Catalog(settings(INESTIMABLE, Limits(load_seconds=5), memory=10**9))
         host = catalog.resolve("m").host
         for _ in range(2):
             with pytest.raises(ModelFailed):
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_weighed_has_failed(
     assert "RuntimeError" in caplog.text
 
 
-def test_a_model_that_needs_too_much_is_in_the_log_though_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_large_model_is_logged_without_a_waiting_request(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         catalog = Catalog(settings(ModelSpec("m", "scripted", None, {"crash_after": 5}), memory=1000))
         host = catalog.resolve("m").host
@@ -122,7 +122,7 @@ def test_a_model_that_needs_too_much_is_in_the_log_though_nobody_waits(caplog: p
     assert "model m: not loaded: it needs 100 MiB" in caplog.text
 
 
-def test_one_that_has_failed_is_tried_again_after_pauses_that_grow(
+def test_failed_model_is_retried_after_growing_pauses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("ERROR")
@@ -146,24 +146,24 @@ def test_one_that_has_failed_is_tried_again_after_pauses_that_grow(
     assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.4), strict=True))
 
 
-class Slow(Engine):
-    """One in a time of its own: each load takes `seconds` of it, and fails as long as it is `broken`."""
+class SlowEngine(Engine):
+    """An engine with its own clock: each load takes `seconds` and fails while it is `broken`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.now = 1000.0
         self.broken = True
-        self.give_up: GivenUp | None = None
+        self.on_lost: OnEngineLost | None = None
 
     def monotonic(self) -> float:
         return self.now
 
-    def make_of(self, spec: ModelSpec, limits: Limits) -> Make:
-        async def make(given_up: GivenUp) -> Engine:
-            self.give_up = given_up
+    def build_engine(self, spec: ModelSpec, limits: Limits) -> BuildEngine:
+        async def build(on_lost: OnEngineLost) -> Engine:
+            self.on_lost = on_lost
             return self
 
-        return make
+        return build
 
     async def start(self) -> None:
         self.now += self.seconds
@@ -172,28 +172,28 @@ class Slow(Engine):
 
     def lose(self, after: float) -> None:
         self.now += after
-        assert self.give_up is not None
-        self.give_up("it died too often")
+        assert self.on_lost is not None
+        self.on_lost("it died too often")
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         yield "here"
 
 
 async def refused_for(host: Host) -> float:
-    with pytest.raises(ModelFailed) as told:
+    with pytest.raises(ModelFailed) as raised:
         await host.enter()
-    return told.value.retry_after or 0
+    return raised.value.retry_after or 0
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[Slow, Catalog, Host]:
-    engine = Slow(seconds)
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[SlowEngine, Catalog, Host]:
+    engine = SlowEngine(seconds)
     monkeypatch.setattr("dragoman.models.model_host.time", engine)
-    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), make_of=engine.make_of)
+    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), make_of=engine.build_engine)
     return engine, catalog, catalog.resolve("m").host
 
 
 @pytest.mark.parametrize("seconds", [1, 70, 130, 900])
-def test_the_pauses_grow_however_long_a_load_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def test_pauses_grow_for_slow_loads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     async def scenario() -> None:
         engine, catalog, host = slow(monkeypatch, seconds)
         pauses = []
@@ -206,7 +206,7 @@ def test_the_pauses_grow_however_long_a_load_takes(monkeypatch: pytest.MonkeyPat
     asyncio.run(scenario())
 
 
-def test_a_success_ends_the_pause_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successful_load_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         engine, catalog, host = slow(monkeypatch, 1)
         for _ in range(5):
@@ -225,7 +225,7 @@ def test_a_success_ends_the_pause_at_hand(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("seconds", "lived", "pause"), [(1, 2, 20), (130, 280, 20), (1, 100, 10), (130, 1000, 10)])
-def test_one_that_was_there_for_a_while_begins_anew(
+def test_long_lived_model_resets_the_pause(
     monkeypatch: pytest.MonkeyPatch, seconds: float, lived: float, pause: float
 ) -> None:
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""What is measured of a model while it is loaded and afterwards."""
+"""Measurements of a model's memory."""
 
 import asyncio
 import threading
@@ -13,41 +13,41 @@ from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed
 from dragoman.core.request import GenerationRequest
 from dragoman.models import Catalog, memory_estimate
-from dragoman.models.model_host import GivenUp, Make
+from dragoman.models.model_host import BuildEngine, OnEngineLost
 
-TAKEN = "dragoman.models.model_host.taken"
+SESSION_MEMORY = "dragoman.models.model_host.session_memory"
 SETTINGS = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), memory=1000)
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured here is remembered nowhere else."""
+    """Store measurements in a temporary folder."""
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
 
 
-def test_the_most_that_was_measured_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_measurement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([100, 0, 300, 200])
-    monkeypatch.setattr(TAKEN, lambda pid: next(sizes))
+    monkeypatch.setattr(SESSION_MEMORY, lambda pid: next(sizes))
 
     async def scenario() -> None:
         catalog = Catalog(SETTINGS)
         host = catalog.resolve("m").host
         await host.ready()
-        seen = [catalog.lifecycle.seat(host).weight()]
+        seen = [catalog.lifecycle.seat(host).current_memory()]
         for _ in range(3):
             await host.measure()
-            seen.append(catalog.lifecycle.seat(host).weight())
+            seen.append(catalog.lifecycle.seat(host).current_memory())
         assert seen == [100, 100, 300, 300]
         await catalog.stop()
 
     asyncio.run(scenario())
 
 
-def test_one_that_has_grown_beyond_the_budget_is_loaded_again_after_a_restart_too(
+def test_model_grown_beyond_the_budget_is_loaded_again_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = 600
-    monkeypatch.setattr(TAKEN, lambda pid: size)
+    monkeypatch.setattr(SESSION_MEMORY, lambda pid: size)
 
     async def scenario() -> None:
         nonlocal size
@@ -59,13 +59,13 @@ def test_one_that_has_grown_beyond_the_budget_is_loaded_again_after_a_restart_to
                 await host.ready()
                 size = 1100
                 await host.measure()
-                assert catalog.lifecycle.seat(host).takes_in
+                assert catalog.lifecycle.seat(host).admits
                 catalog.lifecycle.dismiss(host)
                 async with asyncio.timeout(60):
                     while host.state != "cold":  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
             async with asyncio.timeout(60):
-                while memory_estimate.expected(SETTINGS.models[0]) != 1000:  # noqa: ASYNC110
+                while memory_estimate.expected_memory(SETTINGS.models[0]) != 1000:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await catalog.stop()
 
@@ -77,31 +77,31 @@ class Plain(Engine):
         yield "here"
 
 
-def test_one_that_is_given_up_while_it_is_measured_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up: list[GivenUp] = []
+def test_engine_lost_during_measurement_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks: list[OnEngineLost] = []
     has_gone = threading.Event()
 
-    def make_of(spec: ModelSpec, limits: Limits) -> Make:
-        async def make(told: GivenUp) -> Engine:
-            given_up.append(told)
+    def make_of(spec: ModelSpec, limits: Limits) -> BuildEngine:
+        async def build(on_lost: OnEngineLost) -> Engine:
+            callbacks.append(on_lost)
             return Plain()
 
-        return make
+        return build
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
 
         def lose() -> None:
-            given_up[-1]("it died too often")
+            callbacks[-1]("it died too often")
             has_gone.set()
 
-        def taken(pid: int | None) -> int:
+        def measure(pid: int | None) -> int:
             if not has_gone.is_set():
                 loop.call_soon_threadsafe(lose)
                 has_gone.wait(60)
             return 100
 
-        monkeypatch.setattr(TAKEN, taken)
+        monkeypatch.setattr(SESSION_MEMORY, measure)
         catalog = Catalog(SETTINGS, make_of=make_of)
         host = catalog.resolve("m").host
         with pytest.raises(ModelFailed):

@@ -1,4 +1,4 @@
-"""Models of the folder: found, named, and changed by a new configuration."""
+"""Models in the models folder."""
 
 import asyncio
 import struct
@@ -29,7 +29,7 @@ def settings(folder: Path, *models: ModelSpec, **others: Any) -> Settings:
     return Settings(models=models, models_dir=(str(folder),), **others)
 
 
-def test_a_new_configuration_holds_for_them_too(folder: Path) -> None:
+def test_reconfigure_applies_to_folder_models(folder: Path) -> None:
     async def scenario() -> None:
         catalog = Catalog(settings(folder, keep_alive=60.0))
         host = (await catalog.find("big")).host
@@ -47,7 +47,7 @@ def test_a_new_configuration_holds_for_them_too(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_one_whose_folder_is_configured_no_longer_goes(folder: Path) -> None:
+def test_model_of_a_removed_folder_is_removed(folder: Path) -> None:
     async def scenario() -> None:
         catalog = Catalog(settings(folder))
         await catalog.find("big")
@@ -60,9 +60,7 @@ def test_one_whose_folder_is_configured_no_longer_goes(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_new_configuration_in_the_middle_of_a_look_forgets_nobody(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reconfigure_during_a_scan_keeps_folder_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, may_end = threading.Event(), threading.Event()
     look = Discovery.look
 
@@ -76,18 +74,18 @@ def test_a_new_configuration_in_the_middle_of_a_look_forgets_nobody(
         host = (await catalog.find("big")).host
         monkeypatch.setattr(Discovery, "look", slow)
         catalog.reconfigure(settings(folder))
-        looking = asyncio.create_task(catalog.look())
+        scan = asyncio.create_task(catalog.look())
         await asyncio.to_thread(began.wait, 5)
         catalog.reconfigure(settings(folder))
         may_end.set()
-        await looking
+        await scan
         assert catalog.resolve("big").host is host
         await catalog.stop()
 
     asyncio.run(scenario())
 
 
-def test_a_refusal_names_what_can_be_asked_for(folder: Path) -> None:
+def test_not_found_error_lists_available_models(folder: Path) -> None:
     for name in ("one", "two"):
         (folder / name).mkdir()
         (folder / name / "same.gguf").write_bytes(HEAD)
@@ -108,7 +106,7 @@ def test_a_refusal_names_what_can_be_asked_for(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_alias_stands_before_a_file_before_and_after_a_look(folder: Path) -> None:
+def test_alias_precedes_a_folder_model(folder: Path) -> None:
     async def scenario() -> None:
         aliases = {"gpt-*": "m", "mine": "big", "m2:latest": "m"}
         catalog = Catalog(settings(folder, ModelSpec("m", "scripted"), aliases=aliases))

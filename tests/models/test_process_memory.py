@@ -1,4 +1,4 @@
-"""What processes take, alone and together."""
+"""Memory of single processes and of sessions."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from dragoman.models import process_memory
-from dragoman.models.process_memory import resident, taken
+from dragoman.models.process_memory import resident, session_memory
 
 MEBI = 2**20
 FAMILY = """
@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @contextmanager
 def family(children: int) -> Iterator[int]:
-    """A process with 64 MiB, and children that share it and have 32 MiB each of their own."""
+    """Start a process with 64 MiB and children that share it and have 32 MiB of their own."""
     with subprocess.Popen(
         [sys.executable, "-c", FAMILY, str(children)],
         stdin=subprocess.PIPE,
@@ -54,23 +54,23 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "LOOK_SECONDS", 0.0)
 
 
-def test_a_process_is_measured() -> None:
+def test_resident_memory() -> None:
     assert 5 * MEBI < resident(os.getpid()) < 2**34
     assert resident(None) == resident(2**30) == 0
 
 
-def test_one_that_is_alone_counts_what_it_has() -> None:
+def test_single_process_counts_its_resident_memory() -> None:
     with family(0) as pid:
-        assert taken(pid) == resident(pid) > 64 * MEBI
-    assert taken(None) == taken(2**30) == 0
+        assert session_memory(pid) == resident(pid) > 64 * MEBI
+    assert session_memory(None) == session_memory(2**30) == 0
 
 
-def test_what_it_has_started_counts_and_what_they_share_counts_once() -> None:
+def test_shared_pages_of_a_session_count_once() -> None:
     with family(3) as pid:
-        assert (64 + 3 * 32) * MEBI < taken(pid) < (64 + 3 * 32 + 40) * MEBI
+        assert (64 + 3 * 32) * MEBI < session_memory(pid) < (64 + 3 * 32 + 40) * MEBI
 
 
-def test_where_shares_are_not_told_each_counts_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "SHARE", re.compile("nothing like it"))
+def test_without_pss_each_process_counts_fully(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "PSS", re.compile("nothing like it"))
     with family(2) as pid:
-        assert taken(pid) > (3 * 64 + 2 * 32) * MEBI
+        assert session_memory(pid) > (3 * 64 + 2 * 32) * MEBI

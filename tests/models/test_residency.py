@@ -1,4 +1,4 @@
-"""Which models are in memory, over schedules made by chance and by hand, in a time of their own."""
+"""Decisions about residency, with random and fixed schedules."""
 
 import math
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from dragoman.models.residency import (
     LINGER,
     UNUSED_SECONDS,
-    Dismissed,
-    GaveUp,
-    Lost,
-    Removed,
-    Wished,
+    LoadRequested,
+    ModelLost,
+    ModelRemoved,
+    UnloadRequested,
+    UseCancelled,
 )
 from tests.models.residency_model import World
 
@@ -23,7 +23,7 @@ ASKS = st.lists(st.tuples(st.integers(0, 4), st.floats(0, 5), st.floats(0.01, 6)
 
 @settings(max_examples=300, deadline=None)
 @given(needs=MODELS, budget=st.integers(1, 20) | st.none(), asks=ASKS, keep_alive=st.sampled_from([0.0, 1.0, math.inf]))
-def test_never_too_much_never_in_use_and_everybody_has_a_turn(
+def test_budget_holds_and_every_request_is_admitted(
     needs: dict[str, int], budget: int | None, asks: list[tuple[int, float, float]], keep_alive: float
 ) -> None:
     world = World(needs, budget, keep_alive=keep_alive)
@@ -34,7 +34,7 @@ def test_never_too_much_never_in_use_and_everybody_has_a_turn(
         asked[world.ask(key, length)] = (key, world.now)
         world.run(world.now + pause)
     world.run(world.now + 300)
-    # A turn, an end of the longest request, an unloading and a loading for each model that comes before.
+    # For each earlier model: a turn, the longest request, an unload and a load.
     longest = 0.2 + (len(names) + 1) * (4.0 + 6.0 + 2.0)
     for ticket, (key, at) in asked.items():
         if budget is not None and needs[key] > budget:
@@ -48,11 +48,11 @@ def test_never_too_much_never_in_use_and_everybody_has_a_turn(
 @settings(max_examples=100, deadline=None)
 @given(
     asks=st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from(["ask", "give up", "lose", "wish", "dismiss", "remove"])),
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["ask", "cancel", "lose", "load", "unload", "remove"])),
         max_size=40,
     )
 )
-def test_any_order_of_events_is_lived_through(asks: list[tuple[str, str]]) -> None:
+def test_any_order_of_events(asks: list[tuple[str, str]]) -> None:
     world = World({"a": 5, "b": 5, "c": 3}, 9)
     tickets: list[tuple[str, int]] = []
     for key, what in asks:
@@ -60,27 +60,27 @@ def test_any_order_of_events_is_lived_through(asks: list[tuple[str, str]]) -> No
             continue
         if what == "ask":
             tickets.append((key, world.ask(key)))
-        elif what == "give up" and tickets:
-            given_up, ticket = tickets.pop()
-            if given_up not in world.forgotten and ticket not in world.admitted:
-                world.feed(GaveUp(given_up, ticket))
+        elif what == "cancel" and tickets:
+            cancelled, ticket = tickets.pop()
+            if cancelled not in world.forgotten and ticket not in world.admitted:
+                world.feed(UseCancelled(cancelled, ticket))
         elif what == "lose" and key in world.inside:
             del world._memory[key]
-            world.feed(Lost(key))
-        elif what == "wish":
-            world.feed(Wished(key))
-        elif what == "dismiss":
-            world.feed(Dismissed(key))
+            world.feed(ModelLost(key))
+        elif what == "load":
+            world.feed(LoadRequested(key))
+        elif what == "unload":
+            world.feed(UnloadRequested(key))
         elif what == "remove":
-            world.feed(Removed(key))
+            world.feed(ModelRemoved(key))
         world.run(world.now + 0.4)
     world.run(world.now + 200)
-    # A dismissal aborts a load and refuses the requests that waited for it.
+    # An unload request aborts a load and refuses its waiting requests.
     assert all((ticket in world.admitted) != (ticket in world.refused) for _, ticket in tickets)
-    assert all(not seat.running for seat in world.residency.seats.values())
+    assert all(not model.running for model in world.residency.models.values())
 
 
-def test_many_who_ask_first_load_once() -> None:
+def test_concurrent_first_requests_load_once() -> None:
     world = World({"a": 5}, 10)
     tickets = [world.ask("a") for _ in range(10)]
     world.run(3)
@@ -88,7 +88,7 @@ def test_many_who_ask_first_load_once() -> None:
     assert {world.admitted[ticket] for ticket in tickets} == {1.1}
 
 
-def test_the_least_recently_used_makes_room() -> None:
+def test_least_recently_used_model_is_unloaded() -> None:
     world = World({"a": 4, "b": 4, "c": 4}, 8)
     for key in "ab":
         world.ask(key)
@@ -110,8 +110,8 @@ def test_keep_alive(keep_alive: float, at: float) -> None:
     assert world.unloads == ["a"]
 
 
-def test_two_that_alternate_do_not_thrash() -> None:
-    """Two callers, each asking again as soon as it has its answer: a load per turn, not one per request."""
+def test_alternating_models_load_once_per_turn() -> None:
+    """Two clients that repeat their requests cause one load per turn, not one per request."""
     world = World({"a": 4, "b": 4}, 4, turn=10)
     world.seconds = 2
     last = {key: world.ask(key, 0.5) for key in "ab"}
@@ -127,7 +127,7 @@ def test_two_that_alternate_do_not_thrash() -> None:
     assert answers > 100
 
 
-def test_one_who_asks_for_both_in_turn_waits_only_as_long_as_it_takes_to_see_that_nobody_else_does() -> None:
+def test_idle_model_makes_room_after_linger() -> None:
     world = World({"a": 4, "b": 4}, 4, turn=10)
     world.ask("a")
     world.run(5)
@@ -141,7 +141,7 @@ def test_one_who_asks_for_both_in_turn_waits_only_as_long_as_it_takes_to_see_tha
     assert LINGER < 1
 
 
-def test_what_is_asked_of_a_model_whose_turn_is_over_waits_together() -> None:
+def test_requests_after_the_turn_wait_for_the_next_turn() -> None:
     world = World({"a": 4, "b": 4}, 4, turn=3)
     world.ask("a", 5)
     world.run(2)
@@ -157,7 +157,7 @@ def test_what_is_asked_of_a_model_whose_turn_is_over_waits_together() -> None:
     assert len({world.admitted[ticket] for ticket in late}) == 1
 
 
-def test_a_failure_is_told_to_all_who_wait_and_the_next_tries_again() -> None:
+def test_failed_load_refuses_all_waiting_requests() -> None:
     world = World({"a": 4}, 8)
     world.broken.add("a")
     tickets = [world.ask("a"), world.ask("a")]
@@ -170,16 +170,16 @@ def test_a_failure_is_told_to_all_who_wait_and_the_next_tries_again() -> None:
     assert world.loads == ["a", "a"]
 
 
-def test_a_wish_and_a_dismissal() -> None:
+def test_load_and_unload_requests() -> None:
     world = World({"a": 4}, 8, keep_alive=0)
-    world.feed(Wished("a"))
+    world.feed(LoadRequested("a"))
     world.run(20)
     assert world.inside == {"a"}
     world.run(UNUSED_SECONDS + 5)
     assert world.inside == set()
     world.ask("a", 3)
     world.run(world.now + 2)
-    world.feed(Dismissed("a"))
+    world.feed(UnloadRequested("a"))
     late = world.ask("a", 1)
     assert "a" in world.inside
     world.run(world.now + 20)
@@ -187,11 +187,11 @@ def test_a_wish_and_a_dismissal() -> None:
     assert late in world.admitted
 
 
-def test_dismissal_aborts_a_load_and_the_next_request_starts_another() -> None:
+def test_unload_request_aborts_a_load() -> None:
     world = World({"a": 4}, 8)
     first = world.ask("a", 3)
     world.run(0.5)
-    world.feed(Dismissed("a"))
+    world.feed(UnloadRequested("a"))
     assert world.refused == {first}
     late = world.ask("a", 1)
     world.run(30)
@@ -200,23 +200,23 @@ def test_dismissal_aborts_a_load_and_the_next_request_starts_another() -> None:
     assert first not in world.admitted
 
 
-def test_a_removed_model_serves_those_who_have_asked_for_it() -> None:
+def test_removed_model_serves_its_waiting_requests() -> None:
     world = World({"a": 4, "b": 4}, 4)
     world.ask("a", 5)
     waiting = world.ask("b")
-    world.feed(Removed("a"))
-    world.feed(Removed("b"))
+    world.feed(ModelRemoved("a"))
+    world.feed(ModelRemoved("b"))
     world.run(30)
     assert waiting in world.admitted
     assert sorted(world.forgotten) == ["a", "b"]
 
 
-def test_one_that_is_lost_is_loaded_anew_for_the_next() -> None:
+def test_lost_model_is_loaded_for_the_next_request() -> None:
     world = World({"a": 4}, 8)
     world.ask("a", 10)
     world.run(3)
     del world._memory["a"]
-    world.feed(Lost("a"))
+    world.feed(ModelLost("a"))
     ticket = world.ask("a")
     world.run(20)
     assert world.loads == ["a", "a"]

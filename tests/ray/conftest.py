@@ -1,4 +1,4 @@
-"""What needs Ray is run by `make test-ray`; the rest everywhere."""
+"""Tests that need Ray are run by `make test-ray`."""
 
 import importlib
 import warnings
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 collect_ignore = [] if find_spec("ray") else ["test_cluster.py", "test_engine.py"]
 if not collect_ignore:
-    # What Ray warns of when it is imported is not ours to mend.
+    # Importing Ray raises warnings.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("ray.serve")

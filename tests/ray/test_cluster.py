@@ -1,6 +1,6 @@
 """Dragoman on a real Ray cluster: two nodes on this machine, SmolLM2 in the replicas, the official SDKs in front.
 
-Run by `make test-ray`. Nothing here is quick: processes are started and killed, and load has to be seen to count.
+Run by `make test-ray`; slow.
 """
 
 import os
@@ -39,7 +39,7 @@ models:
   pair: {source: smollm2, layout: as-is, slots: 4, context: 2048, threads: 1, ray: {replicas: 2}}
   seldom: {engine: scripted, ray: {min_replicas: 0, num_cpus: 0.1, upscale_delay_s: 0, downscale_delay_s: 2,
       look_back_period_s: 2, metrics_interval_s: 1}}
-  telling: {engine: "tests.ray.telling:TellingEngine", folder: FOLDER, ray: {replicas: 2, num_cpus: 0.5}}
+  tracing: {engine: "tests.ray.engines:TracingEngine", folder: FOLDER, ray: {replicas: 2, num_cpus: 0.5}}
 """
 SEA = "You know all about the sea: tides, waves, currents, and the people who sail on it. " * 8
 HILLS = "You know all about mountains: rocks, glaciers, passes, and the people who climb them. " * 8
@@ -47,7 +47,7 @@ HILLS = "You know all about mountains: rocks, glaciers, passes, and the people w
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("telling")
+    return tmp_path_factory.mktemp("tracing")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def config(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """Its address. One node has room for the entrance and two replicas of SmolLM2, the other for the rest."""
+    """Yield the address of a cluster with two nodes."""
     made = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": STORE}
     )
@@ -84,7 +84,7 @@ def client(url: str) -> openai.OpenAI:
 
 
 def replicas(model: str) -> list[dict[str, Any]]:
-    """Those of a model that run, as Serve tells them."""
+    """Return the running replicas of a model."""
     deployments = _get_global_client().get_serve_details()["applications"]["default"]["deployments"]
     (found,) = [entry for name, entry in deployments.items() if name.endswith(model)]
     return [replica for replica in found["replicas"] if replica["state"] == "RUNNING"]
@@ -95,7 +95,7 @@ def pids(model: str) -> set[int]:
 
 
 def worker_of(pid: int) -> int:
-    """The process in which a replica's engine is."""
+    """Return the process id of a replica's worker."""
     found = subprocess.run(["pgrep", "-P", str(pid), "-f", "dragoman.ipc.worker_main"], capture_output=True, check=True)
     return int(found.stdout)
 
@@ -103,12 +103,12 @@ def worker_of(pid: int) -> int:
 def wait_for(seen: Callable[[], object], seconds: float = 180) -> None:
     end = time.monotonic() + seconds
     while not seen():
-        assert time.monotonic() < end, "not seen in time"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.2)
 
 
 def ask(client: openai.OpenAI, model: str, *texts: str, tokens: int = 12) -> tuple[str, int]:
-    """The text of a streamed reply, and how much of the prompt was known; a reply without an end is an error."""
+    """Return the text of a complete streamed reply and its cached tokens."""
     roles = ("system", "user", "assistant", "user")
     messages: Any = [
         {"role": role, "content": text} for role, text in zip(roles[2 - len(texts) :], texts, strict=False)
@@ -123,11 +123,11 @@ def ask(client: openai.OpenAI, model: str, *texts: str, tokens: int = 12) -> tup
             ended = ended or choice.finish_reason is not None
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
-    assert ended, f"cut off without a word after {text!r}"
+    assert ended, f"cut off after {text!r}"
     return text, cached
 
 
-def test_the_official_sdks_stream_from_replicas(client: openai.OpenAI, url: str) -> None:
+def test_official_sdks_stream_from_replicas(client: openai.OpenAI, url: str) -> None:
     text, _ = ask(client, "smollm2", "Write a sentence about the sea.")
     assert text
     claude = anthropic.Anthropic(base_url=url, api_key="any", timeout=300, max_retries=0)
@@ -137,19 +137,19 @@ def test_the_official_sdks_stream_from_replicas(client: openai.OpenAI, url: str)
         assert "".join(stream.text_stream)
     assert claude.messages.count_tokens(model="smollm2", messages=[{"role": "user", "content": "Hello!"}]).input_tokens
     listed = [model.id for model in client.models.list()]
-    assert listed == ["smollm2", "pair", "seldom", "telling"]
+    assert listed == ["smollm2", "pair", "seldom", "tracing"]
 
 
-def test_what_is_wrong_is_told_as_everywhere(client: openai.OpenAI) -> None:
+def test_request_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="1024") as caught:
         ask(client, "smollm2", "the sea " * 2000)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
-        ask(client, "nobody", "Hello!")
+        ask(client, "unknown", "Hello!")
 
 
-def test_a_reply_has_one_request_id(url: str) -> None:
-    body = {"model": "telling", "messages": [{"role": "user", "content": "Hello!"}]}
+def test_reply_has_one_request_id(url: str) -> None:
+    body = {"model": "tracing", "messages": [{"role": "user", "content": "Hello!"}]}
     for sent in ({}, {"x-request-id": "mine"}):
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, headers=sent, timeout=60)
         (told,) = reply.headers.get_list("x-request-id")
@@ -157,7 +157,7 @@ def test_a_reply_has_one_request_id(url: str) -> None:
         assert reply.headers.get_list("x-dragoman-request-id") == [reply.json()["id"]]
 
 
-def test_the_entrance_reserves_nothing_unless_it_is_told_to(config: Path) -> None:
+def test_entrance_reserves_cpus_only_if_configured(config: Path) -> None:
     def reserved(built: serve.Application) -> object:
         return built._bound_deployment.ray_actor_options["num_cpus"]
 
@@ -166,59 +166,59 @@ def test_the_entrance_reserves_nothing_unless_it_is_told_to(config: Path) -> Non
     for wrong in ("many", "-1", "nan", "inf"):
         with pytest.raises(ConfigError, match=f"entrance_cpus={wrong}: expected a number of CPUs"):
             app({"config": str(config), "entrance_cpus": wrong})
-    with pytest.raises(ConfigError, match="unknown argument 'confg'; there are config=FILE and entrance_cpus=NUMBER"):
+    with pytest.raises(ConfigError, match="unknown argument 'confg'; expected config=FILE or entrance_cpus=NUMBER"):
         app({"confg": "x"})
 
 
 def test_replicas_are_on_both_nodes(url: str) -> None:
-    wait_for(lambda: len(replicas("telling")) == 2 and len(replicas("pair")) == 2)
-    assert len({replica["node_id"] for model in ("pair", "telling") for replica in replicas(model)}) == 2
+    wait_for(lambda: len(replicas("tracing")) == 2 and len(replicas("pair")) == 2)
+    assert len({replica["node_id"] for model in ("pair", "tracing") for replica in replicas(model)}) == 2
 
 
-def test_a_conversation_goes_back_to_its_replica(client: openai.OpenAI) -> None:
-    first = {prompt: ask(client, "telling", prompt, "One?")[0] for prompt in (SEA, HILLS)}
-    assert set(first.values()) == {str(pid) for pid in pids("telling")}
+def test_conversation_returns_to_its_replica(client: openai.OpenAI) -> None:
+    first = {prompt: ask(client, "tracing", prompt, "One?")[0] for prompt in (SEA, HILLS)}
+    assert set(first.values()) == {str(pid) for pid in pids("tracing")}
     for question in ("Two?", "Three?", "Four?"):
         for prompt, pid in first.items():
-            assert ask(client, "telling", prompt, question)[0] == pid
+            assert ask(client, "tracing", prompt, question)[0] == pid
     for prompt in (SEA, HILLS):
         assert ask(client, "pair", prompt, "One?")[1] < 50
     for prompt in (SEA, HILLS, SEA):
         assert ask(client, "pair", prompt, "Two or three?")[1] > 100
 
 
-def test_one_that_has_much_to_do_leaves_the_next_to_another(client: openai.OpenAI) -> None:
-    home = ask(client, "telling", SEA, "One?")[0]
+def test_busy_replica_shares_its_requests(client: openai.OpenAI) -> None:
+    home = ask(client, "tracing", SEA, "One?")[0]
     with ThreadPoolExecutor(12) as pool:
-        told = list(pool.map(lambda at: ask(client, "telling", SEA, f"WAIT {at}?")[0], range(12)))
-    assert set(told) == {str(pid) for pid in pids("telling")}
+        told = list(pool.map(lambda at: ask(client, "tracing", SEA, f"WAIT {at}?")[0], range(12)))
+    assert set(told) == {str(pid) for pid in pids("tracing")}
     assert told.count(home) >= 5
 
 
-def test_a_client_that_leaves_ends_the_work_in_the_replica(client: openai.OpenAI, folder: Path) -> None:
+def test_disconnect_cancels_the_generation_in_the_replica(client: openai.OpenAI, folder: Path) -> None:
     stream = client.chat.completions.create(
-        model="telling", messages=[{"role": "user", "content": "Go ON"}], stream=True
+        model="tracing", messages=[{"role": "user", "content": "Go ON"}], stream=True
     )
     pid = next(chunk.choices[0].delta.content for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
     stream.close()
     wait_for((folder / f"cancelled.{pid}").exists, 15)
 
 
-def test_before_the_first_word_another_replica_answers(client: openai.OpenAI, folder: Path) -> None:
+def test_another_replica_answers_after_a_death_before_output(client: openai.OpenAI, folder: Path) -> None:
     for trace in folder.glob("asked.*"):
         trace.unlink()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, client, "telling", "WAIT a moment.")
+        answer = pool.submit(ask, client, "tracing", "WAIT a moment.")
         wait_for(lambda: list(folder.glob("asked.*")), 15)
         (trace,) = folder.glob("asked.*")
         os.kill(int(trace.suffix[1:]), signal.SIGKILL)
         assert answer.result()[0] not in ("", trace.suffix[1:])
-    wait_for(lambda: len(pids("telling") - {int(trace.suffix[1:])}) == 2)
+    wait_for(lambda: len(pids("tracing") - {int(trace.suffix[1:])}) == 2)
 
 
-def test_after_the_first_word_the_client_is_told(client: openai.OpenAI) -> None:
+def test_death_after_output_is_an_error(client: openai.OpenAI) -> None:
     stream = iter(
-        client.chat.completions.create(model="telling", messages=[{"role": "user", "content": "Go ON"}], stream=True)
+        client.chat.completions.create(model="tracing", messages=[{"role": "user", "content": "Go ON"}], stream=True)
     )
     pid = int(next(text for chunk in stream if (text := chunk.choices[0].delta.content)))
     os.kill(pid, signal.SIGKILL)
@@ -227,16 +227,16 @@ def test_after_the_first_word_the_client_is_told(client: openai.OpenAI) -> None:
         for _ in stream:
             pass
     assert time.monotonic() - begun < 10
-    wait_for(lambda: len(pids("telling") - {pid}) == 2)
+    wait_for(lambda: len(pids("tracing") - {pid}) == 2)
 
 
 class Load:
-    """Asks without a pause in several threads, and keeps what came of it."""
+    """Sends requests in several threads and collects the outcome."""
 
     def __init__(self, client: openai.OpenAI, model: str, threads: int) -> None:
         self.answered = 0
-        self.told: list[openai.APIError] = []
-        self.wrong: list[Exception] = []
+        self.errors: list[openai.APIError] = []
+        self.unexpected: list[Exception] = []
         self._client = client
         self._model = model
         self._ending = threading.Event()
@@ -252,19 +252,19 @@ class Load:
                 ask(self._client, self._model, f"{at}.{turn}: what is the sea like?", tokens=16)
                 self.answered += 1
             except openai.APIError as error:
-                self.told.append(error)
-            except Exception as error:  # noqa: BLE001 (the test asserts that there are none)
-                self.wrong.append(error)
+                self.errors.append(error)
+            except Exception as error:  # noqa: BLE001 (asserted below)
+                self.unexpected.append(error)
 
     def end(self) -> None:
         self._ending.set()
         for thread in self._threads:
             thread.join(120)
-            assert not thread.is_alive(), "somebody was never answered"
-        assert not self.wrong
+            assert not thread.is_alive(), "a request was never answered"
+        assert not self.unexpected
 
 
-def test_a_replica_killed_under_load(client: openai.OpenAI) -> None:
+def test_replica_killed_under_load(client: openai.OpenAI) -> None:
     wait_for(lambda: len(pids("pair")) == 2)
     load = Load(client, "pair", threads=6)
     wait_for(lambda: load.answered >= 6)
@@ -274,12 +274,12 @@ def test_a_replica_killed_under_load(client: openai.OpenAI) -> None:
     wait_for(lambda: load.answered >= after + 12)
     wait_for(lambda: len(pids("pair") - {killed}) == 2)
     load.end()
-    assert len(load.told) <= 6, "only those that it was answering are told"
-    assert all("died" in error.message for error in load.told)
+    assert len(load.errors) <= 6, "only its running requests fail"
+    assert all("died" in error.message for error in load.errors)
     assert ask(client, "pair", "And now?")[0]
 
 
-def test_an_engine_that_dies_is_back_in_its_replica(client: openai.OpenAI) -> None:
+def test_killed_engine_restarts_in_its_replica(client: openai.OpenAI) -> None:
     before = pids("pair")
     load = Load(client, "pair", threads=4)
     wait_for(lambda: load.answered >= 4)
@@ -287,12 +287,12 @@ def test_an_engine_that_dies_is_back_in_its_replica(client: openai.OpenAI) -> No
     after = load.answered
     wait_for(lambda: load.answered >= after + 12)
     load.end()
-    assert all("died" in error.message for error in load.told)
-    assert len(load.told) <= 4
+    assert all("died" in error.message for error in load.errors)
+    assert len(load.errors) <= 4
     assert pids("pair") == before
 
 
-def test_the_entrance_killed(client: openai.OpenAI) -> None:
+def test_entrance_restarts_after_a_kill(client: openai.OpenAI) -> None:
     (entrance,) = pids("entrance")
     os.kill(entrance, signal.SIGKILL)
     wait_for(lambda: pids("entrance") - {entrance})
@@ -306,26 +306,26 @@ def test_the_entrance_killed(client: openai.OpenAI) -> None:
     wait_for(is_back)
 
 
-def test_replicas_come_with_the_load_and_go_with_it(client: openai.OpenAI) -> None:
+def test_replicas_scale_with_the_load(client: openai.OpenAI) -> None:
     wait_for(lambda: len(pids("smollm2")) == 1)
     load = Load(client, "smollm2", threads=6)
     wait_for(lambda: len(pids("smollm2")) == 3)
-    so_far = load.answered
-    wait_for(lambda: load.answered >= so_far + 6)
+    before = load.answered
+    wait_for(lambda: load.answered >= before + 6)
     load.end()
     little = Load(client, "smollm2", threads=1)
     wait_for(lambda: len(pids("smollm2")) == 1)
     little.end()
-    assert not load.told + little.told, "those who are answered by a replica that goes are answered to the end"
+    assert not load.errors + little.errors, "a replica finishes its replies before it ends"
     assert little.answered
 
 
-def test_a_model_that_nobody_asks_has_no_replica(client: openai.OpenAI) -> None:
+def test_unused_model_scales_to_zero(client: openai.OpenAI) -> None:
     wait_for(lambda: not pids("seldom"))
     assert ask(client, "seldom", "Hello!")[0]
 
 
-def test_serve_run_takes_the_configuration_from_the_environment(cluster: str, url: str, tmp_path: Path) -> None:
+def test_serve_run_reads_the_configuration_from_the_environment(cluster: str, url: str, tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text("models: {small: {engine: scripted, ray: {num_cpus: 0.1}}}\napi_keys: [secret]\n")
     command = [str(Path(sys.executable).with_name("serve")), "run", "--address", cluster, "--name", "small"]
@@ -337,7 +337,7 @@ def test_serve_run_takes_the_configuration_from_the_environment(cluster: str, ur
     )
     small = f"{url}/small/v1"
     try:
-        # Serve keeps a request until there is a replica, which takes its time on a busy machine.
+        # Serve holds a request until a replica is ready.
         wait_for(lambda: httpx.get(f"{small}/models", timeout=60).status_code == 401)
         client = openai.OpenAI(base_url=small, api_key="secret", timeout=60)
         assert ask(client, "small", "Hello!")[0]

@@ -1,5 +1,4 @@
-"""How often replicas are asked, where none of them lives long enough to be told apart: with Ray's errors, without a
-cluster."""
+"""Retries of calls to replicas, with Ray's errors but without a cluster."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,30 +12,30 @@ from dragoman.core.events import Event, Finished, Started, TextDelta
 from dragoman.core.request import GenerationRequest
 from dragoman.ipc.worker_messages import Answer
 from dragoman.ray.engine import MOST_TRIES, ReplicaEngine
-from dragoman.ray.messages import Told, encode
-from dragoman.ray.replica_call import Asked
+from dragoman.ray.messages import EventBatch, encode
+from dragoman.ray.replica_order import ReplicaCall
 
 
 class Method:
-    """As a handle's: it fails as often as it is told, before any replica has been chosen."""
+    """A method of a fake handle that fails `failures` times before a replica is chosen."""
 
     def __init__(self, failures: int, *answers: bytes, error: RayError | None = None) -> None:
         self.error = error or ActorDiedError()
         self.failures = failures
         self.answers = answers
-        self.asked = 0
+        self.calls = 0
 
     def options(self, stream: bool) -> "Streaming":
         return Streaming(self)
 
-    async def remote(self, asked: Asked) -> bytes:
+    async def remote(self, call: ReplicaCall) -> bytes:
         self._count()
         return self.answers[0]
 
     def _count(self) -> None:
-        self.asked += 1
-        assert self.asked <= MOST_TRIES, "it is asked for ever"
-        if self.asked <= self.failures:
+        self.calls += 1
+        assert self.calls <= MOST_TRIES, "too many retries"
+        if self.calls <= self.failures:
             raise self.error
 
 
@@ -45,7 +44,7 @@ class Streaming:
         self.method = method
         self.cancelled = False
 
-    def remote(self, asked: Asked) -> Self:
+    def remote(self, call: ReplicaCall) -> Self:
         return self
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -66,33 +65,33 @@ def engine(**methods: Method) -> ReplicaEngine:
     return ReplicaEngine("m", Handle(**methods), slots=1)
 
 
-async def said(made: ReplicaEngine) -> list[Event]:
-    return [event async for batch in made.generate(GenerationRequest(prompts=("x",))) for event in batch]
+async def generate(replica_engine: ReplicaEngine) -> list[Event]:
+    return [event async for batch in replica_engine.generate(GenerationRequest(prompts=("x",))) for event in batch]
 
 
 REPLY: tuple[Event, ...] = (Started(), TextDelta("hello"), Finished())
 
 
-def test_another_is_asked_a_few_times_and_no_more() -> None:
-    lasting = Method(MOST_TRIES - 1, *(encode(Told((event,))) for event in REPLY))
-    assert asyncio.run(said(engine(generate=lasting))) == list(REPLY)
+def test_generation_is_retried_a_few_times() -> None:
+    recovering = Method(MOST_TRIES - 1, *(encode(EventBatch((event,))) for event in REPLY))
+    assert asyncio.run(generate(engine(generate=recovering))) == list(REPLY)
     dying = Method(99)
     with pytest.raises(EngineDied):
-        asyncio.run(said(engine(generate=dying)))
-    assert dying.asked == MOST_TRIES
+        asyncio.run(generate(engine(generate=dying)))
+    assert dying.calls == MOST_TRIES
 
 
-def test_so_is_a_question() -> None:
-    lasting = Method(MOST_TRIES - 1, encode(Answer(0, text="hello")))
-    assert asyncio.run(engine(answer=lasting).detokenize([1])) == "hello"
+def test_question_is_retried_a_few_times() -> None:
+    recovering = Method(MOST_TRIES - 1, encode(Answer(0, text="hello")))
+    assert asyncio.run(engine(answer=recovering).detokenize([1])) == "hello"
     dying = Method(99)
     with pytest.raises(EngineDied):
         asyncio.run(engine(answer=dying).detokenize([1]))
-    assert dying.asked == MOST_TRIES
+    assert dying.calls == MOST_TRIES
 
 
-def test_every_error_of_rays_own_is_a_death() -> None:
-    strange = Method(99, error=RayError("nobody knows"))
+def test_every_ray_error_is_retried() -> None:
+    unknown = Method(99, error=RayError("unknown"))
     with pytest.raises(EngineDied):
-        asyncio.run(engine(answer=strange).detokenize([1]))
-    assert strange.asked == MOST_TRIES
+        asyncio.run(engine(answer=unknown).detokenize([1]))
+    assert unknown.calls == MOST_TRIES

@@ -1,4 +1,4 @@
-"""Which replica is asked, as they come and go: without Ray."""
+"""The choice of replicas, without Ray."""
 
 import pickle
 from collections.abc import Callable
@@ -8,118 +8,117 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.engines.upstream.pool import SLACK
-from dragoman.ray.replica_call import Asked
-from dragoman.ray.replica_order import Choosing
+from dragoman.ray.replica_order import ReplicaCall, ReplicaSelector
 
 SEA = [b"sea", b"sea and tides"]
 MOUNTAINS = [b"mountains"]
 
 
-def choosing(*replicas: str) -> Choosing:
-    made = Choosing()
-    made.update(replicas)
-    return made
+def selector_of(*replicas: str) -> ReplicaSelector:
+    selector = ReplicaSelector()
+    selector.update(replicas)
+    return selector
 
 
-def test_a_prompt_goes_back_to_where_its_beginning_is() -> None:
-    chosen = choosing("a", "b", "c")
+def test_prompt_prefers_the_replica_with_its_prefix() -> None:
+    selector = selector_of("a", "b", "c")
     for at, links in enumerate((SEA, MOUNTAINS)):
-        chosen.take("abc"[at], links)()
+        selector.begin_call("abc"[at], links)()
     for _ in range(5):
-        assert chosen.order([*SEA, b"and waves"])[0] == "a"
-        assert chosen.order(MOUNTAINS)[0] == "b"
+        assert selector.order([*SEA, b"and waves"])[0] == "a"
+        assert selector.order(MOUNTAINS)[0] == "b"
 
 
-def test_prompts_that_nobody_knows_are_spread() -> None:
-    chosen = choosing("a", "b", "c")
-    first = [chosen.order([])[0] for _ in range(3) if chosen.take(chosen.order([])[0], []) is not None]
+def test_unknown_prompts_are_distributed() -> None:
+    selector = selector_of("a", "b", "c")
+    first = [selector.order([])[0] for _ in range(3) if selector.begin_call(selector.order([])[0], []) is not None]
     assert len(set(first)) > 1
-    busy = choosing("a", "b")
-    over = busy.take("a", [])
+    busy = selector_of("a", "b")
+    end = busy.begin_call("a", [])
     assert busy.order([]) == ["b", "a"]
-    over()
+    end()
     assert busy.order([])[0] == "b"
 
 
-def test_one_that_has_much_more_to_do_is_not_asked_for_what_it_remembers() -> None:
-    chosen = choosing("a", "b")
-    overs = [chosen.take("a", SEA) for _ in range(int(SLACK) + 1)]
-    assert chosen.order(SEA)[0] == "b"
-    overs[0]()
-    assert chosen.order(SEA)[0] == "a"
+def test_much_busier_replica_loses_its_preference() -> None:
+    selector = selector_of("a", "b")
+    ends = [selector.begin_call("a", SEA) for _ in range(int(SLACK) + 1)]
+    assert selector.order(SEA)[0] == "b"
+    ends[0]()
+    assert selector.order(SEA)[0] == "a"
 
 
-def test_where_a_request_has_been_it_comes_last() -> None:
-    chosen = choosing("a", "b", "c")
-    chosen.take("a", SEA)()
-    assert chosen.order(SEA, tried=["a"])[-1] == "a"
-    assert set(chosen.order(SEA, tried=["a", "b", "c"])) == {"a", "b", "c"}
-    assert choosing("a").order(SEA, tried=["a"]) == ["a"]
+def test_tried_replicas_come_last() -> None:
+    selector = selector_of("a", "b", "c")
+    selector.begin_call("a", SEA)()
+    assert selector.order(SEA, tried=["a"])[-1] == "a"
+    assert set(selector.order(SEA, tried=["a", "b", "c"])) == {"a", "b", "c"}
+    assert selector_of("a").order(SEA, tried=["a"]) == ["a"]
 
 
-def test_one_that_comes_knows_nothing_of_the_one_that_has_gone() -> None:
-    chosen = choosing("a", "b")
-    chosen.take("a", SEA)()
-    over = chosen.take("b", MOUNTAINS)
-    chosen.update(["b", "new"])
-    over()
-    assert chosen.order(SEA)[0] == "new"  # it has had the least, not the sea
-    chosen.take("b", SEA)()
-    assert chosen.order(SEA)[0] == "b"
+def test_new_replica_has_no_prefixes_of_its_predecessor() -> None:
+    selector = selector_of("a", "b")
+    selector.begin_call("a", SEA)()
+    end = selector.begin_call("b", MOUNTAINS)
+    selector.update(["b", "new"])
+    end()
+    assert selector.order(SEA)[0] == "new"  # the least used one
+    selector.begin_call("b", SEA)()
+    assert selector.order(SEA)[0] == "b"
 
 
-def test_what_ends_after_its_replica_has_gone_is_not_counted_for_another() -> None:
-    chosen = choosing("a", "b")
-    late = [chosen.take("a", []) for _ in range(3)]
-    chosen.update(["b", "new"])
-    overs = [chosen.take("new", []) for _ in range(2)]
-    for over in late:
-        over()
-    chosen.take("b", [])
-    assert chosen.order([])[0] == "b"
-    for over in overs:
-        over()
-    assert chosen.order([])[0] == "new"
-    chosen.take("gone", SEA)()
+def test_late_end_does_not_change_the_count_of_a_new_replica() -> None:
+    selector = selector_of("a", "b")
+    late = [selector.begin_call("a", []) for _ in range(3)]
+    selector.update(["b", "new"])
+    ends = [selector.begin_call("new", []) for _ in range(2)]
+    for end in late:
+        end()
+    selector.begin_call("b", [])
+    assert selector.order([])[0] == "b"
+    for end in ends:
+        end()
+    assert selector.order([])[0] == "new"
+    selector.begin_call("gone", SEA)()
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from("abcdef"), min_size=1), st.binary(max_size=1)), max_size=30))
-def test_whoever_is_there_is_in_the_order_once(rounds: list[tuple[set[str], bytes]]) -> None:
-    chosen, overs = Choosing(), []
+def test_every_replica_is_in_the_order_once(rounds: list[tuple[set[str], bytes]]) -> None:
+    selector, ends = ReplicaSelector(), []
     for replicas, link in rounds:
-        chosen.update(replicas)
-        order = chosen.order([link])
+        selector.update(replicas)
+        order = selector.order([link])
         assert sorted(order) == sorted(replicas)
-        overs.append(chosen.take(order[0], [link]))
-        if len(overs) > 3:
-            overs.pop(0)()
+        ends.append(selector.begin_call(order[0], [link]))
+        if len(ends) > 3:
+            ends.pop(0)()
 
 
-def test_those_who_come_at_once_see_each_other_on_their_way() -> None:
-    chosen = choosing("a", "b")
+def test_concurrent_calls_are_counted_when_assigned() -> None:
+    selector = selector_of("a", "b")
     heading = []
     for _ in range(10):
-        asked = Asked(b"", SEA)
-        replica = chosen.order(asked.links)[0]
-        asked.heads_for(replica, partial(chosen.take, replica, SEA))
+        call = ReplicaCall(b"", SEA)
+        replica = selector.order(call.links)[0]
+        call.assign(replica, partial(selector.begin_call, replica, SEA))
         heading.append(replica)
     assert set(heading) == {"a", "b"}
     assert abs(heading.count("a") - heading.count("b")) <= SLACK + 1
 
 
-def test_one_that_goes_elsewhere_is_counted_there_and_at_the_end_nowhere() -> None:
+def test_reassigned_call_is_counted_once() -> None:
     counts = {"a": 0, "b": 0}
 
-    def take(replica: str) -> Callable[[], None]:
+    def begin_count(replica: str) -> Callable[[], None]:
         counts[replica] += 1
         return lambda: counts.update({replica: counts[replica] - 1})
 
-    asked = Asked(b"body", SEA)
+    call = ReplicaCall(b"body", SEA)
     for replica in ("a", "a", "b"):
-        asked.heads_for(replica, partial(take, replica))
+        call.assign(replica, partial(begin_count, replica))
     assert counts == {"a": 0, "b": 1}
-    asked.close()
-    asked.heads_for("a", partial(take, "a"))
+    call.close()
+    call.assign("a", partial(begin_count, "a"))
     assert counts == {"a": 0, "b": 0}
-    there = pickle.loads(pickle.dumps(asked))
+    there = pickle.loads(pickle.dumps(call))
     assert (there.body, there.links) == (b"body", ())

@@ -1,4 +1,4 @@
-"""Several front ends: one server to everybody who talks to it, and to nobody the end of it when one of them dies."""
+"""Several front ends behave like one server and survive the death of one."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def front_of(running: Running, client: httpx.Client) -> int | None:
-    """The process that has the other end of this client's connection."""
+    """Return the front end that has this client's connection."""
     port = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")[1]
     ends = f":{running.port:04X}", f":{port:04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -71,7 +71,7 @@ def _points_to(entry: Path, target: str) -> bool:
 
 @contextmanager
 def each(running: Running, headers: dict[str, str] | None = None) -> Iterator[list[httpx.Client]]:
-    """A client for each front end."""
+    """Yield a client for each front end."""
     with ExitStack() as stack:
         found: dict[int, httpx.Client] = {}
         deadline = time.monotonic() + PATIENCE
@@ -84,11 +84,11 @@ def each(running: Running, headers: dict[str, str] | None = None) -> Iterator[li
         yield [found[pid] for pid in sorted(found)]
 
 
-def test_how_many_there_are() -> None:
+def test_default_workers() -> None:
     assert [default_workers(cpus) for cpus in (1, 2, 7, 8, 12, 16, 64)] == [1, 1, 1, 2, 3, 4, 4]
 
 
-def test_two_processes_share_the_port(pair: Running) -> None:
+def test_front_ends_share_the_port(pair: Running) -> None:
     assert len(pair.fronts()) == 2
     with each(pair) as clients:
         for client in clients:
@@ -96,7 +96,7 @@ def test_two_processes_share_the_port(pair: Running) -> None:
 
 
 @pytest.mark.parametrize("model", ["echo", "in-worker"])
-def test_the_openai_sdk(pair: Running, model: str) -> None:
+def test_openai_sdk(pair: Running, model: str) -> None:
     for _ in range(4):
         with sdk(pair) as client:
             words: Any = [{"role": "user", "content": "one two STOP three"}]
@@ -110,7 +110,7 @@ def test_the_openai_sdk(pair: Running, model: str) -> None:
             assert {entry.id for entry in client.models.list()} == set(MODELS)
 
 
-def test_tools_and_the_anthropic_sdk(pair: Running) -> None:
+def test_tools_and_anthropic_sdk(pair: Running) -> None:
     for _ in range(4):
         with sdk(pair) as client, anthropic_sdk(pair) as other:
             asked: Any = {"messages": [{"role": "user", "content": "the weather?"}], "model": "caller"}
@@ -127,7 +127,7 @@ def test_tools_and_the_anthropic_sdk(pair: Running) -> None:
                 assert one.get_final_text() == "hi!"
 
 
-def test_errors_are_told_as_ever(pair: Running) -> None:
+def test_errors(pair: Running) -> None:
     with each(pair) as clients:
         for client in clients:
             refused(ask(client, CHAT, model="gone"), 404, param="model")
@@ -150,7 +150,7 @@ def test_errors_are_told_as_ever(pair: Running) -> None:
             refused(hasty, 504, code="deadline_exceeded")
 
 
-def test_a_response_of_one_is_known_to_the_other(pair: Running) -> None:
+def test_responses_are_shared(pair: Running) -> None:
     with each(pair) as (one, other):
         first = one.post("/v1/responses", json={"model": "echo", "input": "remember me"}).json()
         assert other.get(f"/v1/responses/{first['id']}").json()["output"] == first["output"]
@@ -169,7 +169,7 @@ def test_a_response_of_one_is_known_to_the_other(pair: Running) -> None:
 
 
 @pytest.mark.parametrize("model", ["single", "single-in-worker"])
-def test_who_leaves_frees_the_slot_for_whoever_waits_at_the_other(pair: Running, model: str) -> None:
+def test_disconnect_frees_the_slot_for_another_front_end(pair: Running, model: str) -> None:
     body = {"model": model, "messages": HELLO, "stream": True}
     with each(pair) as (one, other), ThreadPoolExecutor(1) as pool:
         with one.stream("POST", CHAT, json=body) as stream:
@@ -178,12 +178,11 @@ def test_who_leaves_frees_the_slot_for_whoever_waits_at_the_other(pair: Running,
             waiting = pool.submit(ask, other, CHAT, model=model, max_tokens=1)
             assert eventually(lambda: other.get("/stats").json()["models"][model]["waiting"] == 1)
             assert not waiting.done()
-        # The first reply would take ten minutes.
         assert text_of(waiting.result()) == "tick"
         assert eventually(lambda: other.get("/stats").json()["models"][model]["running"] == 0)
 
 
-def test_figures_are_those_of_all(tmp_path: Path) -> None:
+def test_statistics_cover_all_front_ends(tmp_path: Path) -> None:
     config = {"models": {"echo": {"engine": "scripted", "tokens_per_second": 50}}}
     with serving(tmp_path, config, "--workers", "2") as running, each(running) as clients:
         for client in clients:
@@ -194,7 +193,7 @@ def test_figures_are_those_of_all(tmp_path: Path) -> None:
             assert (told["requests"], told["completion_tokens"]) == (6, 60)
             page = client.get("/metrics").text
             gaps = page.partition('dragoman_inter_token_seconds_count{model="echo"} ')[2].partition("\n")[0]
-            # Tokens that came together with the first of their reply have none.
+            # Tokens in the first event of a reply have no gap.
             assert 6 < float(gaps) <= 54
             assert told["inter_token"]["mean"] > 0.004
         clients[0].close()
@@ -206,7 +205,7 @@ def test_figures_are_those_of_all(tmp_path: Path) -> None:
         assert len({event["id"] for event in requests}) == len(requests)
 
 
-def test_keys_and_their_limits_hold_for_all_together(tmp_path: Path) -> None:
+def test_key_limits_cover_all_front_ends(tmp_path: Path) -> None:
     keys = {"limits": {"requests_per_minute": 5, "concurrency": 2}}
     config = {
         "models": {"echo": {"engine": "scripted"}, "endless": MODELS["endless"]},
@@ -230,7 +229,7 @@ def test_keys_and_their_limits_hold_for_all_together(tmp_path: Path) -> None:
         with each(running, {"authorization": "Bearer b"}) as (one, other), ExitStack() as stack:
             body = {"messages": HELLO, "model": "endless", "stream": True}
             streams = [stack.enter_context(client.stream("POST", CHAT, json=body)) for client in (one, other)]
-            # A reader that is let go of closes its connection.
+            # A discarded reader closes its connection.
             readers = [stream.iter_lines() for stream in streams]
             assert all(next(reader) for reader in readers)
             with talking(running, {"x-api-key": "b"}) as third:
@@ -240,7 +239,7 @@ def test_keys_and_their_limits_hold_for_all_together(tmp_path: Path) -> None:
 
 
 async def streamed_text(client: httpx.AsyncClient, model: str, leave_after: int | None = None) -> tuple[str, str]:
-    """What was said, and how it ended."""
+    """Return the text and how the stream ended."""
     text, end = "", "cut off"
     try:
         async with client.stream("POST", CHAT, json={"messages": HELLO, "model": model, "stream": True}) as reply:
@@ -269,7 +268,7 @@ def many(running: Running) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=PATIENCE, limits=limits)
 
 
-def test_five_hundred_streams_are_each_in_order_and_complete(pair: Running) -> None:
+def test_five_hundred_streams_are_ordered_and_complete(pair: Running) -> None:
     async def whole() -> list[tuple[str, str]]:
         async with many(pair) as client:
             leaving = [5 if at % 8 == 0 else None for at in range(512)]
@@ -286,7 +285,7 @@ def test_five_hundred_streams_are_each_in_order_and_complete(pair: Running) -> N
         assert eventually(lambda: client.get("/stats").json()["models"]["numbers"]["running"] == 0)
 
 
-def test_one_dies_and_the_others_do_not_notice(tmp_path: Path) -> None:
+def test_killed_front_end_does_not_affect_the_others(tmp_path: Path) -> None:
     models = {name: MODELS[name] for name in ("echo", "numbers", "single-in-worker")}
     with serving(tmp_path, {"models": models}, "--workers", "2") as running:
         victim, other = running.fronts()
@@ -320,7 +319,7 @@ def test_one_dies_and_the_others_do_not_notice(tmp_path: Path) -> None:
         assert "Traceback" not in running.log.read_text()
 
 
-def test_an_engine_dies_and_every_stream_is_told(pair: Running) -> None:
+def test_killed_engine_fails_every_stream(pair: Running) -> None:
     async def whole() -> list[tuple[str, str]]:
         async with many(pair) as client:
             tasks = [asyncio.create_task(streamed_text(client, "endless-in-worker")) for _ in range(64)]
@@ -337,7 +336,7 @@ def test_an_engine_dies_and_every_stream_is_told(pair: Running) -> None:
             assert text_of(ask(client, CHAT, model="in-worker")) == "hello"
 
 
-def test_a_new_configuration_holds_at_once_for_all(tmp_path: Path) -> None:
+def test_reload_applies_to_all_front_ends(tmp_path: Path) -> None:
     config: dict[str, Any] = {"models": {"echo": {"engine": "scripted"}}}
     file = tmp_path / "dragoman.json"
     with serving(tmp_path, config, "--workers", "2") as running, each(running) as clients:
@@ -356,7 +355,7 @@ def test_a_new_configuration_holds_at_once_for_all(tmp_path: Path) -> None:
             refused(ask(client, CHAT), 401)
 
 
-def test_a_real_model(tmp_path: Path, smollm2_path: Path) -> None:
+def test_smollm2(tmp_path: Path, smollm2_path: Path) -> None:
     spec = {"source": str(smollm2_path), "context": 1024, "slots": 4, "layout": "as-is", "threads": 2}
     with serving(tmp_path, {"models": {"smollm2": spec}}, "--workers", "2") as running, each(running) as clients:
         asked = {"messages": [{"role": "user", "content": "Count to five."}], "temperature": 0, "max_tokens": 12}
@@ -372,7 +371,7 @@ def test_a_real_model(tmp_path: Path, smollm2_path: Path) -> None:
             asking.chat.completions.create(model="smollm2", messages=[{"role": "user", "content": "word " * 2000}])
 
 
-def test_an_engine_in_the_parent_waits_for_a_client_that_does_not_read(tmp_path: Path) -> None:
+def test_engine_in_the_parent_pauses_for_a_slow_client(tmp_path: Path) -> None:
     config = {"models": {"counting": {"engine": "tests.support.engines:Counting"}}}
     body = {"messages": HELLO, "stream": True}
     with serving(tmp_path, config, "--workers", "2") as running, talking(running) as one, talking(running) as other:
@@ -393,7 +392,7 @@ def test_an_engine_in_the_parent_waits_for_a_client_that_does_not_read(tmp_path:
             assert any(made() > before for at, _ in enumerate(stream.iter_raw()) if at % 50 == 49)
 
 
-def test_a_unix_socket_is_shared(tmp_path: Path) -> None:
+def test_unix_socket_is_shared(tmp_path: Path) -> None:
     def connect(port: int) -> httpx.Client:
         assert listened_on(tmp_path / "s")
         return httpx.Client(
@@ -408,6 +407,6 @@ def test_a_unix_socket_is_shared(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-def test_what_cannot_be_a_number_of_them(tmp_path: Path) -> None:
+def test_invalid_number_of_workers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--workers 0: expected a number from 1"):
         load_settings(None, Flags(workers=0), {})

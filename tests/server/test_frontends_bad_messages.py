@@ -1,4 +1,4 @@
-"""An engine that tells what is not of its type costs its own request, and neither the front end nor the worker."""
+"""Invalid engine output fails its own request, not the front end or the worker."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-async def told(client: httpx.AsyncClient, model: str, text: str) -> tuple[str, str | None]:
-    """What was said, and what went wrong then."""
+async def chat(client: httpx.AsyncClient, model: str, text: str) -> tuple[str, str | None]:
+    """Return the text and the error."""
     body = {"model": model, "messages": [{"role": "user", "content": text}], "stream": True}
     lines = (await client.post(CHAT, json=body)).text.splitlines()
     said = ""
@@ -42,23 +42,23 @@ async def told(client: httpx.AsyncClient, model: str, text: str) -> tuple[str, s
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_an_event_that_is_none_fails_its_own_request(pair: Running, model: str) -> None:
+def test_invalid_event_fails_only_its_request(pair: Running, model: str) -> None:
     async def whole() -> list[tuple[str, str | None]]:
         async with many(pair) as client:
-            await told(client, model, "count 1")
+            await chat(client, model, "count 1")
             before = pair.fronts(), pair.workers()
-            # On connections enough for both front ends to have some of each.
-            wanted = ["slowly 60", *WRONG] * 8
-            heard = await asyncio.gather(*(told(client, model, text) for text in wanted))
+            # Enough connections to reach both front ends.
+            texts = ["slowly 60", *WRONG] * 8
+            results = await asyncio.gather(*(chat(client, model, text) for text in texts))
             assert (pair.fronts(), pair.workers()) == before
             stats = (await client.get("/stats")).json()["models"][model]
             assert stats["running"] == 0
-            return heard
+            return results
 
-    heard = asyncio.run(whole())
-    assert heard[::4] == [(WORDS, None)] * 8
-    failed = [error for at, (_, error) in enumerate(heard) if at % 4]
+    results = asyncio.run(whole())
+    assert results[::4] == [(WORDS, None)] * 8
+    failed = [error for at, (_, error) in enumerate(results) if at % 4]
     assert failed == ["the engine failed (ValidationError); see the server log"] * 24
     log = pair.log.read_text()
-    assert "what the engine told cannot be read" in log
+    assert "engine output cannot be decoded" in log
     assert "died" not in log

@@ -1,4 +1,4 @@
-"""A front end hears what becomes of what it asked for, whatever goes wrong at its parent's."""
+"""The parent answers every message of a front end, whatever goes wrong."""
 
 import asyncio
 import errno
@@ -17,13 +17,13 @@ from dragoman.core.events import Started
 from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.ipc.worker_process import Follower
+from dragoman.ipc.worker_process import ProgressSink
 from dragoman.server.app import App
 from dragoman.server.auth.quotas import Estimate, Lease
 from dragoman.server.factory import ENGINES_ONLY, build_app
-from dragoman.server.frontends.messages import Answer, Engage, Engaged, Enter, Entered, Refused, Relay
-from dragoman.server.frontends.parent import Desk
-from dragoman.server.frontends.remote import Parent, RemoteResponses, relayed
+from dragoman.server.frontends.messages import Answer, Engage, Enter, Entered, LeaseGranted, Refused, Relay
+from dragoman.server.frontends.parent import FrontEndConnection
+from dragoman.server.frontends.remote import ParentConnection, RemoteResponses, relay_request
 from dragoman.server.model_lease import Wish
 from dragoman.server.routes import ROUTES
 from dragoman.storage.base import KeptResponse
@@ -33,12 +33,12 @@ ID = "chatcmpl-1"
 SOON = 5
 
 
-class Unborn(WorkerEngine):
-    """A worker whose process is not there yet."""
+class StartingWorker(WorkerEngine):
+    """A worker engine whose worker does not run yet."""
 
     def __init__(self) -> None:
-        super().__init__("scripted", "unborn", {})
-        self.born = asyncio.Event()
+        super().__init__("scripted", "starting", {})
+        self.running = asyncio.Event()
         self.failure: Exception | None = None
         self.asked: asyncio.Queue[int] = asyncio.Queue()
         self.opened: asyncio.Queue[int] = asyncio.Queue()
@@ -46,49 +46,49 @@ class Unborn(WorkerEngine):
     async def start(self) -> None:
         pass
 
-    def pass_on_now(self, follower: Follower, key: int, request: msgspec.Raw) -> bool:
+    def forward_now(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
         return False
 
-    async def pass_on(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
+    async def forward(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
         self.asked.put_nowait(key)
-        await self.born.wait()
+        await self.running.wait()
         if self.failure is not None:
             raise self.failure
         self.opened.put_nowait(key)
 
 
 @asynccontextmanager
-async def linked(app: App) -> AsyncIterator[Parent]:
-    """The front end's side of a desk."""
+async def linked(app: App) -> AsyncIterator[ParentConnection]:
+    """Yield the front end's end of a connection to the app."""
     ours, theirs = socket.socketpair()
     lost = asyncio.Event()
-    desk = Desk(app, lost.set, lambda: None, lambda: None)
-    parent = Parent(lambda command: None, lambda: None)
-    await desk.link.connect(ours)
+    connection = FrontEndConnection(app, lost.set, lambda: None, lambda: None)
+    parent = ParentConnection(lambda command: None, lambda: None)
+    await connection.link.connect(ours)
     await parent.link.connect(theirs)
     try:
         yield parent
     finally:
         theirs.shutdown(socket.SHUT_RDWR)
         await lost.wait()
-        desk.close()
+        connection.close()
         await app.stop()
 
 
-async def engage(parent: Parent, estimate: Estimate | None = None) -> None:
-    told: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    parent.hear(ID, lambda message: None if told.done() else told.set_result(message))
+async def acquire_lease(parent: ParentConnection, estimate: Estimate | None = None) -> None:
+    answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    parent.add_listener(ID, lambda message: None if answer.done() else answer.set_result(message))
     parent.send(Engage(ID, "anonymous", None, Wish("", (), estimate, strict=False), None, None))
-    assert isinstance(await told, Engaged)
+    assert isinstance(await answer, LeaseGranted)
 
 
-def test_a_worker_that_cannot_be_started_is_told_at_once() -> None:
+def test_worker_start_error_is_reported_at_once() -> None:
     async def scenario() -> None:
-        engine = Unborn()
+        engine = StartingWorker()
         engine.failure = OSError(errno.EMFILE, "too many open files")
-        engine.born.set()
+        engine.running.set()
         async with linked(build_app(ENGINES_ONLY, [engine])) as parent:
-            await engage(parent)
+            await acquire_lease(parent)
             async with aclosing(parent.generate(ID, GenerationRequest())) as stream, asyncio.timeout(SOON):
                 with pytest.raises(EngineFailed, match="OSError"):
                     await anext(stream)
@@ -96,18 +96,18 @@ def test_a_worker_that_cannot_be_started_is_told_at_once() -> None:
     asyncio.run(scenario())
 
 
-def test_what_nobody_wants_any_more_is_not_begun_when_its_worker_is_there() -> None:
+def test_cancelled_generation_is_not_started_later() -> None:
     async def scenario() -> None:
-        engine = Unborn()
+        engine = StartingWorker()
         async with linked(build_app(ENGINES_ONLY, [engine])) as parent, asyncio.timeout(SOON):
-            await engage(parent)
+            await acquire_lease(parent)
             choices = [asyncio.ensure_future(anext(parent.generate(ID, GenerationRequest()))) for _ in range(3)]
             keys = [await engine.asked.get() for _ in choices]
             choices[0].cancel()
-            # When the next has come, what was said before it has been heard.
+            # Once the next one has arrived, the cancellation has been handled.
             choices.append(asyncio.ensure_future(anext(parent.generate(ID, GenerationRequest()))))
             keys.append(await engine.asked.get())
-            engine.born.set()
+            engine.running.set()
             assert [await engine.opened.get() for _ in range(3)] == keys[1:]
             for choice in choices:
                 choice.cancel()
@@ -116,7 +116,7 @@ def test_what_nobody_wants_any_more_is_not_begun_when_its_worker_is_there() -> N
     asyncio.run(scenario())
 
 
-def test_tokens_of_a_front_end_that_died_are_spent_and_its_place_is_not() -> None:
+def test_dead_front_end_spends_its_tokens_and_frees_its_slots() -> None:
     limits = KeyLimits(concurrency=1, tokens_per_minute=1000)
     settings = Settings(models_dir=(), api_keys=("a",), keys=Keys(limits=limits))
     headers = {b"authorization": b"", b"x-api-key": b"a"}
@@ -125,7 +125,7 @@ def test_tokens_of_a_front_end_that_died_are_spent_and_its_place_is_not() -> Non
         app = build_app(settings, [ScriptedEngine()])
         async with linked(app) as parent, asyncio.timeout(SOON):
             assert isinstance(await parent.ask(Enter(ID, b"", b"a")), Entered)
-            await engage(parent, Estimate(100, 1, 500))
+            await acquire_lease(parent, Estimate(100, 1, 500))
         lease = app.lease_for(headers)
         assert lease is not None
         assert [rate.remaining for rate in lease.rates()] == [400]
@@ -134,11 +134,11 @@ def test_tokens_of_a_front_end_that_died_are_spent_and_its_place_is_not() -> Non
     asyncio.run(scenario())
 
 
-def test_a_request_that_cannot_be_read_is_nobody_else_s_trouble() -> None:
+def test_undecodable_request_fails_alone() -> None:
     async def scenario() -> None:
         app = build_app(ENGINES_ONLY, [ScriptedEngine()])
         async with linked(app) as parent, asyncio.timeout(SOON):
-            await engage(parent)
+            await acquire_lease(parent)
             unreadable: Any = {"model": 7}
             with pytest.raises(EngineFailed, match="ValidationError"):
                 await anext(parent.generate(ID, unreadable))
@@ -149,63 +149,63 @@ def test_a_request_that_cannot_be_read_is_nobody_else_s_trouble() -> None:
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_done_with_a_request_is_nobody_else_s_trouble() -> None:
-    class Lawless(App):
+def test_internal_error_fails_only_its_request() -> None:
+    class FailingQuotas(App):
         def lease_for(self, headers: Mapping[bytes, bytes]) -> Lease | None:
-            raise RuntimeError("nobody expected this")
+            raise RuntimeError("unexpected")
 
     async def scenario() -> None:
-        async with linked(Lawless(ROUTES, ENGINES_ONLY, [ScriptedEngine()])) as parent, asyncio.timeout(SOON):
+        async with linked(FailingQuotas(ROUTES, ENGINES_ONLY, [ScriptedEngine()])) as parent, asyncio.timeout(SOON):
             for number in range(2):
                 answer = await parent.ask(Enter(f"chatcmpl-{number}", b"", b""))
                 assert isinstance(answer, Refused)
                 assert "internal error" in answer.error().message
-            await engage(parent)
+            await acquire_lease(parent)
 
     asyncio.run(scenario())
 
 
-def test_what_the_parent_cannot_answer_is_refused() -> None:
-    class Broken(App):
+def test_internal_errors_of_relays_and_stores_are_reported() -> None:
+    class FailingApp(App):
         async def __call__(self, *_: object) -> None:
-            raise RuntimeError("nobody expected this")
+            raise RuntimeError("unexpected")
 
-    class Forgetful(MemoryResponses):
+    class FailingStore(MemoryResponses):
         async def find(self, principal: str, response_id: str) -> KeptResponse | None:
-            raise RuntimeError("nor this")
+            raise RuntimeError("unexpected")
 
     async def scenario() -> None:
-        app = Broken(ROUTES, ENGINES_ONLY, [ScriptedEngine()])
-        app.responses = Forgetful(count=1, size=1, seconds=1)
+        app = FailingApp(ROUTES, ENGINES_ONLY, [ScriptedEngine()])
+        app.responses = FailingStore(count=1, size=1, seconds=1)
         async with linked(app) as parent, asyncio.timeout(SOON):
             with pytest.raises(EngineFailed, match="internal error"):
-                await relayed(parent, Relay(ID, {"type": "http"}, b""))
+                await relay_request(parent, Relay(ID, {"type": "http"}, b""))
             with pytest.raises(EngineFailed, match="internal error"):
                 await RemoteResponses(parent).find("anonymous", "resp_1")
 
     asyncio.run(scenario())
 
 
-def test_an_engine_that_says_of_itself_what_is_none_is_refused_and_nobody_else(
+def test_engine_with_invalid_description_fails_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Odd(ScriptedEngine):
-        tells_calls: Any = "now and then"
+        tells_calls: Any = "sometimes"
 
     async def scenario() -> None:
         async with (
             linked(build_app(ENGINES_ONLY, [Odd("odd"), ScriptedEngine("even")])) as parent,
             asyncio.timeout(SOON),
         ):
-            told: asyncio.Queue[Answer] = asyncio.Queue()
+            received: asyncio.Queue[Answer] = asyncio.Queue()
             for model in ("odd", "even"):
-                parent.hear(model, told.put_nowait)
+                parent.add_listener(model, received.put_nowait)
                 parent.send(Engage(model, "anonymous", None, Wish(model, (), None, strict=False), None, None))
-            answers = {answer.id: answer for answer in (await told.get(), await told.get())}
+            answers = {answer.id: answer for answer in (await received.get(), await received.get())}
             refused = answers["odd"]
             assert isinstance(refused, Refused)
             assert "the engine failed (ValidationError)" in refused.error().message
-            assert isinstance(answers["even"], Engaged)
+            assert isinstance(answers["even"], LeaseGranted)
 
     asyncio.run(scenario())
-    assert "what the engine says of itself cannot be read" in caplog.messages
+    assert "the engine's description of itself cannot be decoded" in caplog.messages

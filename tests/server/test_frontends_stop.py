@@ -1,4 +1,4 @@
-"""The end of a server with several front ends, in order and out of it."""
+"""Stop and death of a server with several front ends."""
 
 import asyncio
 import signal
@@ -12,7 +12,7 @@ from tests.support.serving import Running, serving
 from tests.support.talking import CHAT, HELLO, eventually, refused, under_way
 
 
-def test_a_clean_end_under_load(tmp_path: Path) -> None:
+def test_graceful_stop_under_load(tmp_path: Path) -> None:
     models = {name: MODELS[name] for name in ("echo", "numbers", "endless", "single-in-worker")}
     config = {"models": models, "grace_seconds": 3, "drain_seconds": 3}
 
@@ -46,7 +46,7 @@ def test_a_clean_end_under_load(tmp_path: Path) -> None:
     assert "Traceback" not in running.log.read_text()
 
 
-def test_a_parent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_kill_9_of_the_parent_leaves_no_process(tmp_path: Path) -> None:
     with serving(tmp_path, {"models": {"w": IN_WORKER}}, "--workers", "3") as running:
         children = running.children()
         assert len(children) == 4

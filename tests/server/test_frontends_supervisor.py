@@ -1,4 +1,4 @@
-"""Front ends begin, adopt a new configuration and end as their server wants, whatever has happened to them before."""
+"""Start, restart, configuration and end of front ends."""
 
 import asyncio
 import itertools
@@ -25,9 +25,8 @@ from dragoman.ipc.worker_messages import HEADER
 from dragoman.server.factory import build_app
 from dragoman.server.frontends import parent
 from dragoman.server.frontends.messages import Listening, encode
-from dragoman.server.frontends.parent import Desk
-from dragoman.server.frontends.sockets import places
-from dragoman.server.frontends.supervisor import Crew
+from dragoman.server.frontends.parent import FrontEndConnection
+from dragoman.server.frontends.supervisor import Crew, places
 from tests.server.test_frontends import each
 from tests.server.test_jwt import SECRET, token
 from tests.server.test_shutdown_and_logs import gone
@@ -38,7 +37,7 @@ MODELS: dict[str, Any] = {"echo": {"engine": "scripted"}}
 
 
 def signed_with(folder: Path, secret: str) -> dict[str, Any]:
-    """The configuration, and the file that it names."""
+    """Write the key file and return the configuration."""
     file = folder / f"{secret[:8]}.key"
     file.write_text(secret)
     return {"models_dir": [], "models": MODELS, "keys": {"jwt": {"algorithm": "HS256", "key_file": str(file)}}}
@@ -55,7 +54,7 @@ def bearer(secret: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token(secret, aud=None)}"}
 
 
-def another_came(running: Running, victim: int) -> bool:
+def is_replaced(running: Running, victim: int) -> bool:
     return eventually(lambda: len(running.fronts()) == 2 and victim not in running.fronts())
 
 
@@ -66,7 +65,7 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_one_that_dies_after_the_key_file_has_moved_comes_back(signed: Running) -> None:
+def test_front_end_restarts_after_the_key_file_moved(signed: Running) -> None:
     secrets = [f"{number} moved, {SECRET}" for number in range(2)]
     for secret in secrets:
         reload_with(signed, secret)
@@ -75,29 +74,29 @@ def test_one_that_dies_after_the_key_file_has_moved_comes_back(signed: Running) 
             file.unlink()
     victim = signed.fronts()[0]
     os.kill(victim, signal.SIGKILL)
-    assert another_came(signed, victim)
+    assert is_replaced(signed, victim)
     with each(signed, bearer(secrets[1])) as clients:
         assert [text_of(ask(client, CHAT)) for client in clients] == ["hello", "hello"]
     with talking(signed, bearer(secrets[0])) as client:
         refused(ask(client, CHAT), 401)
 
 
-def test_one_that_cannot_adopt_new_keys_does_not_go_on_with_the_old_ones(signed: Running) -> None:
+def test_front_end_that_cannot_apply_new_keys_is_replaced(signed: Running) -> None:
     victim = signed.fronts()[0]
     secrets = [f"{number} adopted, {SECRET}" for number in range(2)]
     reload_with(signed, secrets[0])
-    # It can open nothing any more.
+    # It can open no more files.
     resource.prlimit(victim, resource.RLIMIT_NOFILE, (0, 0))
     reload_with(signed, secrets[1])
-    assert another_came(signed, victim)
-    assert "a front end cannot take over the configuration: keys.jwt.key_file" in signed.log.read_text()
+    assert is_replaced(signed, victim)
+    assert "a front end cannot apply the configuration: keys.jwt.key_file" in signed.log.read_text()
     for secret, status in zip(secrets, (401, 200), strict=True):
         with each(signed, bearer(secret)) as clients:
             assert [ask(client, CHAT).status_code for client in clients] == [status, status]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, workers: str) -> None:
+def test_second_signal_ends_the_drain(tmp_path: Path, workers: str) -> None:
     with serving(tmp_path, {"models": MODELS, "drain_seconds": 60}, "--workers", workers) as running:
         children = running.children()
         running.process.send_signal(signal.SIGINT)
@@ -109,7 +108,7 @@ def test_the_second_signal_does_not_wait_for_new_requests(tmp_path: Path, worker
 
 
 def started(folder: Path, *flags: str, before: Callable[[], None] | None = None) -> "subprocess.Popen[bytes]":
-    """A server with two front ends, and a process group of its own, from its very beginning."""
+    """Start a server with two front ends in its own process group."""
     file = folder / "dragoman.json"
     file.write_text(json.dumps({"models_dir": [], "models": MODELS}))
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--workers", "2", "--port", "0"]
@@ -123,16 +122,16 @@ def fronts_of(pid: int) -> list[int]:
     return [child for child in children if b"frontends.process" in command_of(child)]
 
 
-def test_a_signal_for_the_whole_group_while_they_start(tmp_path: Path) -> None:
+def test_signal_to_the_group_during_start(tmp_path: Path) -> None:
     process = started(tmp_path)
-    # They are there, and have not come to anything yet.
+    # The processes exist but have not started up.
     assert eventually(lambda: len(fronts_of(process.pid)) == 2)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(60) == 0
     assert "a front end" not in (tmp_path / "log").read_text()
 
 
-def test_where_there_are_no_files_left_to_open_for_them(tmp_path: Path) -> None:
+def test_too_few_file_descriptors(tmp_path: Path) -> None:
     def short() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 
@@ -144,7 +143,7 @@ def test_where_there_are_no_files_left_to_open_for_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_port_is_told_where_any_would_do(tmp_path: Path, workers: str) -> None:
+def test_chosen_port_is_logged(tmp_path: Path, workers: str) -> None:
     process = started(tmp_path, "--workers", workers, "--host", "localhost")
     try:
         told = re.compile(r"serving echo on http://localhost:(\d+)/v1")
@@ -157,13 +156,13 @@ def test_the_port_is_told_where_any_would_do(tmp_path: Path, workers: str) -> No
         assert process.wait(60) == 0
 
 
-def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_front_end_is_exempt_from_the_apply_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = Link.connect
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        crew = Crew(app, places(settings, 1))
+        supervisor = Crew(app, places(settings, 1))
 
         async def connect_while_reloading(link: Link, end: socket.socket) -> None:
             await connect(link, end)
@@ -171,117 +170,121 @@ def test_one_that_is_just_being_started_need_not_adopt_anything(monkeypatch: pyt
 
         monkeypatch.setattr(Link, "connect", connect_while_reloading)
         async with asyncio.timeout(60):
-            await crew.started()
+            await supervisor.started()
             await app.followers[0](settings)
-            await crew.stop(0)
+            await supervisor.stop(0)
         await app.stop()
 
-    monkeypatch.setattr(dragoman.server.frontends.supervisor, "ADOPT_SECONDS", 60)
+    monkeypatch.setattr(dragoman.server.frontends.supervisor, "APPLY_SECONDS", 60)
     asyncio.run(scenario())
 
 
-async def replaced(crew: Crew, victim: int) -> None:
-    """Until another listens in its place."""
-    while victim in {process.pid for process in crew._processes} or crew._listening < len(crew._places):  # noqa: ASYNC110
+def pids(supervisor: Crew) -> set[int]:
+    return {process.pid for process in supervisor._processes}
+
+
+async def wait_until_replaced(supervisor: Crew, victim: int) -> None:
+    """Wait until another front end listens."""
+    while victim in pids(supervisor) or supervisor._listening_count < len(supervisor._socket_groups):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
-async def stopped(crew: Crew, others: set[int]) -> int:
-    """A front end that has just been started, and comes to nothing."""
-    while not (new := {process.pid for process in crew._processes} - others):  # noqa: ASYNC110 (one comes)
+async def suspend_new(supervisor: Crew, others: set[int]) -> int:
+    """Suspend a front end that has just been started."""
+    while not (new := pids(supervisor) - others):  # noqa: ASYNC110 (one comes)
         await asyncio.sleep(0.001)
     os.kill(min(new), signal.SIGSTOP)
     return min(new)
 
 
-def test_one_that_hangs_is_replaced_and_one_that_answers_is_not(
+def test_only_a_hanging_front_end_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(parent, "KNOCK_SECONDS", 0.6)
+    monkeypatch.setattr(parent, "PING_SECONDS", 0.6)
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        crew = Crew(app, places(settings, 2))
+        supervisor = Crew(app, places(settings, 2))
         async with asyncio.timeout(60):
-            await crew.started()
-            before = {process.pid for process in crew._processes}
+            await supervisor.started()
+            before = pids(supervisor)
             await asyncio.sleep(4)
-            assert {process.pid for process in crew._processes} == before
+            assert pids(supervisor) == before
             os.kill(min(before), signal.SIGSTOP)
-            await replaced(crew, min(before))
-            now = {process.pid for process in crew._processes}
+            await wait_until_replaced(supervisor, min(before))
+            now = pids(supervisor)
             assert (len(now), now & before) == (2, {max(before)})
-            await crew.stop(0)
+            await supervisor.stop(0)
         await app.stop()
 
     asyncio.run(scenario())
-    said = [message for message in caplog.messages if "not answered" in message]
-    assert said == ["a front end has not answered for 3 s; ending it"]
+    errors = [message for message in caplog.messages if "not answered" in message]
+    assert errors == ["a front end has not answered for 3 s; killing it"]
 
 
-def test_one_that_hangs_before_it_listens_is_replaced_at_the_first_start_too(
+def test_front_end_that_hangs_before_listening_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begin, seconds = Desk.begin, itertools.cycle((1, 60))
+    begin, seconds = FrontEndConnection.begin, itertools.cycle((1, 60))
 
-    def begin_with(self: Desk, number: int, settings: Settings) -> None:
-        """This test stops every other front end; the others get time to start."""
+    def begin_with(self: FrontEndConnection, number: int, settings: Settings) -> None:
+        """Every other front end is suspended; the others get time to start."""
         monkeypatch.setattr(parent, "LISTEN_SECONDS", next(seconds))
         begin(self, number, settings)
 
-    monkeypatch.setattr(Desk, "begin", begin_with)
+    monkeypatch.setattr(FrontEndConnection, "begin", begin_with)
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        crew = Crew(app, places(settings, 1))
+        supervisor = Crew(app, places(settings, 1))
         async with asyncio.timeout(60):
-            first = await stopped(crew, set())
-            await crew.started()
-            second = {process.pid for process in crew._processes}
+            first = await suspend_new(supervisor, set())
+            await supervisor.started()
+            second = pids(supervisor)
             assert first not in second
             os.kill(min(second), signal.SIGKILL)
-            third = await stopped(crew, second)
-            await replaced(crew, third)
-            await crew.stop(0)
+            third = await suspend_new(supervisor, second)
+            await wait_until_replaced(supervisor, third)
+            await supervisor.stop(0)
         await app.stop()
 
     asyncio.run(scenario())
-    assert caplog.messages.count("a front end does not listen, 1 s after its start; ending it") == 2
+    assert caplog.messages.count("a front end does not listen 1 s after its start; killing it") == 2
 
 
-def test_one_that_hangs_while_another_does_not_listen_yet_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "KNOCK_SECONDS", 0.6)
+def test_front_end_that_hangs_while_another_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "PING_SECONDS", 0.6)
 
-    async def one_listens(crew: Crew, others: set[int]) -> int:
-        """The one that does, and that was not there before."""
-        while crew._listening < 1 or len(new := {process.pid for process in crew._processes} - others) != 1:  # noqa: ASYNC110
+    async def one_listens(supervisor: Crew, others: set[int]) -> int:
+        """Wait for one new front end that listens."""
+        while supervisor._listening_count < 1 or len(new := pids(supervisor) - others) != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return new.pop()
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        crew = Crew(app, places(settings, 2))
+        supervisor = Crew(app, places(settings, 2))
         async with asyncio.timeout(60):
-            late = await stopped(crew, set())
-            first = await one_listens(crew, {late})
+            late = await suspend_new(supervisor, set())
+            first = await one_listens(supervisor, {late})
             os.kill(first, signal.SIGSTOP)
-            all_listen = asyncio.create_task(crew.started())
-            second = asyncio.create_task(one_listens(crew, {late, first}))
+            all_listen = asyncio.create_task(supervisor.started())
+            second = asyncio.create_task(one_listens(supervisor, {late, first}))
             await asyncio.wait({all_listen, second}, return_when=asyncio.FIRST_COMPLETED)
             assert not all_listen.done()
             os.kill(late, signal.SIGCONT)
             await all_listen
-            assert late in {process.pid for process in crew._processes}
-            await crew.stop(0)
+            assert late in pids(supervisor)
+            await supervisor.stop(0)
         await app.stop()
 
     asyncio.run(scenario())
 
 
-def test_where_all_of_them_hang_the_server_gives_up(
+def test_server_gives_up_if_all_front_ends_hang(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(parent, "LISTEN_SECONDS", 0.02)
@@ -289,67 +292,70 @@ def test_where_all_of_them_hang_the_server_gives_up(
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        crew = Crew(app, places(settings, 1))
+        supervisor = Crew(app, places(settings, 1))
         async with asyncio.timeout(60):
             with pytest.raises(ConfigError, match="3 front ends in a row did not listen; try again"):
-                await crew.started()
-            await crew.stop(0)
+                await supervisor.started()
+            await supervisor.stop(0)
         await app.stop()
 
     asyncio.run(scenario())
-    assert caplog.messages.count("a front end does not listen, 0.02 s after its start; ending it") == 3
+    assert caplog.messages.count("a front end does not listen 0.02 s after its start; killing it") == 3
 
 
-def test_what_one_that_has_been_ended_still_says_does_not_count() -> None:
+def test_messages_after_the_kill_are_ignored() -> None:
     async def scenario() -> None:
-        told: list[str] = []
-        one = Desk(
-            build_app(Settings(models_dir=())), lambda: None, lambda: told.append("listens"), lambda: told.append("end")
+        calls: list[str] = []
+        connection = FrontEndConnection(
+            build_app(Settings(models_dir=())),
+            lambda: None,
+            lambda: calls.append("listening"),
+            lambda: calls.append("kill"),
         )
-        one.end("hangs")
-        one.end("hangs still")
-        one._take(memoryview(encode(Listening())[HEADER.size :]))
-        assert (told, one.is_listening) == (["end"], False)
+        connection.monitor.kill("hangs")
+        connection.monitor.kill("still hangs")
+        connection._receive(memoryview(encode(Listening())[HEADER.size :]))
+        assert (calls, connection.is_listening) == (["kill"], False)
 
     asyncio.run(scenario())
 
 
-def test_one_that_does_not_adopt_new_keys_in_time_is_replaced(
+def test_front_end_that_applies_keys_too_late_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dragoman.server.frontends.supervisor, "ADOPT_SECONDS", 1)
-    monkeypatch.setattr(parent, "KNOCK_SECONDS", 60)
+    monkeypatch.setattr(dragoman.server.frontends.supervisor, "APPLY_SECONDS", 1)
+    monkeypatch.setattr(parent, "PING_SECONDS", 60)
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        crew = Crew(app, places(settings, 2))
+        supervisor = Crew(app, places(settings, 2))
         async with asyncio.timeout(60):
-            await crew.started()
-            before = {process.pid for process in crew._processes}
+            await supervisor.started()
+            before = pids(supervisor)
             os.kill(min(before), signal.SIGSTOP)
             await app.followers[0](settings)
-            await replaced(crew, min(before))
-            assert {process.pid for process in crew._processes} & before == {max(before)}
-            await crew.stop(0)
+            await wait_until_replaced(supervisor, min(before))
+            assert pids(supervisor) & before == {max(before)}
+            await supervisor.stop(0)
         await app.stop()
 
     asyncio.run(scenario())
-    assert "a front end has not taken over the configuration within 1 s; ending it" in caplog.messages
+    assert "a front end has not applied the configuration within 1 s; killing it" in caplog.messages
 
 
-def test_a_place_that_nobody_mans_any_more_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_of_the_supervisor_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise RuntimeError("nobody expected this")
+        raise RuntimeError("unexpected")
 
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        crew = Crew(app, places(settings, 1))
-        with pytest.raises(RuntimeError, match="nobody expected this"):
-            await crew.until(asyncio.Event())
-        await crew.stop(0)
+        supervisor = Crew(app, places(settings, 1))
+        with pytest.raises(RuntimeError, match="unexpected"):
+            await supervisor.until(asyncio.Event())
+        await supervisor.stop(0)
         await app.stop()
 
-    monkeypatch.setattr(Desk, "begin", refuse)
+    monkeypatch.setattr(FrontEndConnection, "begin", refuse)
     asyncio.run(scenario())

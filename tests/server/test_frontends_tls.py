@@ -1,4 +1,4 @@
-"""TLS where several front ends listen: each of them speaks it, one that comes later too."""
+"""TLS with several front ends, including a restarted one."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ CONFIG = {
     "tls": {"certificate": "server.pem", "key": "server.key"},
 }
 
-UNUSABLE = "a front end cannot take over the configuration: tls: "
+UNUSABLE = "a front end cannot apply the configuration: tls: "
 
 
 def talking(port: int, trusted: ssl.SSLContext) -> httpx.Client:
@@ -27,7 +27,7 @@ def talking(port: int, trusted: ssl.SSLContext) -> httpx.Client:
 
 
 def talk_to_each(running: Running, trusted: ssl.SSLContext) -> None:
-    """What a front end answers itself, whole and as a stream, and what its parent answers for it."""
+    """Send requests that each front end answers itself and requests that it relays."""
     deadline = time.monotonic() + 40
     found: set[int | None] = set()
     with ExitStack() as stack:

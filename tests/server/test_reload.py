@@ -66,7 +66,7 @@ def test_reload_under_load_fails_no_request(tmp_path: Path) -> None:
         log = running.log.read_text()
         assert log.count("model kept: loading") == 1
         assert "model changed: unloading: its configuration has changed" in log
-        assert "model gone: unloading: it is configured no longer" in log
+        assert "model gone: unloading: it is no longer configured" in log
     assert set(answers) == {
         ("first", "hello"),
         ("kept", "kept " * 4),

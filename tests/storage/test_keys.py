@@ -1,4 +1,4 @@
-"""Keys at rest: nothing that would help a thief, nothing that a crash could take."""
+"""Stored keys: secrets are not stored, and keys survive a crash."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> KeyStore:
     return KeyStore(tmp_path / "home" / "keys.db")
 
 
-def test_what_is_kept(store: KeyStore) -> None:
+def test_created_key_is_stored(store: KeyStore) -> None:
     limits = KeyLimits(concurrency=1, tokens_per_minute=100)
     expires = time.time() + 60
     secret, key = store.create("anna", models=["smol*"], routes=["chat"], limits=limits, expires=expires)
@@ -35,50 +35,50 @@ def test_what_is_kept(store: KeyStore) -> None:
     assert (kept.limits, kept.expires, kept.digest) == (limits, expires, digest(secret.encode()))
 
 
-def test_the_key_itself_is_nowhere(store: KeyStore) -> None:
+def test_secret_is_not_stored(store: KeyStore) -> None:
     secret, _ = store.create("anna")
     for file in store.path.parent.iterdir():
         assert secret.rpartition("_")[2].encode() not in file.read_bytes()
 
 
-def test_only_its_owner_reads_the_file(store: KeyStore) -> None:
+def test_file_is_private(store: KeyStore) -> None:
     store.create("anna")
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
 
 
-def test_revoked_keys_stay_known(store: KeyStore) -> None:
+def test_revoked_key_stays_in_the_store(store: KeyStore) -> None:
     _, key = store.create("anna")
     assert store.revoke(key.id)
     assert not store.revoke(key.id)
-    assert not store.revoke("nothing")
+    assert not store.revoke("unknown")
     [kept] = store.all()
     assert kept.state(time.time()) == "revoked"
 
 
-def test_an_end_in_time(store: KeyStore) -> None:
+def test_key_expires(store: KeyStore) -> None:
     _, key = store.create("anna", expires=1000.0)
     assert (key.state(999.9), key.state(1000.0)) == ("valid", "expired")
 
 
 @pytest.mark.parametrize("name", ["anna", "user:anna", "agent:coder/anna", "user:anna@example.org"])
-def test_principals(store: KeyStore, name: str) -> None:
+def test_valid_principals(store: KeyStore, name: str) -> None:
     assert store.create(name)[1].principal == (name if ":" in name else f"user:{name}")
 
 
 @pytest.mark.parametrize(
     "name", ["", "user:", "agent:coder", "agent:/anna", "agent:a/b/c", "root:x", "a b", "x" * 65, "\n"]
 )
-def test_no_principals(store: KeyStore, name: str) -> None:
+def test_invalid_principals(store: KeyStore, name: str) -> None:
     with pytest.raises(ConfigError, match="expected NAME"):
         store.create(name)
 
 
-def test_reading_makes_nothing(store: KeyStore) -> None:
+def test_reading_creates_no_file(store: KeyStore) -> None:
     assert store.all() == []
     assert not store.path.parent.exists()
 
 
-def test_a_reader_notices_every_change_and_nothing_else(store: KeyStore) -> None:
+def test_reader_detects_every_change(store: KeyStore) -> None:
     with KeyReader(store.path) as reader:
         assert not reader.has_changed()
         _, first = store.create("anna")
@@ -98,7 +98,7 @@ def test_a_reader_notices_every_change_and_nothing_else(store: KeyStore) -> None
         assert reader.keys() == [last]
 
 
-def test_a_file_that_is_none(store: KeyStore) -> None:
+def test_invalid_database_file(store: KeyStore) -> None:
     store.path.parent.mkdir()
     store.path.write_bytes(b"this is no database, and it is long enough to be seen as something else " * 20)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -110,7 +110,7 @@ def test_a_file_that_is_none(store: KeyStore) -> None:
     assert store.path.read_bytes().startswith(b"this is no database")
 
 
-def test_a_file_of_a_newer_version(store: KeyStore) -> None:
+def test_file_of_a_newer_version(store: KeyStore) -> None:
     store.create("anna")
     with sqlite3.connect(store.path) as connection:
         connection.execute("PRAGMA user_version = 99")
@@ -131,7 +131,7 @@ while True:
 """
 
 
-def test_keys_that_were_shown_survive_a_kill(store: KeyStore) -> None:
+def test_shown_keys_survive_kill_9(store: KeyStore) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(store.path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     shown = [writer.stdout.readline().strip() for _ in range(10)]

@@ -25,7 +25,7 @@ def store(count: int = 10, size: int = 100_000, seconds: float = 10) -> MemoryRe
     return MemoryResponses(count=count, size=size, seconds=seconds)
 
 
-def test_what_is_kept_is_found_by_its_principal_only() -> None:
+def test_response_is_visible_only_to_its_principal() -> None:
     kept = store()
     one = response("r1", items=("i1",))
     wait(kept.keep(one))
@@ -39,14 +39,14 @@ def test_what_is_kept_is_found_by_its_principal_only() -> None:
     assert wait(kept.items("ann", ["i1"])) == {}
 
 
-def test_the_oldest_make_room() -> None:
+def test_oldest_response_is_evicted() -> None:
     kept = store(count=2)
     for name in ("r1", "r2", "r3"):
         wait(kept.keep(response(name)))
     assert [wait(kept.find("ann", name)) is not None for name in ("r1", "r2", "r3")] == [False, True, True]
 
 
-def test_bytes_are_bounded_too() -> None:
+def test_total_size_is_limited() -> None:
     kept = store(size=3 * (OVERHEAD + 1000))
     for number in range(50):
         wait(kept.keep(response(f"r{number}", body=b"x" * 1000)))
@@ -56,23 +56,23 @@ def test_bytes_are_bounded_too() -> None:
     assert wait(kept.find("ann", "huge")) is None
     for number in range(50):
         wait(kept.delete("ann", f"r{number}"))
-    assert (len(kept), kept._held, kept._holders) == (0, 0, {})
+    assert (len(kept), kept._bytes, kept._item_bodies) == (0, 0, {})
 
 
-def test_what_cannot_be_kept_changes_nothing() -> None:
+def test_invalid_response_changes_nothing() -> None:
     kept = store(count=1)
     wait(kept.keep(response("r1", items=("i1",))))
     nameless: Any = {"a": 1}
     odd = KeptResponse("r2", "bob", b"{}", (KeptItem("i2", b"{}"), KeptItem(nameless, b"{}")), ())
-    held = kept._held
+    used = kept._bytes
     with pytest.raises(TypeError):
         wait(kept.keep(odd))
-    assert (len(kept), kept._held, list(kept._holders)) == (1, held, [("ann", "i1")])
+    assert (len(kept), kept._bytes, list(kept._item_bodies)) == (1, used, [("ann", "i1")])
     wait(kept.keep(response("r3")))
     assert wait(kept.find("ann", "r3")) is not None
 
 
-def test_nothing_outlives_its_time() -> None:
+def test_responses_expire() -> None:
     now = [0.0]
     kept = MemoryResponses(count=10, size=10_000, seconds=5, clock=lambda: now[0])
     wait(kept.keep(response("r1", items=("i1",))))
@@ -83,7 +83,7 @@ def test_nothing_outlives_its_time() -> None:
     assert wait(kept.items("ann", ["i1", "i2"])) == {"i2": b"i2"}
 
 
-def test_an_item_stays_as_long_as_a_response_has_it() -> None:
+def test_item_is_kept_while_a_response_has_it() -> None:
     kept = store()
     wait(kept.keep(response("r1", items=("i1",))))
     wait(kept.keep(response("r2", items=("i1", "i2"))))
@@ -91,7 +91,7 @@ def test_an_item_stays_as_long_as_a_response_has_it() -> None:
     assert wait(kept.items("ann", ["i1", "i2"])) == {"i1": b"i1"}
 
 
-def test_the_same_name_again_replaces() -> None:
+def test_same_id_replaces_the_response() -> None:
     kept = store()
     wait(kept.keep(response("r1", items=("i1",))))
     wait(kept.keep(response("r1", body=b"[]")))

@@ -1,11 +1,14 @@
-"""Any engine in a child process, behind the same interface.
+"""Runs engines and front ends in child processes.
 
-The child can crash, be killed or run out of memory; the server sees a request that failed and a child to start again.
+A worker is a child process with one engine. It may crash, be killed or run out of memory: its requests fail, and the
+server starts it again.
 
-    parent.py    the Engine that the server holds: starts the child, and another when it has died
-    process.py   one child as the server sees it: passes requests on, hands events out
-    child.py     what runs in the child: the real engine, and one message per step for all that it made
-    deaths.py    how long to wait before another is started
-    fatal_requests.py  requests that crashed the child, and that are refused
-    messages.py  what goes over the pipe
+    worker_engine.py      the Engine that the server holds: passes calls on to the worker
+    worker_supervisor.py  starts the worker, restarts it after a crash, kills it when it stalls
+    worker_process.py     one running worker: sends requests, delivers events
+    worker_main.py        the program of the worker: the real engine
+    worker_messages.py    the messages on the pipe
+    fatal_requests.py     requests that crashed a worker and are refused
+    restart_backoff.py    the pause before a restart
+    link.py               messages on a socket pair, for front ends
 """

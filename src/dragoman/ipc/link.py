@@ -1,9 +1,9 @@
-"""Messages on one end of a socket pair.
+"""Sends and receives framed messages on one end of a socket pair.
 
 Rules
-1. What is sent in one turn of the event loop leaves in one write.
-2. Messages are handed over in the order in which they came, by plain calls.
-3. The end of the other side is told once.
+1. Messages sent in one turn of the event loop leave in one write.
+2. Messages are delivered in order, by direct calls.
+3. The end of the connection is reported once.
 """
 
 import asyncio
@@ -14,19 +14,18 @@ from typing import cast
 from dragoman.ipc.worker_messages import HEADER
 
 DRAIN_SECONDS = 0.01
-Take = Callable[[memoryview], None]
 
 
 class Link(asyncio.Protocol):
-    """`take` is given the body of every message, `lost` is called when there will be no more."""
+    """Calls `on_message` with the body of each message and `on_lost` when the connection ends."""
 
-    def __init__(self, take: Take, lost: Callable[[], None]) -> None:
-        self._take = take
-        self._lost = lost
+    def __init__(self, on_message: Callable[[memoryview], None], on_lost: Callable[[], None]) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._needed = HEADER.size
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._size = 0
         self._outbox: list[bytes] = []
 
@@ -39,21 +38,21 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._lost()
+        self._on_lost()
 
     def data_received(self, data: bytes) -> None:
-        # A large message comes in many pieces, which are put together once.
-        self._pieces.append(data)
+        # The chunks of a large message are joined once.
+        self._chunks.append(data)
         self._size += len(data)
         if self._size < self._needed:
             return
-        whole = data if len(self._pieces) == 1 else b"".join(self._pieces)
-        at = self._handed_out(memoryview(whole))
-        self._pieces = [whole[at:]] if at < len(whole) else []
-        self._size = len(whole) - at
+        whole = data if len(self._chunks) == 1 else b"".join(self._chunks)
+        consumed = self._deliver(memoryview(whole))
+        self._chunks = [whole[consumed:]] if consumed < len(whole) else []
+        self._size = len(whole) - consumed
 
-    def _handed_out(self, data: memoryview) -> int:
-        """How much of it was messages."""
+    def _deliver(self, data: memoryview) -> int:
+        """Deliver the complete messages and return their length in bytes."""
         at, end, header = 0, len(data), HEADER.size
         while True:
             self._needed = header
@@ -65,7 +64,7 @@ class Link(asyncio.Protocol):
                 return at
             body = data[at + header : at + self._needed]
             at += self._needed
-            self._take(body)
+            self._on_message(body)
 
     def send(self, encoded: bytes) -> None:
         if not self._outbox:
@@ -78,17 +77,17 @@ class Link(asyncio.Protocol):
             self._transport.write(b"".join(outbox))
 
     def close(self) -> None:
-        """At once: the other side has gone, or is to go."""
+        """Close at once and discard unsent messages."""
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def unsent(self) -> int:
-        """Bytes that the other side has not taken yet."""
+        """Bytes that the other side has not read yet."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
-    async def drained(self) -> None:
-        """Until the other side has everything."""
+    async def drain(self) -> None:
+        """Wait until the other side has read everything."""
         self.flush()
-        while self.unsent:  # noqa: ASYNC110 (once, at the end)
+        while self.unsent:  # noqa: ASYNC110 (called once, at the end)
             await asyncio.sleep(DRAIN_SECONDS)

@@ -1,11 +1,11 @@
-"""The child's side of a worker: `python -m dragoman.ipc.worker_main`, talking over standard input and output.
+"""Runs an engine in a worker process: `python -m dragoman.ipc.worker_main`, over standard input and output.
 
 Rules
-1. The end of standard input is the end of the process, at once and whatever it is doing: a parent that died, even by
-   kill -9, leaves no child behind. Signals for the parent's process group are the parent's to handle.
-2. Events that become ready in one turn of the event loop leave in one message. What an engine that works in steps makes
-   in one of them is such a message as it is, without a task for each request.
-3. What cannot be encoded fails the request that it belongs to, and no other.
+1. The end of standard input ends the process at once, so that a parent killed with kill -9 leaves no worker behind.
+   The worker ignores signals to the parent's process group.
+2. Events that become ready in one turn of the event loop leave in one message. A step of an engine that works in steps
+   is one message, without a task per request.
+3. Output that cannot be encoded fails its own request only.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from dragoman.ipc.worker_messages import (
     ToChild,
     Tokenize,
     ToParent,
-    WholeStep,
+    UnpackedStep,
     decode_to_child,
     encode,
     pack,
@@ -66,19 +66,19 @@ class Child:
         self._outbox: list[msgspec.Raw] = []
         self._stepping = engine if isinstance(engine, SteppingEngine) else None
         self._begun: set[int] = set()
-        """What the engine that works in steps has, and has not ended."""
+        """Unfinished generations of an engine that works in steps."""
         if self._stepping is not None:
             self._stepping.receiver = self
 
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Generate) and self._stepping is not None:
-            # Now, and not when the task gets its turn: it may be cancelled before that, and the end has to be told.
+            # Added before the task runs: a cancellation in between must report the end too.
             self._begun.add(message.id)
-            self._keep(message.id, self._begin(self._stepping, message.id, message.request), self._forget)
+            self._spawn(message.id, self._begin(self._stepping, message.id, message.request), self._forget)
         elif isinstance(message, Generate):
-            self._keep(message.id, self._generate(message.id, message.request), self._end)
+            self._spawn(message.id, self._generate(message.id, message.request), self._end)
         elif isinstance(message, Question):
-            self._keep(message.id, self._answer(message), self._forget)
+            self._spawn(message.id, self._answer(message), self._forget)
         elif isinstance(message, Cancel):
             self._cancel(message.id)
 
@@ -90,10 +90,12 @@ class Child:
             self._stepping.drop(key)
             self._post(Progress(key, ended=True))
 
-    def _keep(self, key: int, work: Coroutine[Any, Any, None], done: Callable[[int, asyncio.Task[None]], None]) -> None:
+    def _spawn(
+        self, key: int, work: Coroutine[Any, Any, None], on_done: Callable[[int, asyncio.Task[None]], None]
+    ) -> None:
         task = self._loop.create_task(work)
         self._tasks[key] = task
-        task.add_done_callback(lambda task: done(key, task))
+        task.add_done_callback(lambda task: on_done(key, task))
 
     def _forget(self, key: int, task: asyncio.Task[None]) -> None:
         del self._tasks[key]
@@ -109,42 +111,44 @@ class Child:
             async with aclosing(run(self._engine, request)) as stream:
                 async for events in stream:
                     self._post(Progress(key, tuple(events)))
-        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
-            failure = failure_of(error)
+        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
+            failure = to_failure(error)
         self._post(Progress(key, ended=True, failure=failure))
 
     async def _begin(self, engine: SteppingEngine, key: int, request: GenerationRequest) -> None:
         try:
             await engine.begin(key, request)
-        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
+        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
             self._begun.discard(key)
-            self._post(Progress(key, ended=True, failure=failure_of(error)))
+            self._post(Progress(key, ended=True, failure=to_failure(error)))
 
     def take(self, portions: Sequence[Portion]) -> None:
-        told: list[Portion | Progress] = []
+        progress: list[Portion | Progress] = []
         for portion in portions:
             if portion.ended:
                 self._begun.discard(portion.key)
-            # Failures have to be put into words; everything else leaves as it is.
-            told.append(portion if portion.error is None else _failed(portion, portion.error))
+            if portion.error is None:
+                progress.append(portion)
+            else:
+                progress.append(Progress(portion.key, portion.events, portion.ended, Failure.of(portion.error)))
         try:
-            encoded = encode(WholeStep(told, self._engine.kv_used))
-        except Exception:  # noqa: BLE001 (whose fault it is shows when each is encoded alone)
-            encoded = encode(PackedStep(tuple(map(self._alone, portions, told)), self._engine.kv_used))
+            encoded = encode(UnpackedStep(progress, self._engine.kv_used))
+        except Exception:  # noqa: BLE001 (encoding the parts one by one finds the invalid one)
+            encoded = encode(PackedStep(tuple(map(self._pack, progress, portions)), self._engine.kv_used))
         self._write(encoded)
 
-    def _alone(self, portion: Portion, told: Portion | Progress) -> msgspec.Raw:
+    def _pack(self, progress: Portion | Progress, portion: Portion) -> msgspec.Raw:
         try:
-            return pack(told)
-        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
+            return pack(progress)
+        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
             self._begun.discard(portion.key)
             if self._stepping is not None:
                 self._stepping.drop(portion.key)
-            return pack(Progress(portion.key, ended=True, failure=failure_of(error)))
+            return pack(Progress(portion.key, ended=True, failure=to_failure(error)))
 
     def lose(self, reason: str) -> None:
-        log.error("the engine is gone: %s", reason)
-        _end(1)
+        log.error("the engine stopped working: %s", reason)
+        _exit(1)
 
     def _post(self, progress: Progress) -> None:
         packed = pack(progress)
@@ -159,9 +163,9 @@ class Child:
 
     async def _answer(self, message: Question) -> None:
         try:
-            encoded = encode(await answered(self._engine, message))
-        except Exception as error:  # noqa: BLE001 (told to the parent, and to the log)
-            encoded = encode(Answer(message.id, failure=failure_of(error)))
+            encoded = encode(await answer_question(self._engine, message))
+        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
+            encoded = encode(Answer(message.id, failure=to_failure(error)))
         self._write(encoded)
 
     def send(self, message: ToParent) -> None:
@@ -172,8 +176,8 @@ class Child:
         self._output.flush()
 
 
-async def answered(engine: Engine, message: Question) -> Answer:
-    """What an engine says to a question."""
+async def answer_question(engine: Engine, message: Question) -> Answer:
+    """Return the engine's answer to a question."""
     if isinstance(message, Render):
         return Answer(message.id, rendered=await call(engine.render, message.request))
     if isinstance(message, CountTokens):
@@ -187,19 +191,15 @@ async def answered(engine: Engine, message: Question) -> Answer:
     return Answer(message.id, text=await call(engine.detokenize, message.tokens))
 
 
-def _failed(portion: Portion, error: DragomanError) -> Progress:
-    return Progress(portion.key, portion.events, portion.ended, Failure.of(error))
-
-
-def _end(code: int) -> Never:
-    """With all processes that the engine has started, which are of the same group."""
+def _exit(code: int) -> Never:
+    """Exit and kill the processes that the engine started, which are in the same group."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(code)
 
 
-def failure_of(error: Exception) -> Failure:
-    """What is told of an error; what nobody foresaw is for the log."""
+def to_failure(error: Exception) -> Failure:
+    """Convert an error for the other process; log an unexpected one."""
     if not isinstance(error, DragomanError):
         log.error("the engine raised", exc_info=error)
         error = failed(error)
@@ -207,35 +207,35 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _read(source: BinaryIO) -> ToChild:
-    """The next message; at the end of the pipe the process ends."""
+    """Read the next message; exit at the end of the pipe."""
     header = source.read(HEADER.size)
     if len(header) < HEADER.size:
-        _end(0)
+        _exit(0)
     (length,) = HEADER.unpack(header)
     body = source.read(length)
     if len(body) < length:
-        _end(0)
+        _exit(0)
     return decode_to_child(body)
 
 
 async def _load(start: Start, output: BinaryIO) -> Engine:
     cls = engine_class(start.engine)
     engine = cls.configured(start.name, msgspec.convert(start.options, cls.Options))
-    telling = asyncio.create_task(_tell_progress(engine, output))
+    reporter = asyncio.create_task(_report_progress(engine, output))
     try:
         await engine.start()
     finally:
-        telling.cancel()
+        reporter.cancel()
     return engine
 
 
-async def _tell_progress(engine: Engine, output: BinaryIO) -> None:
-    told = None
+async def _report_progress(engine: Engine, output: BinaryIO) -> None:
+    reported = None
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)
-        if engine.progress is not None and engine.progress != told:
-            told = engine.progress
-            output.write(encode(Loading(told)))
+        if engine.progress is not None and engine.progress != reported:
+            reported = engine.progress
+            output.write(encode(Loading(reported)))
             output.flush()
 
 
@@ -245,23 +245,23 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
     inbox: asyncio.Queue[ToChild] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def follow() -> None:
+    def read_messages() -> None:
         try:
             while True:
                 loop.call_soon_threadsafe(inbox.put_nowait, _read(source))
         except Exception:
-            # Deaf it would be of no use, and would not even notice the end of its parent.
-            log.exception("a message from the server could not be read; the process ends")
+            # Without the reader the worker would miss EOF from its parent, so it exits.
+            log.exception("a message from the server could not be read; the worker exits")
             os._exit(1)
 
-    threading.Thread(target=follow, name="dragoman-parent", daemon=True).start()
+    threading.Thread(target=read_messages, name="dragoman-parent", daemon=True).start()
     try:
         engine = await _load(start, output)
     except Exception as error:
-        mistake = isinstance(error, ConfigError | msgspec.ValidationError)
-        if not mistake:
+        is_config_error = isinstance(error, ConfigError | msgspec.ValidationError)
+        if not is_config_error:
             log.exception("the engine could not be loaded")
-        output.write(encode(Broken(str(error) or type(error).__name__, mistake)))
+        output.write(encode(Broken(str(error) or type(error).__name__, is_config_error)))
         output.flush()
         return
     child = Child(engine, output)
@@ -274,12 +274,12 @@ def main() -> None:
     configure_as_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What the engine or a library prints must not get among the messages.
+    # Standard output carries messages; what an engine or a library prints goes to standard error.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     asyncio.run(_main(sys.stdin.buffer, output))
-    # Threads and processes of a library may never end by themselves.
-    _end(0)
+    # Threads and processes of a library might keep this process alive.
+    _exit(0)
 
 
 if __name__ == "__main__":

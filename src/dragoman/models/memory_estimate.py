@@ -1,6 +1,6 @@
-"""How much memory a model needs: what was measured the last time, else what its file lets expect.
+"""Estimates how much memory a model needs: the last measurement, or else the size of its file.
 
-A measurement is kept in `home()/memory.json`, by everything it depends on: engine, options, file, its size and date.
+Measurements are stored in `home()/memory.json`, keyed by engine, options, file path, size and date.
 """
 
 import hashlib
@@ -22,58 +22,57 @@ from dragoman.files.gguf import parts_of
 log = logging.getLogger("dragoman.models")
 
 PROCESS_BYTES = 100 * 1024 * 1024
-"""What a worker takes before it has loaded anything."""
+"""Memory of a worker before it loads a model."""
 MOST_REMEMBERED = 500
 _lock = threading.Lock()
 
 
-def expected(spec: ModelSpec) -> int:
-    """Reads files, and downloads those that are not here: not for the event loop."""
-    known = _remembered().get(_fingerprint(spec))
-    if known is not None:
-        return known
-    if not in_worker(spec):
+def expected_memory(spec: ModelSpec) -> int:
+    """Return the expected memory. Blocks: it reads files and downloads missing ones."""
+    measured = _read_measurements().get(_fingerprint(spec))
+    if measured is not None:
+        return measured
+    if not needs_worker(spec):
         return 0
-    # Where an engine of folders has its weights, it alone knows: mostly in the memory of a GPU.
+    # An engine that loads a directory keeps the weights mostly in GPU memory.
     path = None if spec.file is None else sources.fetch(spec.file)
     size = 0 if path is None else sum(part.stat().st_size for part in parts_of(path))
-    cls, options = _configured(spec, path)
+    cls, options = _engine_options(spec, path)
     return PROCESS_BYTES + size + cls.memory_beside_file(options)
 
 
-def remember(spec: ModelSpec, size: int) -> None:
-    """A model grows while it is used: the most that was seen counts."""
+def remember_memory(spec: ModelSpec, size: int) -> None:
+    """Store a measurement; the largest one counts, because a model grows while it is used."""
     key = _fingerprint(spec)
     with _lock:
-        known = _remembered()
+        known = _read_measurements()
         if known.get(key, 0) >= size:
             return
-        # A new entry is the youngest; the oldest make room.
+        # New entries go to the end; the oldest are dropped.
         known.pop(key, None)
-        kept = dict([*known.items(), (key, size)][-MOST_REMEMBERED:])
-        place = _place()
+        entries = dict([*known.items(), (key, size)][-MOST_REMEMBERED:])
+        file = _file()
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            fresh = place.with_name(f".memory-{os.getpid()}.json")
-            fresh.write_text(json.dumps(kept))
-            fresh.replace(place)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_name(f".memory-{os.getpid()}.json")
+            temporary.write_text(json.dumps(entries))
+            temporary.replace(file)
         except OSError as error:
-            log.warning("%s cannot be written: %s", place, error.strerror)
+            log.warning("%s cannot be written: %s", file, error.strerror)
 
 
-def in_worker(spec: ModelSpec) -> bool:
-    """Whether it gets a process of its own, whose memory is then its own too."""
-    cls, options = _configured(spec, None)
+def needs_worker(spec: ModelSpec) -> bool:
+    """Whether the engine runs in a worker, whose memory can be measured."""
+    cls, options = _engine_options(spec, None)
     return cls.needs_worker(options)
 
 
-def _configured(spec: ModelSpec, path: Path | None) -> tuple[type[Engine], msgspec.Struct]:
-    """Its engine, and what that is told of it; without a path where the file has not been looked for."""
+def _engine_options(spec: ModelSpec, path: Path | None) -> tuple[type[Engine], msgspec.Struct]:
     cls = engine_class(spec.engine)
-    takes_file = "path" in cls.Options.__struct_fields__
-    given = {**spec.options, "path": str(path or "")} if takes_file else dict(spec.options)
+    has_path = "path" in cls.Options.__struct_fields__
+    values = {**spec.options, "path": str(path or "")} if has_path else dict(spec.options)
     try:
-        return cls, msgspec.convert(given, cls.Options)
+        return cls, msgspec.convert(values, cls.Options)
     except msgspec.ValidationError as error:
         raise ConfigError(f"models.{spec.name}: {error}") from error
 
@@ -86,20 +85,20 @@ def _fingerprint(spec: ModelSpec) -> str:
             stat = path.stat()
             file = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     except (ConfigError, OSError):
-        # Without its file nothing has been measured either.
+        # Without a file there is no measurement.
         pass
-    told = json.dumps([spec.engine, file, spec.options], sort_keys=True, default=str)
-    return hashlib.sha256(told.encode()).hexdigest()
+    identity = json.dumps([spec.engine, file, spec.options], sort_keys=True, default=str)
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
-def _remembered() -> dict[str, int]:
+def _read_measurements() -> dict[str, int]:
     try:
-        known = json.loads(_place().read_text())
+        known = json.loads(_file().read_text())
         return {str(key): int(size) for key, size in known.items()}
     except (OSError, ValueError, AttributeError, TypeError):
-        # None yet, or one that is damaged: what it said can be measured again.
+        # The file is missing or damaged; its values can be measured again.
         return {}
 
 
-def _place() -> Path:
+def _file() -> Path:
     return sources.home() / "memory.json"

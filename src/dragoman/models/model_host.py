@@ -1,11 +1,10 @@
-"""An engine on its way from a wish to a running thing, and back.
+"""Holds the engine of a model: loads and unloads it, and admits the requests that use it.
 
-Who uses an engine enters before and leaves afterwards: in between it stays loaded.
-One whose process has died and is being started again is loading, as the first time, and keeps its place in memory.
-
-One that could not be loaded is left alone for a while, longer each time until it has been there for a while: to load it
-anew for every request would cost the others, and help nobody. An operator who wishes it loaded does not wait, and a new
-configuration is a new beginning.
+Rules
+1. A request enters before it uses the engine and leaves afterwards. In between the engine stays loaded.
+2. A model whose worker is being restarted is in the state "loading" and keeps its memory.
+3. After a failed load, requests are refused for a pause that grows with each failure. An operator's load request does
+   not wait, and a new configuration resets the pause.
 """
 
 import asyncio
@@ -21,209 +20,284 @@ from dragoman.config.settings import Limits
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelFailed, ModelLoading, QueueFull
 from dragoman.formats import named
-from dragoman.ipc.restart_backoff import YOUNG_SECONDS, Deaths
-from dragoman.ipc.worker_engine import MOST_DEATHS, WorkerEngine
+from dragoman.ipc.restart_backoff import YOUNG_SECONDS, RestartBackoff
+from dragoman.ipc.worker_engine import WorkerEngine
+from dragoman.ipc.worker_supervisor import MOST_DEATHS
 from dragoman.models.admission import Admission
-from dragoman.models.process_memory import taken
-from dragoman.models.residency import Seat
+from dragoman.models.process_memory import session_memory
+from dragoman.models.residency import ResidencyState
 
 log = logging.getLogger("dragoman.models")
 
 State = Literal["cold", "waiting", "loading", "ready", "unloading", "failed"]
 STOP_SECONDS = 10.0
 EXPECTED_SECONDS = 5.0
-"""What loading takes, as long as nobody has seen it."""
+"""Expected load time before the first load."""
 SPEED_WEIGHT = 0.2
-"""Of the newest generation in the average."""
+"""Weight of the newest generation in the average speed."""
 FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 60.0
-"""Between the failure to load a model and the next try that somebody's request, or a probe, brings about."""
-NOT_LOADED = "the model could not be loaded; the server's log says why"
+"""Pause between a failed load and the next one that a request or a probe may start."""
+NOT_LOADED = "the model could not be loaded; see the server's log"
 
-GivenUp = Callable[[str], None]
-"""Is told why an engine will not come back by itself."""
-Make = Callable[[GivenUp], Awaitable[Engine]]
+OnEngineLost = Callable[[str], None]
+"""Called with the reason when an engine will not come back by itself."""
+BuildEngine = Callable[[OnEngineLost], Awaitable[Engine]]
 
 
-class Lives(Protocol):
-    """Who decides when a host loads and unloads."""
+class LifecyclePort(Protocol):
+    """Decides when a host loads and unloads."""
 
-    def seat(self, host: "Host") -> Seat: ...
+    def seat(self, host: "Host") -> ResidencyState: ...
 
     def enter(self, host: "Host") -> bool: ...
 
-    def ask(self, host: "Host") -> "asyncio.Future[None]": ...
+    def wait_for_entry(self, host: "Host") -> "asyncio.Future[None]": ...
 
-    def give_up(self, host: "Host", ticket: "asyncio.Future[None]") -> None: ...
+    def cancel_entry(self, host: "Host", entry: "asyncio.Future[None]") -> None: ...
 
     def leave(self, host: "Host") -> None: ...
 
-    def wish(self, host: "Host") -> None: ...
+    def request_load(self, host: "Host") -> None: ...
 
-    def lost(self, host: "Host") -> None: ...
+    def report_lost(self, host: "Host") -> None: ...
 
-    def measured(self, host: "Host") -> None: ...
+    def report_memory(self, host: "Host") -> None: ...
 
 
-class Host:
-    """`expect` tells, in a thread, how much memory it will need; `remember` is told how much it did. `written` is where
-    and under which key somebody wrote it down."""
+class LoadFailures:
+    """The last load failure of a model, and the pause before the next attempt."""
 
-    def __init__(
-        self,
-        key: str,
-        make: Make,
-        lives: Lives,
-        limits: Limits,
-        slots: int | None = None,
-        expect: Callable[[], int] = int,
-        remember: Callable[[int], None] = lambda size: None,
-        written: str | None = None,
-    ) -> None:
+    def __init__(self) -> None:
+        self.message: str | None = None
+        self.refused_until = -math.inf
+        """Until then, requests do not start another load."""
+        self._loaded_at = math.inf
+        """Time of the last load, if it was after the last failure."""
+        self.reset_pause()
+
+    def reset_pause(self) -> None:
+        self._backoff = RestartBackoff(FIRST_PAUSE, LONGEST_PAUSE, first=FIRST_PAUSE)
+        self._failed_at = -math.inf
+        self.refused_until = -math.inf
+
+    def note_loaded(self) -> None:
+        self.message, self.refused_until, self._loaded_at = None, -math.inf, time.monotonic()
+
+    def note_lost(self, message: str, load_seconds: float) -> None:
+        now = time.monotonic()
+        # A worker is given up after several early deaths, and loads the model as often in between.
+        young = MOST_DEATHS * (YOUNG_SECONDS + load_seconds)
+        self._backoff.note_failure(max(0.0, now - self._loaded_at), young)
+        self.message, self._failed_at, self._loaded_at = message, now, math.inf
+
+    def note_failed(self, message: str, load_seconds: float) -> None:
+        self.note_lost(message, load_seconds)
+        self.refused_until = self._failed_at + self._backoff.pause
+
+    @property
+    def is_pause_over(self) -> bool:
+        return time.monotonic() - self._failed_at >= self._backoff.pause
+
+
+class LoadableEngine:
+    """The engine of a host while it is loaded, measured and unloaded."""
+
+    def __init__(self, key: str, build: BuildEngine) -> None:
         self.key = key
-        self.expect = expect
-        self.remember = remember
-        self.written = written
-        self.limits = limits
         self.engine: Engine | None = None
         self.supports: frozenset[str] = frozenset()
         self.is_known = False
-        """Whether it has been loaded before, so that it is known what it supports."""
-        self.failure: str | None = None
+        """Whether it has been loaded before, so that `supports` is known."""
         self.memory = 0
-        self.tokens_per_second: float | None = None
-        self.admission = Admission(slots, limits.queue, limits.queue_seconds)
-        self._make = make
-        self._lives = lives
-        self._coming: Engine | None = None
-        self._begun = 0.0
-        self._load_seconds = EXPECTED_SECONDS
-        self._loaded_at = math.inf
-        """When it came, if it has since it last failed."""
-        self.forget_failures()
-        self._awaiting = 0
-        """Who waits for a process that is being started again."""
-
-    def bound(self, limits: Limits) -> None:
-        self.limits = limits
-        self.admission.bound(limits.queue, limits.queue_seconds)
+        self.failures = LoadFailures()
+        self.load_seconds = EXPECTED_SECONDS
+        self._build = build
+        self._loading: Engine | None = None
+        self._load_started_at = 0.0
 
     @property
-    def state(self) -> State:
-        seat = self._lives.seat(self)
-        if seat.state == "out":
-            return "waiting" if seat.is_wanted else "failed" if self.failure else "cold"
-        if seat.state == "in" and self.is_returning:
-            return "loading"
-        states: dict[str, State] = {"loading": "loading", "in": "ready", "leaving": "unloading"}
-        return states[seat.state]
-
-    @property
-    def loading_seconds(self) -> float | None:
-        """For how long it has been loading, where it is."""
-        if self.state != "loading":
-            return None
-        away = self._away
-        return time.monotonic() - self._begun if away is None else away.away_seconds
+    def failure(self) -> str | None:
+        return self.failures.message
 
     @property
     def progress(self) -> float | None:
-        """How much of it has been loaded, from 0 to 1, where its engine tells."""
-        coming = self._coming or self._away
-        return None if coming is None else coming.progress
+        """The loaded fraction, from 0 to 1, if the engine reports it."""
+        engine = self._loading or self._restarting
+        return None if engine is None else engine.progress
 
     @property
     def is_returning(self) -> bool:
-        """Whether it was there, and its process is being started again."""
-        return self._away is not None
+        """Whether the worker of a loaded model is being restarted."""
+        return self._restarting is not None
 
     @property
-    def waiting(self) -> int:
-        """How many wait for it to be loaded."""
-        return len(self._lives.seat(self).waiting) + self._awaiting
+    def _restarting(self) -> WorkerEngine | None:
+        return self.engine if isinstance(self.engine, WorkerEngine) and self.engine.is_restarting else None
 
     @property
-    def _away(self) -> WorkerEngine | None:
-        return self.engine if isinstance(self.engine, WorkerEngine) and self.engine.is_away else None
+    def elapsed_load_seconds(self) -> float:
+        restarting = self._restarting
+        return time.monotonic() - self._load_started_at if restarting is None else restarting.restart_seconds
 
     @property
     def pid(self) -> int | None:
         return self.engine.pid if isinstance(self.engine, WorkerEngine) else None
 
+    async def load_engine(self, on_lost: OnEngineLost) -> Engine:
+        self._load_started_at = time.monotonic()
+        log.info("model %s: loading", self.key)
+        try:
+            self._loading = engine = await self._build(on_lost)
+            await engine.start()
+            for info in engine.models():
+                named(info.format)
+        except (Exception, asyncio.CancelledError):
+            if self._loading is not None:
+                await stop_engine(self._loading)
+            raise
+        finally:
+            self._loading = None
+        self.failures.note_loaded()
+        self.engine = engine
+        self.supports = engine.supports()
+        self.is_known = True
+        return engine
+
+    async def measure_load(self) -> int:
+        """Measure the memory of an engine that has just been loaded."""
+        self.memory = await asyncio.to_thread(session_memory, self.pid)
+        if self.engine is None:
+            # The engine was lost during the measurement.
+            raise ModelFailed(NOT_LOADED)
+        self.load_seconds = time.monotonic() - self._load_started_at
+        log.info("model %s: ready after %.1f s, %s", self.key, self.load_seconds, shown_size(self.memory))
+        return self.memory
+
+    async def unload(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            await stop_engine(engine)
+
+
+class Host(LoadableEngine):
+    """A model's engine and the requests that use it.
+
+    `estimate_memory` returns the memory it will need and runs in a thread; `remember_memory` gets what was measured.
+    `config_location` is the file and the key that configure the model.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        build: BuildEngine,
+        lifecycle: LifecyclePort,
+        limits: Limits,
+        slots: int | None = None,
+        estimate_memory: Callable[[], int] = int,
+        remember_memory: Callable[[int], None] = lambda size: None,
+        config_location: str | None = None,
+    ) -> None:
+        super().__init__(key, build)
+        self.estimate_memory = estimate_memory
+        self.remember_memory = remember_memory
+        self.config_location = config_location
+        self.limits = limits
+        self.tokens_per_second: float | None = None
+        self.admission = Admission(slots, limits.queue, limits.queue_seconds)
+        self._lifecycle = lifecycle
+        self._waiting_for_restart = 0
+
+    def set_limits(self, limits: Limits) -> None:
+        self.limits = limits
+        self.admission.set_limits(limits.queue, limits.queue_seconds)
+
+    @property
+    def state(self) -> State:
+        residency = self._lifecycle.seat(self)
+        if residency.state == "out":
+            return "waiting" if residency.is_wanted else "failed" if self.failure else "cold"
+        if residency.state == "in" and self.is_returning:
+            return "loading"
+        states: dict[str, State] = {"loading": "loading", "in": "ready", "leaving": "unloading"}
+        return states[residency.state]
+
+    @property
+    def loading_seconds(self) -> float | None:
+        """Seconds since the current load or restart began."""
+        return self.elapsed_load_seconds if self.state == "loading" else None
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for the model to be loaded."""
+        return len(self._lifecycle.seat(self).waiting) + self._waiting_for_restart
+
     def enter_now(self) -> Engine | None:
-        """The engine, if it is there for whoever asks; who got it must `leave`."""
-        if self.engine is None or self._away is not None:
+        """Return the engine if it is ready. The caller must `leave`."""
+        if self.engine is None or self.is_returning:
             return None
-        return self.engine if self._lives.enter(self) else None
+        return self.engine if self._lifecycle.enter(self) else None
 
     async def enter(self) -> Engine:
-        """The same after a while, or an error that says when to come again."""
+        """Return the engine, loaded if necessary. The caller must `leave`."""
         engine = self.enter_now()
         if engine is not None:
             return engine
-        if self.state == "failed" and self._rests_until > time.monotonic():
+        if self.state == "failed" and self.failures.refused_until > time.monotonic():
             raise self.refusal()
         if not self.limits.load_seconds:
             self.load()
             raise self._still_loading()
-        patience = time.monotonic() + self.limits.load_seconds
-        await self._wait(self.limits.load_seconds)
-        if self._away is not None:
-            await self._wait_for(self._away, patience - time.monotonic())
+        deadline = time.monotonic() + self.limits.load_seconds
+        await self._wait_for_load(self.limits.load_seconds)
+        if self._restarting is not None:
+            await self._wait_for_restart(self._restarting, deadline - time.monotonic())
         if self.engine is None:
-            # It was lost in the moment in which it came.
+            # The engine was lost as soon as it was loaded.
             self.leave()
             raise ModelFailed(NOT_LOADED, retry_after=1)
         return self.engine
 
-    async def _wait(self, seconds: float) -> None:
-        room = self.limits.queue + (self.admission.slots or math.inf)
-        if self.waiting >= room:
+    async def _wait_for_load(self, seconds: float) -> None:
+        if self.waiting >= self.limits.queue + (self.admission.slots or math.inf):
             raise QueueFull(f"the queue of this model is full ({self.limits.queue} requests wait); try again later")
-        ticket = self._lives.ask(self)
+        entry = self._lifecycle.wait_for_entry(self)
         try:
             async with asyncio.timeout(seconds):
-                await ticket
+                await entry
         except (asyncio.CancelledError, TimeoutError) as error:
-            self._lives.give_up(self, ticket)
+            self._lifecycle.cancel_entry(self, entry)
             if isinstance(error, TimeoutError):
                 raise self._still_loading() from None
             raise
 
-    async def _wait_for(self, engine: WorkerEngine, seconds: float) -> None:
-        """Until its process is there again, for one who has entered."""
-        self._awaiting += 1
+    async def _wait_for_restart(self, engine: WorkerEngine, seconds: float) -> None:
+        """Wait for the worker; a request that has entered leaves on failure."""
+        self._waiting_for_restart += 1
         try:
             async with asyncio.timeout(seconds):
-                await engine.back()
+                await engine.wait_until_running()
         except BaseException as error:
             self.leave()
             if isinstance(error, TimeoutError):
                 raise self._still_loading() from None
             raise
         finally:
-            self._awaiting -= 1
+            self._waiting_for_restart -= 1
 
     def _still_loading(self) -> ModelLoading:
-        left = self._load_seconds - (self.loading_seconds or 0)
+        left = self.load_seconds - (self.loading_seconds or 0)
         return ModelLoading("the model is still being loaded; try again later", retry_after=max(1.0, left))
 
     def refusal(self) -> ModelFailed:
-        """For who asks for it while it cannot be loaded: when the next try may be made."""
-        error = ModelFailed(NOT_LOADED, retry_after=max(1.0, self._rests_until - time.monotonic()))
-        # The words are for the operator: they may name files. Who tells the caller tells the log.
+        """Build the error for a request to a model that cannot be loaded."""
+        error = ModelFailed(NOT_LOADED, retry_after=max(1.0, self.failures.refused_until - time.monotonic()))
+        # The reason may name files: it goes to the log, not to the client.
         error.__cause__ = ConfigError(self.failure or "it could not be loaded")
         return error
 
-    def forget_failures(self) -> None:
-        """What kept it from being loaded may have been mended."""
-        self._failures = Deaths(FIRST_PAUSE, LONGEST_PAUSE, first=FIRST_PAUSE)
-        self._failed_at = -math.inf
-        self._rests_until = -math.inf
-        """Until when no request has it loaded again."""
-
     def leave(self) -> None:
-        self._lives.leave(self)
+        self._lifecycle.leave(self)
 
     @asynccontextmanager
     async def engaged(self) -> AsyncIterator[Engine]:
@@ -234,17 +308,17 @@ class Host:
             self.leave()
 
     async def ready(self) -> Engine:
-        """The engine, loaded if need be, for one who only wants to know it."""
+        """Return the engine, loaded if necessary, without holding it."""
         async with self.engaged() as engine:
             return engine
 
     def load(self) -> None:
-        """Begin to load it, if nobody has."""
-        self._lives.wish(self)
+        """Start to load the model, unless it is loaded or loading."""
+        self._lifecycle.request_load(self)
 
     def load_again(self) -> None:
-        """The same for one that has failed, for somebody who asks all the time: the pauses between tries grow."""
-        if self.state == "failed" and time.monotonic() - self._failed_at >= self._failures.pause:
+        """Start to load a failed model if its pause is over; for callers that poll."""
+        if self.state == "failed" and self.failures.is_pause_over:
             self.load()
 
     def note_speed(self, tokens: int, seconds: float) -> None:
@@ -253,76 +327,42 @@ class Host:
             self.tokens_per_second = speed if known is None else known + SPEED_WEIGHT * (speed - known)
 
     async def start(self) -> int:
-        """Load it, and tell how much memory it takes."""
-        self._begun = time.monotonic()
-        log.info("model %s: loading", self.key)
+        """Load the model and return the memory it takes."""
         try:
-            self._coming = engine = await self._make(self._given_up)
-            await engine.start()
-            for info in engine.models():
-                named(info.format)
-        except (Exception, asyncio.CancelledError) as error:
-            if self._coming is not None:
-                await stopped(self._coming)
-            if isinstance(error, Exception):
-                self.fail(error)
+            engine = await self.load_engine(self._given_up)
+        except Exception as error:
+            self.fail(error)
             raise
-        finally:
-            self._coming = None
-        self.failure, self._rests_until, self._loaded_at = None, -math.inf, time.monotonic()
-        self.engine = engine
-        self.supports = engine.supports()
-        self.is_known = True
         self.admission.resize(engine.slots)
-        self.memory = await asyncio.to_thread(taken, self.pid)
-        if self.engine is None:
-            # It was given up meanwhile.
-            raise ModelFailed(NOT_LOADED)
-        self._load_seconds = time.monotonic() - self._begun
-        log.info("model %s: ready after %.1f s, %s", self.key, self._load_seconds, shown_size(self.memory))
-        return self.memory
+        return await self.measure_load()
 
     def fail(self, error: Exception) -> None:
-        """It could not be loaded: the operator hears of it, whether somebody waits or not."""
-        words = str(error) or type(error).__name__
-        if self.written is not None and isinstance(error, ConfigError):
-            key = self.written.rpartition(" ")[2]
-            words = f"{self.written}: {words.removeprefix(f'{key}: ')}"
-        self._note_failure(words)
-        self._rests_until = self._failed_at + self._failures.pause
-        # Only of what nobody foresaw is it worth knowing where it was raised.
-        is_foreseen = isinstance(error, ConfigError | DragomanError | OSError)
-        log.error("model %s: not loaded: %s", self.key, self.failure, exc_info=None if is_foreseen else error)
-
-    def _note_failure(self, words: str) -> None:
-        now = time.monotonic()
-        # A worker is given up after several deaths: one that dies young each time is loaded as often in between.
-        young = MOST_DEATHS * (YOUNG_SECONDS + self._load_seconds)
-        self._failures.note(max(0.0, now - self._loaded_at), young)
-        self.failure, self._failed_at, self._loaded_at = words, now, math.inf
+        """Record and log that the model could not be loaded."""
+        message = str(error) or type(error).__name__
+        if self.config_location is not None and isinstance(error, ConfigError):
+            key = self.config_location.rpartition(" ")[2]
+            message = f"{self.config_location}: {message.removeprefix(f'{key}: ')}"
+        self.failures.note_failed(message, self.load_seconds)
+        is_expected = isinstance(error, ConfigError | DragomanError | OSError)
+        log.error("model %s: not loaded: %s", self.key, message, exc_info=None if is_expected else error)
 
     async def measure(self) -> int:
-        """The memory it takes now; what it has once taken still counts when it has gone."""
-        now = await asyncio.to_thread(taken, self.pid)
+        """Return the memory it takes now, and report growth to the lifecycle."""
+        now = await asyncio.to_thread(session_memory, self.pid)
         if now > self.memory:
             self.memory = now
-            self._lives.measured(self)
+            self._lifecycle.report_memory(self)
         return now
 
-    async def end(self) -> None:
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            await stopped(engine)
-
     def _given_up(self, reason: str) -> None:
-        self._note_failure(reason)
+        self.failures.note_lost(reason, self.load_seconds)
         self.engine = None
         log.error("model %s: %s", self.key, reason)
-        self._lives.lost(self)
+        self._lifecycle.report_lost(self)
 
 
-async def stopped(engine: Engine) -> None:
-    """An engine that does not end, or fails to, must not keep the server from ending."""
+async def stop_engine(engine: Engine) -> None:
+    """Stop an engine; a hanging or failing stop is logged and does not block the server."""
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await engine.stop()

@@ -1,4 +1,4 @@
-"""A name that can be asked for, and what is known of what answers to it."""
+"""Defines a model name that clients can request."""
 
 import asyncio
 
@@ -6,8 +6,9 @@ from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec, SamplingDefaults
 from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import ConfigError, DragomanError
 from dragoman.files.discovery import Found
+from dragoman.models import static_info
 from dragoman.models.model_host import Host
-from dragoman.models.static_info import Foreseen, foreseen
+from dragoman.models.static_info import Foreseen
 
 
 class Model:
@@ -17,22 +18,25 @@ class Model:
         self.spec = spec
         self.found = found
         self.label = name
-        """What it is counted as: a name that there is, not one that a caller may have made up."""
-        self._foreseen: Foreseen | None = None
+        """The name in metrics: always a known name, never one that a caller made up."""
+        self._static_info: Foreseen | None = None
+
+    @property
+    def _engine_models(self) -> "list[ModelInfo]":
+        return list(self.host.engine.models()) if self.host.engine else []
 
     @property
     def info(self) -> ModelInfo:
-        """What the engine says of this model, once it is there to say it."""
-        known = self.host.engine.models() if self.host.engine else ()
-        return next((info for info in known if info.name == self.name), ModelInfo(self.name))
+        """The engine's description of the model, once it is loaded."""
+        return next((info for info in self._engine_models if info.name == self.name), ModelInfo(self.name))
 
     @property
     def sampling(self) -> SamplingDefaults:
         return NO_DEFAULTS if self.spec is None else self.spec.sampling
 
-    def below(self, name: str) -> "Model | None":
-        """One of those that this one stands for. As long as nobody knows which there are, it may be any."""
-        known = self.host.engine.models() if self.host.engine else ()
+    def member(self, name: str) -> "Model | None":
+        """Return one of the models that this one stands for; any name is accepted until the engine lists them."""
+        known = self._engine_models
         if not known:
             model = Model(name, self.host, self.spec)
             model.label = self.name
@@ -40,7 +44,7 @@ class Model:
         return next((Model(info.name, self.host, self.spec) for info in known if info.name.lower() == name), None)
 
     async def all(self) -> "list[Model]":
-        """Those that it stands for, which its engine knows; mostly itself alone."""
+        """Return the models that this one stands for, usually only itself."""
         if self.spec is None or not self.spec.is_open:
             return [self]
         try:
@@ -50,15 +54,15 @@ class Model:
         return [Model(info.name, self.host, self.spec) for info in engine.models()]
 
     async def foreseen(self) -> Foreseen:
-        """Its file is looked at once, and nobody's reply waits for the disk."""
-        if self._foreseen is None:
-            self._foreseen = await asyncio.to_thread(_foreseen_or_nothing, self.spec)
-        return self._foreseen
+        """Return what is known before the load; reads the file once, in a thread."""
+        if self._static_info is None:
+            self._static_info = await asyncio.to_thread(_read_static_info, self.spec)
+        return self._static_info
 
 
-def _foreseen_or_nothing(spec: ModelSpec | None) -> Foreseen:
+def _read_static_info(spec: ModelSpec | None) -> Foreseen:
     try:
-        return Foreseen() if spec is None else foreseen(spec)
+        return Foreseen() if spec is None else static_info.foreseen(spec)
     except ConfigError:
-        # Whoever asks the model for something hears of it; a list can do without.
+        # A request for the model reports the error.
         return Foreseen()

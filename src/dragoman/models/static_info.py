@@ -1,4 +1,4 @@
-"""What is known of a model before it is loaded: what its configuration and its file say."""
+"""Describes models before they are loaded, from their configuration and their files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ FileState = Literal["here", "missing", "not downloaded", "unreadable"]
 
 
 class Foreseen(msgspec.Struct, frozen=True):
-    """What is known of a model before it is loaded; None where only its engine can tell."""
+    """Static facts about a model; None where only its loaded engine knows."""
 
     format: str | None = None
     context: int | None = None
@@ -30,14 +30,13 @@ class Foreseen(msgspec.Struct, frozen=True):
 
 
 def foreseen(spec: ModelSpec) -> Foreseen:
-    """Reads the beginning of the model's file, if it has one and it is there."""
-    given = dict(spec.options) if spec.source is None else {**spec.options, "path": spec.source}
+    """Read the configuration and the start of the model's file, if it exists."""
     try:
-        options = msgspec.convert(given, engine_class(spec.engine).Options)
+        options = msgspec.convert(_option_values(spec, spec.source), engine_class(spec.engine).Options)
     except msgspec.ValidationError as error:
         raise ConfigError(f"models.{spec.name}: {error}") from error
-    known = _of_folder(spec) if spec.file is None else _of_file(spec.file)
-    # Engines of others may call something else by these names.
+    known = _folder_info(spec) if spec.file is None else _file_info(spec.file)
+    # Custom engines may use these option names for other things.
     form, context = getattr(options, "format", None), getattr(options, "context", None)
     return Foreseen(
         format=form if isinstance(form, str) else known.format,
@@ -47,8 +46,12 @@ def foreseen(spec: ModelSpec) -> Foreseen:
     )
 
 
+def _option_values(spec: ModelSpec, path: str | None) -> dict[str, Any]:
+    return dict(spec.options) if path is None else {**spec.options, "path": path}
+
+
 def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
-    """What leads to no file; what can still be downloaded is not missing."""
+    """Report missing files and folders; a file that can be downloaded is not missing."""
     missing = []
     for spec in specs:
         key = f"models.{spec.name}"
@@ -56,11 +59,11 @@ def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
             if spec.file is not None:
                 sources.locate(spec.file)
             elif _folder_state(spec) == "missing":
-                missing.append(Mistake(f"{key}.source", f"there is no folder {spec.source}"))
+                missing.append(Mistake(f"{key}.source", f"folder not found: {spec.source}"))
         except ConfigError as error:
             missing.append(Mistake(f"{key}.source", str(error)))
         missing += [
-            Mistake(f"{key}.adapters.{name}", f"there is no adapter at {path}")
+            Mistake(f"{key}.adapters.{name}", f"adapter not found: {path}")
             for name, path in adapter_files(spec).items()
             if not (path.is_dir() if spec.file is None else path.is_file())
         ]
@@ -68,40 +71,39 @@ def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
 
 
 def unfit(specs: Sequence[ModelSpec]) -> list[Mistake]:
-    """What their engines find wrong with files that are there."""
+    """Report what the engines find wrong with existing files."""
     return [
-        Mistake(f"models.{spec.name}.{key}" if key else f"models.{spec.name}", words)
+        Mistake(f"models.{spec.name}.{key}" if key else f"models.{spec.name}", message)
         for spec in specs
-        for key, words in _mistakes(spec)
+        for key, message in _engine_mistakes(spec)
     ]
 
 
-def _mistakes(spec: ModelSpec) -> Sequence[tuple[str, str]]:
+def _engine_mistakes(spec: ModelSpec) -> Sequence[tuple[str, str]]:
     try:
-        here = None if spec.file is None else sources.locate(spec.file)
+        local = None if spec.file is None else sources.locate(spec.file)
     except ConfigError:
-        # That it is missing is told already.
+        # `wrong_files` reports it.
         return ()
     engine = engine_class(spec.engine)
-    # What is not downloaded yet cannot be looked at; what goes with it can.
-    given = dict(spec.options) if spec.source is None else {**spec.options, "path": str(here or spec.source)}
-    return engine.mistakes(msgspec.convert(given, engine.Options))
+    values = _option_values(spec, None if spec.source is None else str(local or spec.source))
+    return engine.mistakes(msgspec.convert(values, engine.Options))
 
 
 def unreadable_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
-    """Files that are here and no models. A server starts all the same: whoever asks for such a model hears of it."""
+    """Report existing files that are not models. The server starts anyway; requests for such a model fail."""
     return [
-        Mistake(f"models.{spec.name}.source", wrong)
+        Mistake(f"models.{spec.name}.source", error)
         for spec in specs
-        if spec.engine == "llama" and spec.file is not None and (wrong := _wrong_in(spec.file)) is not None
+        if spec.engine == "llama" and spec.file is not None and (error := _read_error(spec.file)) is not None
     ]
 
 
-def _wrong_in(source: str) -> str | None:
+def _read_error(source: str) -> str | None:
     try:
         path = sources.locate(source)
     except ConfigError:
-        return None  # it is told as one that is missing
+        return None  # `wrong_files` reports it
     try:
         if path is not None:
             read_metadata(path)
@@ -111,40 +113,40 @@ def _wrong_in(source: str) -> str | None:
 
 
 def adapter_files(spec: ModelSpec) -> dict[str, Path]:
-    """By the name of the model that each makes."""
+    """Return the adapter paths by model name."""
     entries = {name: spec.options["adapters"][name] for name in spec.adapters}
     paths = {name: entry if isinstance(entry, str) else entry["path"] for name, entry in entries.items()}
     return {name: Path(path).expanduser() for name, path in paths.items()}
 
 
 def _folder_state(spec: ModelSpec) -> FileState:
-    """Of a model whose engine finds the files by itself."""
+    """State of a model whose engine locates its files itself."""
     if spec.source is None or Path(spec.source).expanduser().is_dir():
         return "here"
-    # What the hub has is fetched by the engine, which knows where it is kept.
+    # The engine downloads models of the hub.
     return "here" if spec.source.startswith(PREFIX) else "missing"
 
 
-def _of_folder(spec: ModelSpec) -> Foreseen:
+def _folder_info(spec: ModelSpec) -> Foreseen:
     state = _folder_state(spec)
     folder = None if spec.source is None else Path(spec.source).expanduser()
     if folder is None or not folder.is_dir():
         return Foreseen(file=state)
-    described = next((found for name in sources.DESCRIPTIONS if (found := _json(folder / name))), {})
-    length = described.get("max_position_embeddings")
-    return Foreseen(detect(_template(folder), folder.name), length if isinstance(length, int) else None, state)
+    config = next((found for name in sources.DESCRIPTIONS if (found := _read_json(folder / name))), {})
+    length = config.get("max_position_embeddings")
+    return Foreseen(detect(_read_template(folder), folder.name), length if isinstance(length, int) else None, state)
 
 
-def _template(folder: Path) -> str | None:
+def _read_template(folder: Path) -> str | None:
     try:
         return read_description(folder / "chat_template.jinja")
     except (OSError, ValueError):
-        found = _json(folder / "tokenizer_config.json").get("chat_template")
+        found = _read_json(folder / "tokenizer_config.json").get("chat_template")
         return found if isinstance(found, str) else None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Nothing where it is not there, or is something else: the engine will say what is wrong with it."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return an empty dict for a missing or invalid file; the engine reports what is wrong with it."""
     try:
         found = json.loads(read_description(path)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
@@ -152,12 +154,13 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _of_file(source: str) -> Foreseen:
-    state, metadata = _looked_at(source)
-    return Foreseen(_detected(metadata), _trained_context(metadata), state, _writes(metadata))
+def _file_info(source: str) -> Foreseen:
+    state, metadata = _read_file(source)
+    context = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    return Foreseen(_detect_format(metadata), context if isinstance(context, int) else None, state, _writes(metadata))
 
 
-def _looked_at(source: str) -> tuple[FileState, dict[str, Value]]:
+def _read_file(source: str) -> tuple[FileState, dict[str, Value]]:
     try:
         path = sources.locate(source)
     except ConfigError:
@@ -170,8 +173,8 @@ def _looked_at(source: str) -> tuple[FileState, dict[str, Value]]:
         return "unreadable", {}
 
 
-def _detected(metadata: Mapping[str, Value]) -> str | None:
-    """What a configuration does not name, the model's chat template decides."""
+def _detect_format(metadata: Mapping[str, Value]) -> str | None:
+    """Detect the format from the chat template."""
     if not metadata or not _writes(metadata):
         return None
     template = metadata.get("tokenizer.chat_template")
@@ -179,10 +182,5 @@ def _detected(metadata: Mapping[str, Value]) -> str | None:
 
 
 def _writes(metadata: Mapping[str, Value]) -> bool:
-    """Whether it writes text, as far as its file says; a model that makes vectors has no syntax to speak of."""
+    """Whether the model generates text; an embedding model does not."""
     return metadata.get(f"{metadata.get('general.architecture')}.attention.causal") is not False
-
-
-def _trained_context(metadata: Mapping[str, Value]) -> int | None:
-    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-    return length if isinstance(length, int) else None

@@ -1,21 +1,19 @@
-"""Dragoman on a Ray cluster: `serve run dragoman.ray:app`, or `application(settings)` for `serve.run`.
+"""Runs Dragoman on a Ray cluster: `serve run dragoman.ray:app`, or `serve.run(application(settings))`.
 
     clients ──HTTP──> Serve's proxies ──> entrance: the app ──handles──> Replica: an engine
                                                                      └─> Replica: an engine, on another machine
 
-    deployments.py  a deployment for each model, and the entrance
-    naming.py       the id of a request in its reply
-    replica.py      what runs in a replica
-    engine.py       what the app holds for a model
-    router.py       Serve's router, in the order of choosing.py
-    choosing.py     which replica is asked, without Ray
-    asked.py        one thing that is asked
-    messages.py     what goes between them
+    deployments.py    the Serve application: a deployment for each model, and the entrance
+    replica.py        runs the engine of a model in a replica
+    engine.py         the Engine that the app holds for a model
+    router.py         Serve's request router
+    replica_order.py  chooses replicas, without Ray
+    messages.py       the messages between the app and a replica
 
 Rules
-1. Everything but the engines is the same app as elsewhere, in one process: there is one count of quotas and queues.
-2. An engine that only asks other servers (`upstream`) lives in the entrance: there is nothing to spread.
-3. Serve says where there is listened, how many replicas there are and on which machines they are.
+1. Everything except the engines is the same app as elsewhere, in one process, with one count of quotas and queues.
+2. An engine that calls other servers (`upstream`) runs in the entrance.
+3. Serve decides where to listen, how many replicas there are and where they run.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,7 +26,7 @@ __all__ = ["app", "application"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: what needs no Ray can be had without it."""
+    """Import `deployments` on first use, so that the package can be imported without Ray."""
     if name in __all__:
         from dragoman.ray import deployments
 

@@ -1,4 +1,4 @@
-"""The application: a deployment for each model, and the entrance."""
+"""Builds the Serve application: a deployment for each model, and the entrance with the app."""
 
 import math
 import os
@@ -17,66 +17,87 @@ from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
-from dragoman.models import made_here
-from dragoman.models.model_host import GivenUp, Make
+from dragoman.models import local_engine
+from dragoman.models.model_host import BuildEngine, OnEngineLost
 from dragoman.ray.engine import ReplicaEngine
 from dragoman.ray.replica import Replica
-from dragoman.ray.request_id_header import Renamed
 from dragoman.server.app import App
+from dragoman.server.asgi import Receive, Scope, Send
 from dragoman.server.factory import build_app
 
 ARGUMENTS = ("config", "entrance_cpus")
-ONGOING = 16
-"""Requests that a replica takes at once where nobody says how many."""
-MOST_AT_THE_DOOR = 100_000
-"""The app has limits of its own; Serve's must not come before them."""
+DEFAULT_ONGOING = 16
+"""Concurrent requests of a replica without configured slots."""
+MOST_ENTRANCE_REQUESTS = 100_000
+"""High, so that the limits of the app apply and not those of Serve."""
+SERVE_ID_HEADER = b"x-request-id"
+APP_ID_HEADER = b"x-dragoman-request-id"
 
 
 def app(args: Mapping[str, str]) -> serve.Application:
     """For `serve run dragoman.ray:app`, with `config=FILE` or DRAGOMAN_CONFIG, and `entrance_cpus=NUMBER`."""
     unknown = [name for name in args if name not in ARGUMENTS]
     if unknown:
-        raise ConfigError(f"unknown argument {unknown[0]!r}; there are config=FILE and entrance_cpus=NUMBER")
+        raise ConfigError(f"unknown argument {unknown[0]!r}; expected config=FILE or entrance_cpus=NUMBER")
     settings = load_settings(args.get("config"), Flags(), os.environ)
-    return application(settings, entrance_cpus=_cpus(args.get("entrance_cpus", "0")))
+    return application(settings, entrance_cpus=_parse_cpus(args.get("entrance_cpus", "0")))
 
 
-def _cpus(given: str) -> float:
+def _parse_cpus(text: str) -> float:
     try:
-        cpus = float(given)
+        cpus = float(text)
     except ValueError:
         cpus = math.nan
     if not 0 <= cpus < math.inf:
-        raise ConfigError(f"entrance_cpus={given}: expected a number of CPUs, 0 or more")
+        raise ConfigError(f"entrance_cpus={text}: expected a number of CPUs, 0 or more")
     return cpus
 
 
 def application(settings: Settings, *, entrance_cpus: float = 0.0) -> serve.Application:
-    """The models of these settings, for `serve.run`. `entrance_cpus` is what Ray reserves for the entrance: nothing,
-    unless somebody says so, for where there is no CPU left for it, no request would ever be answered."""
-    # Which models there are and for how long they stay is said by the deployments.
+    """Build the application for `serve.run`. `entrance_cpus` is what Ray reserves for the entrance: by default nothing,
+    because an entrance without a free CPU would never start."""
+    # The deployments define the models and how long they stay.
     fixed = msgspec.structs.replace(settings, models_dir=(), memory=None, keep_alive=math.inf)
-    spread = [spec for spec in settings.models if engine_class(spec.engine).device != "elsewhere"]
-    # Names of models may have characters that names of deployments may not; two could become the same.
-    names = {spec.name: f"model-{at}-{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}" for at, spec in enumerate(spread)}
+    deployed = [spec for spec in settings.models if engine_class(spec.engine).device != "elsewhere"]
+    # Deployment names allow fewer characters; the number keeps them unique.
+    names = {spec.name: f"model-{at}-{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}" for at, spec in enumerate(deployed)}
 
-    def build() -> Renamed:
-        return Renamed(_app(fixed, names))
+    def build() -> RequestIdMiddleware:
+        return RequestIdMiddleware(_build_app(fixed, names))
 
     entrance = serve.deployment(serve.ingress(build)()).options(
         name="entrance",
         num_replicas=1,
-        max_ongoing_requests=MOST_AT_THE_DOOR,
+        max_ongoing_requests=MOST_ENTRANCE_REQUESTS,
         ray_actor_options={"num_cpus": entrance_cpus},
     )
-    return entrance.bind(*(_deployment(spec, names[spec.name]).bind(spec, settings.limits) for spec in spread))
+    return entrance.bind(*(_deployment(spec, names[spec.name]).bind(spec, settings.limits) for spec in deployed))
+
+
+class RequestIdMiddleware:
+    """Renames the app's `x-request-id` header, because Ray Serve's proxy adds its own to every reply."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_renamed(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                headers = [
+                    (APP_ID_HEADER if name == SERVE_ID_HEADER else name, value)
+                    for name, value in message.get("headers", ())
+                ]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self.app(scope, receive, send_renamed)
 
 
 def _deployment(spec: ModelSpec, name: str) -> Any:
     scale = spec.ray
     return serve.deployment(Replica).options(
         name=name,
-        max_ongoing_requests=_ongoing(spec),
+        max_ongoing_requests=_ongoing_requests(spec),
         graceful_shutdown_timeout_s=scale.graceful_shutdown_timeout_s,
         ray_actor_options={
             "num_cpus": scale.num_cpus,
@@ -84,11 +105,11 @@ def _deployment(spec: ModelSpec, name: str) -> Any:
             "resources": dict(scale.resources),
         },
         request_router_config=RequestRouterConfig(request_router_class="dragoman.ray.router.PrefixRouter"),
-        **({"autoscaling_config": _by_load(scale)} if scale.replicas is None else {"num_replicas": scale.replicas}),
+        **({"autoscaling_config": _autoscaling(scale)} if scale.replicas is None else {"num_replicas": scale.replicas}),
     )
 
 
-def _by_load(scale: Replicas) -> AutoscalingConfig:
+def _autoscaling(scale: Replicas) -> AutoscalingConfig:
     return AutoscalingConfig(
         min_replicas=scale.min_replicas,
         max_replicas=scale.max_replicas,
@@ -100,28 +121,28 @@ def _by_load(scale: Replicas) -> AutoscalingConfig:
     )
 
 
-def _ongoing(spec: ModelSpec) -> int:
+def _ongoing_requests(spec: ModelSpec) -> int:
     slots = spec.options.get("slots")
-    return spec.ray.max_ongoing_requests or (slots if isinstance(slots, int) else ONGOING)
+    return spec.ray.max_ongoing_requests or (slots if isinstance(slots, int) else DEFAULT_ONGOING)
 
 
-def _app(settings: Settings, names: Mapping[str, str]) -> App:
-    """In the entrance: the app, whose engines are the deployments of these names."""
-    here = serve.get_replica_context().app_name
+def _build_app(settings: Settings, names: Mapping[str, str]) -> App:
+    """Build the app of the entrance, whose engines are the deployments of these names."""
+    app_name = serve.get_replica_context().app_name
 
-    def make_of(spec: ModelSpec, limits: Limits) -> Make:
+    def engine_factory(spec: ModelSpec, limits: Limits) -> BuildEngine:
         if spec.name not in names:
-            return made_here(spec, limits)
-        return _made_there(spec, serve.get_deployment_handle(names[spec.name], here))
+            return local_engine(spec, limits)
+        return _replica_engine(spec, serve.get_deployment_handle(names[spec.name], app_name))
 
-    app = build_app(settings, make_of=make_of)
+    app = build_app(settings, make_of=engine_factory)
     for model in app.catalog.models.values():
         model.host.load()
     return app
 
 
-def _made_there(spec: ModelSpec, handle: Any) -> Make:
-    async def make(given_up: GivenUp) -> Engine:
-        return ReplicaEngine(spec.name, handle, _ongoing(spec) * spec.ray.most)
+def _replica_engine(spec: ModelSpec, handle: Any) -> BuildEngine:
+    async def build(on_lost: OnEngineLost) -> Engine:
+        return ReplicaEngine(spec.name, handle, _ongoing_requests(spec) * spec.ray.most)
 
-    return make
+    return build

@@ -1,10 +1,10 @@
-"""What goes between the app and a replica: MessagePack, as between the server and a worker (see `worker.messages`).
+"""Defines the messages between the app and a replica, in MessagePack like those of a worker (see `worker_messages`).
 
-    app -> replica   a GenerationRequest, answered by a stream of `Told`
+    app -> replica   a GenerationRequest, answered by a stream of `EventBatch`
                      a Question, answered by an `Answer`
-                     nothing, answered by the `Facts`
+                     an empty message, answered by `EngineInfo`
 
-Errors go as a `Failure`: as Ray would carry them, they would lose what they say.
+Errors travel as a `Failure`, because Ray would lose their fields.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from dragoman.core.request import GenerationRequest
 from dragoman.ipc.worker_messages import Answer, Failure, Question
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
-    """What became ready together. A failure is the last thing that is told."""
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Events that became ready together; a failure ends the stream."""
 
     events: Sequence[Event] = ()
     failure: Failure | None = None
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What an engine says of itself."""
+class EngineInfo(msgspec.Struct, frozen=True):
+    """Describes an engine."""
 
     models: tuple[ModelInfo, ...]
     supports: frozenset[str]
@@ -33,33 +33,14 @@ class Facts(msgspec.Struct, frozen=True):
     tells_calls: bool
 
     @classmethod
-    def of(cls, engine: Engine) -> "Facts":
+    def of(cls, engine: Engine) -> "EngineInfo":
         return cls(tuple(engine.models()), engine.supports(), engine.device, engine.tells_calls)
 
 
 encode = msgspec.msgpack.Encoder().encode
-_request = msgspec.msgpack.Decoder(GenerationRequest)
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_told = msgspec.msgpack.Decoder(Told)
-_answer = msgspec.msgpack.Decoder(Answer)
-_facts = msgspec.msgpack.Decoder(Facts)
-
-
-def decode_request(body: bytes) -> GenerationRequest:
-    return _request.decode(body)
-
-
-def decode_question(body: bytes) -> Question:
-    return _question.decode(body)
-
-
-def decode_told(body: bytes) -> Told:
-    return _told.decode(body)
-
-
-def decode_answer(body: bytes) -> Answer:
-    return _answer.decode(body)
-
-
-def decode_facts(body: bytes) -> Facts:
-    return _facts.decode(body)
+decode_question = _question.decode
+decode_request = msgspec.msgpack.Decoder(GenerationRequest).decode
+decode_event_batch = msgspec.msgpack.Decoder(EventBatch).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_engine_info = msgspec.msgpack.Decoder(EngineInfo).decode

@@ -1,12 +1,13 @@
-"""Which replica is asked, without Ray: their names go in as they come and go, an order comes out.
+"""Chooses the replica for a request, without Ray.
 
 Rules
-1. As between the servers of `upstream` (see its `pool`): the one that has the longest beginning of the prompt, unless
-   it has much more to do than the least busy one.
-2. The others follow, the least busy first: whoever has no room for the request leaves it to the next.
-3. Where a request has been to already, it comes last.
-4. A replica that has gone leaves its spot to one that comes, which knows nothing of what was there before.
-5. Those who choose and those who tell that a request is over may be in different threads.
+1. The replica with the longest known prefix of the prompt comes first, unless it is much busier than the least busy one
+   (as for the servers of `upstream`, see its `pool`).
+2. The others follow, least busy first. A replica without room leaves the request to the next.
+3. Replicas that were tried already come last.
+4. A new replica may take the spot of one that has gone, but not its prefixes.
+5. Calls may begin and end in different threads.
+6. A call is counted for its replica from the moment of the choice, so that concurrent choices see each other.
 """
 
 import threading
@@ -16,46 +17,85 @@ from collections.abc import Callable, Collection, Sequence
 from dragoman.engines.upstream.pool import Pool, Spot
 
 
-class Choosing:
+class ReplicaCall:
+    """One call to a replica. Only `body` is pickled; the rest stays in the calling process, in any thread."""
+
+    def __init__(self, body: bytes, links: Sequence[bytes] = (), tried: Sequence[str] = ()) -> None:
+        self.body = body
+        self.links = links
+        """Prefix links of the prompt (see `prefix_index`)."""
+        self.tried = list(tried)
+        """Replicas that have been tried."""
+        self._replica: str | None = None
+        self._end_count: Callable[[], None] | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["ReplicaCall"], tuple[bytes]]:
+        return ReplicaCall, (self.body,)
+
+    def retry(self) -> "ReplicaCall":
+        return ReplicaCall(self.body, self.links, self.tried)
+
+    def assign(self, replica: str, begin_count: Callable[[], Callable[[], None]]) -> None:
+        """Count the call for a replica; `begin_count` returns the function that ends the count."""
+        with self._lock:
+            if self._is_closed or self._replica == replica:
+                return
+            self._end_assignment()
+            self._replica, self._end_count = replica, begin_count()
+
+    def close(self) -> None:
+        """End the count: the call was answered or has failed."""
+        with self._lock:
+            self._is_closed = True
+            self._end_assignment()
+
+    def _end_assignment(self) -> None:
+        end_count, self._end_count, self._replica = self._end_count, None, None
+        if end_count is not None:
+            end_count()
+
+
+class ReplicaSelector:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = Pool((), clock)
         self._spots: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def update(self, replicas: Collection[str]) -> None:
-        """These there are now."""
+        """Set the replicas that exist now."""
         with self._lock:
             for replica in [known for known in self._spots if known not in replicas]:
-                at = self._spots.pop(replica)
-                self._pool.drain(at, drained=True)
+                self._pool.drain(self._spots.pop(replica), drained=True)
             for replica in replicas:
                 if replica not in self._spots:
-                    self._spots[replica] = self._free()
+                    self._spots[replica] = self._free_spot()
 
-    def _free(self) -> int:
-        taken = set(self._spots.values())
+    def _free_spot(self) -> int:
+        used = set(self._spots.values())
         for at, spot in enumerate(self._pool.spots):
-            # As long as somebody is counted there, the count would be wrong for another.
-            if at not in taken and not spot.running:
+            # A spot with running calls of its old replica would start with a wrong count.
+            if at not in used and not spot.running:
                 self._pool.renew(at)
                 return at
         self._pool.spots.append(Spot())
         return len(self._pool.spots) - 1
 
     def order(self, links: Sequence[bytes], tried: Collection[str] = ()) -> list[str]:
-        """All of them, in the order in which they should be asked."""
+        """Return all replicas in the order of preference."""
         with self._lock:
-            left = {at: replica for replica, at in self._spots.items()}
-            been = {self._spots[replica] for replica in tried if replica in self._spots}
-            first = self._pool.preferred(links, been)
-            rest = sorted(left, key=lambda at: (at != first, at in been, self._pool.spots[at].load))
-            return [left[at] for at in rest]
+            replicas = {at: replica for replica, at in self._spots.items()}
+            tried_spots = {self._spots[replica] for replica in tried if replica in self._spots}
+            first = self._pool.preferred(links, tried_spots)
+            order = sorted(replicas, key=lambda at: (at != first, at in tried_spots, self._pool.spots[at].load))
+            return [replicas[at] for at in order]
 
-    def take(self, replica: str, links: Sequence[bytes]) -> Callable[[], None]:
-        """A request has gone there; what is returned is to be called once, when it is over."""
+    def begin_call(self, replica: str, links: Sequence[bytes]) -> Callable[[], None]:
+        """Count a call to a replica; the caller calls the result once, at the end of the call."""
         with self._lock:
             at = self._spots.get(replica)
-            # One that has gone in the meantime has no count any more.
+            # A replica that has gone has no count.
             if at is not None:
                 self._pool.take(at, links)
         return lambda: self._end(at)

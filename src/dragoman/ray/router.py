@@ -1,49 +1,48 @@
-"""Ray Serve's router for the replicas of a model: in the order of `choosing`.
+"""Contains the Ray Serve router for the replicas of a model, in the order of `replica_order`.
 
-It lives in the process of whoever asks, and may do so in a thread of its own.
+It runs in the calling process, possibly in its own thread.
 """
 
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from dragoman.ray.replica_call import Asked
-from dragoman.ray.replica_order import Choosing
+from dragoman.ray.replica_order import ReplicaCall, ReplicaSelector
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
-    def initialize_state(self, **given: Any) -> None:
-        self._choosing = Choosing()
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._selector = ReplicaSelector()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        # Each in a rank of its own: the next is looked at only where there is no room in those before it.
+        # One rank per replica: the next rank is used only if the earlier ones have no room.
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        self._choosing.update(by_name)
+        self._selector.update(by_name)
         if pending_request is not None:
-            # Where nobody has room, it is worth waiting a moment before the next look.
+            # Wait before the next attempt if all replicas are full.
             pending_request.routing_context.should_backoff = True
-        return [[by_name[name]] for name in self._order(_asked(pending_request))]
+        return [[by_name[name]] for name in self._order(_replica_call(pending_request))]
 
-    def _order(self, asked: Asked | None) -> list[str]:
-        if asked is None:
-            return self._choosing.order(())
-        order = self._choosing.order(asked.links, asked.tried)
+    def _order(self, call: ReplicaCall | None) -> list[str]:
+        if call is None:
+            return self._selector.order(())
+        order = self._selector.order(call.links, call.tried)
         if order:
-            self._send(asked, order[0])
+            self._assign(call, order[0])
         return order
 
-    def _send(self, asked: Asked, replica: str) -> None:
-        asked.heads_for(replica, lambda: self._choosing.take(replica, asked.links))
+    def _assign(self, call: ReplicaCall, replica: str) -> None:
+        call.assign(replica, lambda: self._selector.begin_call(replica, call.links))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        asked = _asked(pending_request)
-        if asked is not None:
-            self._send(asked, replica_id.unique_id)
-            asked.tried.append(replica_id.unique_id)
+        call = _replica_call(pending_request)
+        if call is not None:
+            self._assign(call, replica_id.unique_id)
+            call.tried.append(replica_id.unique_id)
 
 
-def _asked(pending_request: PendingRequest | None) -> Asked | None:
+def _replica_call(pending_request: PendingRequest | None) -> ReplicaCall | None:
     first = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return first if isinstance(first, Asked) else None
+    return first if isinstance(first, ReplicaCall) else None

@@ -24,8 +24,7 @@ from dragoman.models import Host
 from dragoman.server.app import App, Reread
 from dragoman.server.auth.admin_token import TokenFile
 from dragoman.server.factory import ENGINES_ONLY, build_app
-from dragoman.server.frontends.sockets import places
-from dragoman.server.frontends.supervisor import Crew
+from dragoman.server.frontends.supervisor import Crew, places
 from dragoman.server.http.server import Listener, SocketFile, settle, unix_socket
 from dragoman.server.preflight_checks import check_exposure, check_place, remarks, with_hosts
 

@@ -1,12 +1,11 @@
-"""What is kept between requests, behind small interfaces.
+"""Defines stored responses and the interface of their stores.
 
 Rules
-1. Every response belongs to a principal. What belongs to another one is not there.
-2. Who keeps something finds it again as soon as `keep` has returned, until it is deleted or too old, or until what is
-   newer needs the room.
+1. Every response belongs to a principal. Other principals cannot see it.
+2. A response can be found as soon as `keep` has returned, until it is deleted, expires, or newer ones need the room.
 
-    memory.py  responses, in memory
-    keys.py    keys, in a file of SQLite's: the operator's, and no principal's
+    memory.py  responses in memory
+    keys.py    API keys in SQLite
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,14 +15,14 @@ import msgspec
 
 
 class KeptItem(msgspec.Struct, frozen=True):
-    """An item of a conversation: `body` is its JSON."""
+    """An item of a conversation; `body` is its JSON."""
 
     id: str
     body: bytes
 
 
 class KeptResponse(msgspec.Struct, frozen=True):
-    """A response, what it answered and what it answered with; `body` is its JSON, items included."""
+    """A response with its input and output items; `body` is its JSON, including the items."""
 
     id: str
     principal: str
@@ -46,9 +45,9 @@ class Keeping(Protocol):
     async def find(self, principal: str, response_id: str) -> KeptResponse | None: ...
 
     async def items(self, principal: str, ids: Iterable[str]) -> Mapping[str, bytes]:
-        """Those of the items that are there, whichever response they belong to."""
+        """Return the bodies of the items that exist, in any response."""
 
 
 class ResponseStore(Keeping, Protocol):
     async def delete(self, principal: str, response_id: str) -> bool:
-        """Whether there was one."""
+        """Return whether the response existed."""

@@ -1,13 +1,12 @@
-"""Keys in a file of SQLite's, made by `dragoman keys` and read by the server.
+"""Stores API keys in SQLite; `dragoman keys` writes them and the server reads them.
 
-    key := "dgm_" id "_" secret        id: 12 hexadecimal digits, to name it by; secret: 48 more
+    key := "dgm_" id "_" secret        id: 12 hexadecimal digits; secret: 48 hexadecimal digits
 
 Rules
-1. The key itself is shown once and kept nowhere: what is kept is its digest. A plain SHA-256 is enough, because nobody
-   guesses 192 random bits.
-2. What `create` and `revoke` have done survives a crash of anything.
-3. A key that was revoked stays in the file: a store that has ever had a key never lets anybody in without one.
-4. Whoever only reads neither makes the file nor changes it.
+1. Only the SHA-256 digest of a key is stored; the key is shown once. A plain hash suffices for 192 random bits.
+2. Effects of `create` and `revoke` survive a crash.
+3. A revoked key stays in the file: a store that ever had a key never allows access without one.
+4. A reader neither creates nor changes the file.
 """
 
 import hashlib
@@ -37,13 +36,13 @@ CREATE TABLE IF NOT EXISTS keys (
 """
 WRITE_SECONDS = 10.0
 READ_SECONDS = 0.05
-"""The server reads between two requests: it does not wait for a writer, it looks again later."""
+"""The server does not wait for a writer; it reads again later."""
 FIRST_READ_SECONDS = 10.0
 """At its start the server waits for a writer: without the keys it cannot serve."""
 
 
 class Key(msgspec.Struct, frozen=True):
-    """Times are those of the clock on the wall. Models are names and patterns; no models or routes: all that are."""
+    """Times are Unix times. `models` are names and patterns; empty `models` or `routes` mean all."""
 
     id: str
     principal: str
@@ -91,11 +90,11 @@ class KeyStore:
         limits: KeyLimits | None = None,
         expires: float | None = None,
     ) -> tuple[str, Key]:
-        """The key, which nobody can ask for again, and what is kept of it."""
-        name, limits = secrets.token_hex(6), limits or KeyLimits()
-        secret = f"dgm_{name}_{secrets.token_hex(24)}"
+        """Create a key; return it, for the only time, with its stored record."""
+        key_id, limits = secrets.token_hex(6), limits or KeyLimits()
+        secret = f"dgm_{key_id}_{secrets.token_hex(24)}"
         key = Key(
-            id=name,
+            id=key_id,
             principal=checked_principal(principal),
             digest=digest(secret.encode()),
             created=time.time(),
@@ -106,18 +105,18 @@ class KeyStore:
         )
         lists = (msgspec.json.encode(part).decode() for part in (key.models, key.routes, key.limits))
         row = (key.id, key.principal, key.digest, key.created, key.expires, None, *lists)
-        with self._writing() as connection:
+        with self._transaction() as connection:
             connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return secret, key
 
     def revoke(self, key_id: str) -> bool:
-        """Whether there was such a key that was not revoked yet."""
-        with self._writing() as connection:
-            change = "UPDATE keys SET revoked = ? WHERE id = ? AND revoked IS NULL"
-            return connection.execute(change, (time.time(), key_id)).rowcount > 0
+        """Revoke a key; return False if it is unknown or revoked already."""
+        with self._transaction() as connection:
+            statement = "UPDATE keys SET revoked = ? WHERE id = ? AND revoked IS NULL"
+            return connection.execute(statement, (time.time(), key_id)).rowcount > 0
 
     def all(self) -> list[Key]:
-        """The oldest first; none where there is no file yet."""
+        """Return all keys, oldest first; an empty list if there is no file."""
         try:
             with KeyReader(self.path) as reader:
                 return reader.keys() if reader.has_changed() else []
@@ -125,10 +124,10 @@ class KeyStore:
             raise ConfigError(f"the keys in {self.path} cannot be read: {error.__cause__}") from error
 
     @contextmanager
-    def _writing(self) -> Generator[sqlite3.Connection, None, None]:
+    def _transaction(self) -> Generator[sqlite3.Connection, None, None]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Made by hand first: nobody else may read it, from the first moment on.
+            # Created here, so that its mode is private from the start.
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
             connection = sqlite3.connect(self.path, timeout=WRITE_SECONDS)
             try:
@@ -145,12 +144,12 @@ class KeyStore:
 
 
 class KeyReader:
-    """Looks into a store again and again, and reads it only where it has changed."""
+    """Polls a store and reads it only when it has changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection: sqlite3.Connection | None = None
-        self._seen: tuple[int, int, int] | None = None
+        self._last_version: tuple[int, int, int] | None = None
         self._has_read = False
 
     def __enter__(self) -> "KeyReader":
@@ -160,18 +159,18 @@ class KeyReader:
         self.close()
 
     def close(self) -> None:
-        # Another connection counts changes from another beginning.
-        self._seen = None
+        # The data version is only valid for one connection.
+        self._last_version = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def has_changed(self) -> bool:
-        """Whether there is something to read that was not there at the last `keys`."""
-        return (mark := self._mark()) is not None and mark != self._seen
+        """Whether the store has changed since the last `keys`."""
+        return (version := self._version()) is not None and version != self._last_version
 
     def keys(self) -> list[Key]:
-        mark = self._mark()
+        version = self._version()
         try:
             assert self._connection is not None
             _check_schema(self._connection)
@@ -180,37 +179,37 @@ class KeyReader:
         except (sqlite3.Error, msgspec.MsgspecError, ConfigError) as error:
             self.close()
             raise StorageUnavailable("the keys cannot be read now; try again later") from error
-        self._seen = mark
+        self._last_version = version
         if not self._has_read:
             self._has_read = True
             self._connection.execute(f"PRAGMA busy_timeout = {READ_SECONDS * 1000:.0f}")
         return keys
 
-    def _mark(self) -> tuple[int, int, int] | None:
-        """Another one for every change; None where there is no file, or an empty one that is just being made."""
+    def _version(self) -> tuple[int, int, int] | None:
+        """Return a value that differs after every change; None if the file is missing or still empty."""
         try:
             stat = self._path.stat()
             if not stat.st_size:
                 return None
             file = stat.st_dev, stat.st_ino
-            if self._connection is None or self._seen is None or self._seen[:2] != file:
+            if self._connection is None or self._last_version is None or self._last_version[:2] != file:
                 self.close()
                 address = f"{self._path.absolute().as_uri()}?mode=ro"
                 timeout = READ_SECONDS if self._has_read else FIRST_READ_SECONDS
                 self._connection = sqlite3.connect(address, uri=True, timeout=timeout, check_same_thread=False)
-            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+            (data_version,) = self._connection.execute("PRAGMA data_version").fetchone()
         except FileNotFoundError:
             return None
         except (sqlite3.Error, OSError) as error:
             self.close()
             raise StorageUnavailable("the keys cannot be read now; try again later") from error
-        return *file, version
+        return *file, data_version
 
 
 def _check_schema(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version not in (0, SCHEMA):
-        raise ConfigError("it was made by a newer version of Dragoman")
+        raise ConfigError("it was created by a newer version of Dragoman")
 
 
 def _key(row: tuple[str, str, bytes, float, float | None, float | None, str, str, str]) -> Key:

@@ -135,7 +135,7 @@ class Runner:
                     self.turns.run(self._step)
             except Exception:
                 log.exception("a step of the decoder failed")
-                self._start_over(EngineFailed("the engine failed; the server's log says more"))
+                self._start_over(EngineFailed("the engine failed; see the server log"))
             self.decodes = bool(self.scheduler.decoding)
             self.tokens = self.scheduler.tokens
             self._deliver()

@@ -1,22 +1,28 @@
-"""The messages between the parent and a front end: framed as those of a worker.
+"""Defines the messages between the parent and a front end, framed like those of a worker.
 
-    parent -> front   Begin, then Configured | Stopping | Stop | Hurry | Knock, answers and steps;
-                      the end of the socket means: end
-    front -> parent   Listening, Adopted after every Configured, Here after every Knock, and
-                      [Enter] [Engage (Generate | Cancel | Another | GiveBack | Hold)* Leave] Ended   for a request
-                      Relay [Drop]                                                                   for one passed on
-                      FindResponse | FindItems | KeepResponse                                        in between
+    parent -> front end
+        start     `Begin`
+        commands  `ApplyConfig` | `Stopping` | `GracefulStop` | `ForceStop` | `Knock`
+        requests  answers, and `Step` with the events of generations
+    front end -> parent
+        start     `Listening`
+        commands  `ConfigApplied` after every `ApplyConfig`, `Pong` after every `Knock`
+        requests  [`Enter`] [`Engage` in-lease* `Leave`] `Ended`
+        in-lease  `Generate` | `Cancel` | `Pause` | `AcquireSlot` | `ReleaseSlot`
+        relays    `Relay` [`CancelRelay`]
+        storage   `FindResponse` | `FindItems` | `StoreResponse`
 
-`id` is the request's, as it is in its record; `key` is a generation's, and no other front end ever has it.
+The end of the socket ends the front end. `id` is the id of the request, as in its record. `key` is the key of a
+generation, unique across all front ends.
 
-    Enter     -> Entered | Refused
-    Engage    -> [Waiting] Engaged | Refused     Waiting: nothing is wrong with it, only its turn has not come
-    Another   -> Granted | Refused
-    Generate  -> Step*, until one has its end
-    Relay     -> Relayed | Refused
-    Find...   -> Kept | Refused
+    `Enter` -> `Entered` | `Refused`
+    `Engage` -> [`LeaseQueued`] `LeaseGranted` | `Refused`
+    `AcquireSlot` -> `Granted` | `Refused`
+    `Generate` -> `Step`*, until one with the end
+    `Relay` -> `Relayed` | `Refused`
+    `FindResponse`, `FindItems`, `StoreResponse` -> `Kept` | `Refused`
 
-An answer that cannot be read, because of what an engine of one's own says of itself, is read as `Refused`.
+An answer that cannot be decoded, because a custom engine describes itself wrongly, is decoded as `Refused`.
 """
 
 import logging
@@ -37,66 +43,71 @@ from dragoman.storage.base import KeptResponse
 log = logging.getLogger("dragoman.fronts")
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class FrontEndMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class RequestMessage(FrontEndMessage, frozen=True):
+    id: str
+
+
+class Begin(FrontEndMessage, frozen=True):
     number: int
     settings: Settings
 
 
-class Configured(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A new configuration, for what may change while the server runs."""
+class ApplyConfig(FrontEndMessage, frozen=True):
+    """New settings; those that can change at run time are applied."""
 
     settings: Settings
 
 
-class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What was configured holds."""
-
-
-class Stopping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Soon: requests that are cancelled from now on are so because the server ends."""
-
-
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Now: nothing new is taken, what runs has its time to finish."""
-
-
-class Hurry(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The same without the time to finish: what runs is told now."""
-
-
-class Knock(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Whether anybody is there."""
-
-
-class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ConfigApplied(FrontEndMessage, frozen=True):
     pass
 
 
-class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Stopping(FrontEndMessage, frozen=True):
+    """The server will stop: requests cancelled from now on get that as the reason."""
+
+
+class GracefulStop(FrontEndMessage, frozen=True):
+    """Accept no new requests; running ones have the grace time."""
+
+
+class ForceStop(FrontEndMessage, frozen=True):
+    """Stop without the grace time; running requests are cancelled now."""
+
+
+class Knock(FrontEndMessage, frozen=True):
+    """Check that the front end still answers."""
+
+
+class Pong(FrontEndMessage, frozen=True):
     pass
 
 
-class Enter(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Somebody whose key has limits. What tells who it is goes along: quotas are the parent's."""
+class Listening(FrontEndMessage, frozen=True):
+    pass
 
-    id: str
+
+class Enter(RequestMessage, frozen=True):
+    """Count a request against the quota of its key, which the parent holds."""
+
     authorization: bytes
     api_key: bytes
 
 
-class Entered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Entered(RequestMessage, frozen=True):
     rates: tuple[Rate, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Refused(RequestMessage, frozen=True):
     failure: Failure
     label: str | None = None
     fallbacks: tuple[str, ...] = ()
     rates: tuple[Rate, ...] = ()
     cause: str | None = None
-    """What is behind it, for the log."""
+    """The underlying error, for the log."""
 
     def error(self) -> DragomanError:
         error = self.failure.error()
@@ -105,11 +116,10 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return error
 
 
-class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`models` and `within` are those that the caller may ask (see `scopes`); None: all. `via`: by whom the request
-    came (see `hops`)."""
+class Engage(RequestMessage, frozen=True):
+    """`models` and `within` limit the models that the caller may use (see `scopes`); None: all. `via` is the header
+    that detects loops (see `loop_guard`)."""
 
-    id: str
     principal: str
     models: tuple[str, ...] | None
     wish: Wish
@@ -117,16 +127,16 @@ class Engage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     via: bytes | None
 
 
-class Waiting(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class LeaseQueued(RequestMessage, frozen=True):
+    """The request is valid and waits for a slot."""
+
     found: Found
     rates: tuple[Rate, ...] = ()
 
 
-class Engaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Of the engine only what the stages must know."""
+class LeaseGranted(RequestMessage, frozen=True):
+    """Describes the engine as far as the pipeline needs it."""
 
-    id: str
     found: Found
     format: str
     staged: frozenset[str]
@@ -135,184 +145,158 @@ class Engaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rates: tuple[Rate, ...] = ()
 
 
-class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Generate(RequestMessage, frozen=True, tag="Generate"):
     key: int
     request: GenerationRequest
 
 
-class PassedGenerate(msgspec.Struct, frozen=True, array_like=True, tag="Generate"):
-    """A `Generate` as the parent reads it: the request is mostly another process's to read."""
+class PassedGenerate(RequestMessage, frozen=True, tag="Generate"):
+    """A `Generate` as the parent reads it, with the request still encoded for the worker."""
 
-    id: str
     key: int
     request: msgspec.Raw
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Cancel(RequestMessage, frozen=True):
     key: int
 
 
-class Hold(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The reader of a generation cannot keep up, or can again: an engine that can wait for it should."""
+class Pause(RequestMessage, frozen=True):
+    """Pause or resume the engine of a generation whose reader lags behind, if the engine can wait."""
 
-    id: str
     key: int
-    held: bool
+    is_paused: bool
 
 
-class Another(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class AcquireSlot(RequestMessage, frozen=True):
+    pass
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Granted(RequestMessage, frozen=True):
+    pass
 
 
-class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class ReleaseSlot(RequestMessage, frozen=True):
+    pass
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Everything that the request held of its model is given back. `tokens` in `seconds`: how fast it was, where it
-    came to its end."""
+class Leave(RequestMessage, frozen=True):
+    """Release everything that the request holds of its model. A finished reply had `tokens` in `seconds`."""
 
-    id: str
     tokens: int = 0
     seconds: float = 0.0
 
 
-class Gaps(msgspec.Struct, frozen=True, array_like=True):
-    """Times between tokens, as they were counted since the last were told."""
+class TokenGaps(msgspec.Struct, frozen=True, array_like=True):
+    """Histogram of the times between tokens since the last report."""
 
     counts: tuple[int, ...]
     total: float
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Ended(FrontEndMessage, frozen=True):
     record: RequestRecord
-    gaps: Gaps | None = None
+    gaps: TokenGaps | None = None
 
     @property
     def id(self) -> str:
         return self.record.id
 
 
-class Relay(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request as it came, for the parent to answer."""
+class Relay(RequestMessage, frozen=True):
+    """An unchanged request for the parent to answer."""
 
-    id: str
     scope: dict[str, Any]
     body: bytes
 
 
-class Relayed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Relayed(RequestMessage, frozen=True):
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
 
-class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody waits for the answer any more."""
-
-    id: str
+class CancelRelay(RequestMessage, frozen=True):
+    """The client has gone."""
 
 
-class FindResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class FindResponse(RequestMessage, frozen=True):
     principal: str
     response: str
 
 
-class FindItems(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class FindItems(RequestMessage, frozen=True):
     principal: str
     items: tuple[str, ...]
 
 
-class KeepResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class StoreResponse(RequestMessage, frozen=True):
     response: KeptResponse
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: str
+class Kept(RequestMessage, frozen=True):
     response: KeptResponse | None = None
     items: dict[str, bytes] = {}
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Step(FrontEndMessage, frozen=True, tag="Step"):
     progress: tuple[Progress, ...]
 
 
-class PassedStep(msgspec.Struct, frozen=True, array_like=True, tag="Step"):
-    """A `Step` as the parent sends it."""
+class RawProgressBatch(FrontEndMessage, frozen=True, tag="Step"):
+    """A `Step` as the parent sends it, with encoded parts."""
 
     progress: tuple[msgspec.Raw, ...]
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """How any message with something in it begins."""
+class MessageHead(msgspec.Struct, frozen=True, array_like=True):
+    """The tag and the first field of any message with fields."""
 
     tag: str
     first: msgspec.Raw
 
 
-Question = FindResponse | FindItems | KeepResponse
+StoreQuery = FindResponse | FindItems | StoreResponse
 ToParent = (
     Listening
-    | Adopted
-    | Here
+    | ConfigApplied
+    | Pong
     | Enter
     | Engage
     | PassedGenerate
     | Cancel
-    | Hold
-    | Another
-    | GiveBack
+    | Pause
+    | AcquireSlot
+    | ReleaseSlot
     | Leave
     | Ended
     | Relay
-    | Drop
-    | Question
+    | CancelRelay
+    | StoreQuery
 )
-Answer = Entered | Waiting | Engaged | Refused | Granted | Relayed | Kept
-ANSWERS = frozenset(one.__name__ for one in get_args(Answer))
-ToFront = Begin | Configured | Stopping | Stop | Hurry | Knock | Answer | Step
+Answer = Entered | LeaseQueued | LeaseGranted | Refused | Granted | Relayed | Kept
+ANSWERS = frozenset(message.__name__ for message in get_args(Answer))
+ToFront = Begin | ApplyConfig | Stopping | GracefulStop | ForceStop | Knock | Answer | Step
 
 _encoder = msgspec.msgpack.Encoder()
-_to_front = msgspec.msgpack.Decoder(ToFront)
-_to_parent = msgspec.msgpack.Decoder(ToParent)
-_passed_step = msgspec.msgpack.Decoder(PassedStep)
-_head = msgspec.msgpack.Decoder(Head)
-_request = msgspec.msgpack.Decoder(GenerationRequest)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+_to_parent: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+_decode_raw_batch = msgspec.msgpack.Decoder(RawProgressBatch).decode
+_decode_head = msgspec.msgpack.Decoder(MessageHead).decode
+decode_to_front = _to_front.decode
+decode_to_parent = _to_parent.decode
+decode_request = msgspec.msgpack.Decoder(GenerationRequest).decode
 
 
-def encode(message: ToFront | ToParent | Generate | PassedStep) -> bytes:
+def encode(message: ToFront | ToParent | Generate | RawProgressBatch) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
 
-def decode_to_front(body: memoryview) -> ToFront:
-    message: ToFront = _to_front.decode(body)
-    return message
-
-
-def decode_in_parts(body: memoryview, error: Exception) -> PassedStep | Refused:
-    """What could not be decoded as a whole, because of an error."""
-    head = _head.decode(body)
+def decode_in_parts(body: memoryview, error: Exception) -> RawProgressBatch | Refused:
+    """Decode a message that failed to decode as a whole with `error`."""
+    head = _decode_head(body)
     if head.tag not in ANSWERS:
-        return _passed_step.decode(body)
-    log.error("what the engine says of itself cannot be read", exc_info=error)
+        return _decode_raw_batch(body)
+    log.error("the engine's description of itself cannot be decoded", exc_info=error)
     return Refused(msgspec.msgpack.decode(head.first, type=str), Failure.of(failed(error)))
-
-
-def decode_to_parent(body: memoryview) -> ToParent:
-    message: ToParent = _to_parent.decode(body)
-    return message
-
-
-def decode_request(request: msgspec.Raw) -> GenerationRequest:
-    return _request.decode(request)

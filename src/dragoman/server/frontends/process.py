@@ -1,18 +1,23 @@
-"""The process of a front end: `python -m dragoman.server.frontends.process PARENT LINK SOCKET...`.
+"""Runs a front end: `python -m dragoman.server.frontends.process PARENT LINK SOCKET...`.
 
 The arguments are the parent's process id and the numbers of file descriptors.
 
-Signals for the parent's process group are the parent's to handle. When the link to it ends, so does the process, at
-once and whatever it is doing (see `orphan`). It also ends if it cannot apply a new configuration, so that removed keys
-stop working; the parent starts another.
+Rules
+1. The process ignores signals to the parent's process group.
+2. When the connection to the parent ends, the process exits at once. When the parent dies, it is killed even if its
+   event loop is stuck: by the kernel on Linux, by a thread that polls the parent elsewhere.
+3. If it cannot apply a new configuration it exits, so that removed keys stop working. The parent starts another.
 """
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -20,25 +25,27 @@ import uvloop
 
 from dragoman.core.errors import ConfigError
 from dragoman.core.logs import configure_as_parent
-from dragoman.ipc.parent_death import end_with_parent
-from dragoman.server.frontends.frontend_app import FrontEnd
-from dragoman.server.frontends.messages import Begin, Configured, Hurry, Stopping
-from dragoman.server.frontends.remote import Command, Parent
+from dragoman.server.frontends.frontend_app import FrontEndApp
+from dragoman.server.frontends.messages import ApplyConfig, Begin, ForceStop, Listening, Stopping
+from dragoman.server.frontends.remote import Command, ParentConnection
 from dragoman.server.http.server import Listener, settle
 from dragoman.server.routes import ROUTES
 
 log = logging.getLogger("dragoman.fronts")
 
+PR_SET_PDEATHSIG = 1
+CHECK_SECONDS = 1.0
+
 
 class _Server(Listener):
-    def __init__(self, front: FrontEnd, parent: Parent) -> None:
+    def __init__(self, front: FrontEndApp, parent: ParentConnection) -> None:
         super().__init__(front)
         self._parent = parent
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         settle()
-        self._parent.tell_listening()
+        self._parent.send(Listening())
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -47,30 +54,30 @@ class _Server(Listener):
 
 class _Process:
     def __init__(self) -> None:
-        self.parent = Parent(self._obey, _end)
+        self.parent = ParentConnection(self._handle, _exit)
         self.server: _Server | None = None
-        self._front: FrontEnd | None = None
-        self._begun = asyncio.Event()
+        self._front: FrontEndApp | None = None
+        self._started = asyncio.Event()
 
-    def _obey(self, command: Command) -> None:
+    def _handle(self, command: Command) -> None:
         try:
-            self._do(command)
+            self._perform(command)
         except ConfigError as error:
-            _give_up(error)
+            _exit_with(error)
 
-    def _do(self, command: Command) -> None:
+    def _perform(self, command: Command) -> None:
         if isinstance(command, Begin):
-            self.parent.number(command.number)
-            self._front = FrontEnd(ROUTES, command.settings, self.parent)
+            self.parent.set_number(command.number)
+            self._front = FrontEndApp(ROUTES, command.settings, self.parent)
             self.server = _Server(self._front, self.parent)
-            self._begun.set()
-        elif isinstance(command, Configured):
+            self._started.set()
+        elif isinstance(command, ApplyConfig):
             assert self._front is not None
             self._front.configure(command.settings)
         elif isinstance(command, Stopping):
             assert self._front is not None
             self._front.stop_requests()
-        elif isinstance(command, Hurry):
+        elif isinstance(command, ForceStop):
             assert self.server is not None
             self.server.hurry()
         elif self.server is not None:
@@ -78,22 +85,42 @@ class _Process:
 
     async def serve(self, link: int, sockets: Sequence[int]) -> None:
         await self.parent.link.connect(socket.socket(fileno=link))
-        await self._begun.wait()
+        await self._started.wait()
         assert self.server is not None
         try:
             await self.server.serve([socket.socket(fileno=number) for number in sockets])
         except ConfigError as error:
-            # The certificate, which is read where it is used.
-            _give_up(error)
-        await self.parent.link.drained()
+            # The certificate is read when the server starts.
+            _exit_with(error)
+        await self.parent.link.drain()
 
 
-def _give_up(error: ConfigError) -> None:
-    log.error("a front end cannot take over the configuration: %s", error)
-    _end()
+def _exit_with(error: ConfigError) -> None:
+    log.error("a front end cannot apply the configuration: %s", error)
+    _exit()
 
 
-def _end() -> None:
+def _exit() -> None:
+    os._exit(0)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Kill this process when the process with the id `parent` ends."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), name="dragoman-parent", daemon=True).start()
+    if os.getppid() != parent:
+        # The parent ended before the watch began.
+        os._exit(0)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(CHECK_SECONDS)
     os._exit(0)
 
 
@@ -102,13 +129,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent, link, *sockets = map(int, sys.argv[1:])
-    end_with_parent(parent)
+    _end_with_parent(parent)
 
-    async def whole() -> None:
+    async def run() -> None:
         await _Process().serve(link, sockets)
 
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-        runner.run(whole())
+        runner.run(run())
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""All front ends of a server: each is started again when it dies, until the server stops.
+"""Starts, restarts, configures and stops the front ends, and binds the sockets that they listen on.
 
 Rules
-1. One that dies soon after its start is started again after a pause, which grows.
-2. Until all of them listen, the first death is the server's. One that hangs then has not died of anything: it is
-   ended, and another started. Only where `MOST_LATE` in a row have come to nothing at one place is that the server's
-   end too.
-3. They have the grace time, and a little more, to end by themselves; then they are ended. In a hurry they have only
-   the little more.
-4. One that has not adopted a new configuration within `ADOPT_SECONDS` is ended, so that nobody is let in by the old
-   one. It need not where it does not listen yet: what it was sent it reads before it takes connections.
-5. They have sessions of their own: what is sent to the process group of the server is the server's to handle, from the
-   first moment on.
+1. A front end that dies soon after its start is restarted after a growing pause.
+2. Until all front ends listen, a death ends the server. A front end that hangs during that time is killed and replaced;
+   `MOST_LATE` hanging ones in a row on the same sockets end the server.
+3. At the end, front ends have the grace time plus `END_SECONDS`, then they are killed. A forced stop has no grace time.
+4. A front end that has not applied a new configuration within `APPLY_SECONDS` is killed, so that old keys stop working.
+   One that does not listen yet is exempt: it reads the configuration before it accepts connections.
+5. Front ends have their own sessions, so that signals to the server's process group do not reach them.
+6. The sockets belong to the parent and stay open while a front end restarts; new connections wait. On Linux each front
+   end has its own sockets on the same port (SO_REUSEPORT), and the kernel distributes connections evenly. A Unix
+   socket, or a port on other systems, is one socket that all front ends accept from.
 """
 
 import asyncio
@@ -21,100 +21,97 @@ import socket
 import sys
 import time
 from itertools import chain, count
+from pathlib import Path
 
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.ipc.restart_backoff import Deaths
+from dragoman.ipc.restart_backoff import RestartBackoff
 from dragoman.ipc.worker_messages import OWN_NUMBER
 from dragoman.server.app import App
-from dragoman.server.frontends.messages import Hurry, Stop, Stopping
-from dragoman.server.frontends.parent import Desk
-from dragoman.server.http.server import HURRY_SECONDS
+from dragoman.server.frontends.messages import ForceStop, GracefulStop, Stopping
+from dragoman.server.frontends.parent import FrontEndConnection
+from dragoman.server.http.acceptor import BACKLOG
+from dragoman.server.http.server import HURRY_SECONDS, bind_sockets, unix_socket
 
 log = logging.getLogger("dragoman.fronts")
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.4, 10.0
 MOST_LATE = 3
-ADOPT_SECONDS = 5.0
+APPLY_SECONDS = 5.0
 END_SECONDS = 8.0
-"""Beyond the grace time: to tell those that are cancelled, and to end."""
+"""Time beyond the grace time, to send errors to cancelled requests and to exit."""
 
 
 class Crew:
-    def __init__(self, app: App, places: list[list[socket.socket]]) -> None:
+    def __init__(self, app: App, socket_groups: list[list[socket.socket]]) -> None:
         self._app = app
-        self._places = places
+        self._socket_groups = socket_groups
         self._numbers = count(OWN_NUMBER + 1)
-        self._posts = [asyncio.create_task(self._keep(sockets)) for sockets in places]
+        self._tasks = [asyncio.create_task(self._keep_running(sockets)) for sockets in socket_groups]
         self._processes: set[asyncio.subprocess.Process] = set()
-        self._desks: set[Desk] = set()
-        """Of those that have begun."""
+        self._connections: set[FrontEndConnection] = set()
         self._all_listen = asyncio.Event()
-        self._ending = asyncio.Event()
+        self._stopping = asyncio.Event()
         app.followers.append(self._configure)
 
     @property
-    def _listening(self) -> int:
-        return sum(desk.is_listening and not desk.is_ended for desk in self._desks)
-
-    @property
-    def _stopping(self) -> bool:
-        return self._ending.is_set()
+    def _listening_count(self) -> int:
+        return sum(connection.is_listening and not connection.monitor.is_killed for connection in self._connections)
 
     async def started(self, *ends: asyncio.Event) -> None:
-        """Until all of them take connections, or nobody wants them any more."""
+        """Wait until all front ends accept connections or one of the events is set."""
         await self.until(self._all_listen, *ends)
 
     async def until(self, *events: asyncio.Event) -> None:
-        """Until one is set. A place that nobody mans any more before that is the server's end."""
+        """Wait until one of the events is set; raise if a front end can no longer be kept running."""
         waiting = {asyncio.create_task(event.wait()) for event in events}
         try:
-            done, _ = await asyncio.wait([*waiting, *self._posts], return_when=asyncio.FIRST_COMPLETED)
-            for post in done - waiting:
-                post.result()
+            done, _ = await asyncio.wait([*waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - waiting:
+                task.result()
         finally:
             for wait in waiting:
                 wait.cancel()
 
-    async def _keep(self, sockets: list[socket.socket]) -> None:
-        """One place, manned until the server stops."""
-        deaths = Deaths(SHORTEST_PAUSE, LONGEST_PAUSE)
+    async def _keep_running(self, sockets: list[socket.socket]) -> None:
+        """Run one front end after the other on these sockets until the server stops."""
+        backoff = RestartBackoff(SHORTEST_PAUSE, LONGEST_PAUSE)
         late = 0
-        while not self._stopping:
-            if deaths.pause:
-                await self._pause(deaths.pause)
-            born = time.monotonic()
-            has_hung = False
+        while not self._stopping.is_set():
+            if backoff.pause:
+                await self._pause(backoff.pause)
+            started_at = time.monotonic()
+            was_hanging = False
             try:
-                desk, count = await self._serve(sockets)
-                has_hung = desk.is_ended
-                late = late + 1 if has_hung and not desk.is_listening else 0
-                words, why = f"died with {count} requests", "; the lines above say why"
+                connection, request_count = await self._run(sockets)
+                was_hanging = connection.monitor.is_killed
+                late = late + 1 if was_hanging and not connection.is_listening else 0
+                problem, hint = f"died with {request_count} requests", "; see the lines above"
             except OSError as error:
-                words, why = f"could not be started: {error.strerror or error}", _way_out(error)
-            if self._stopping:
+                problem, hint = f"could not be started: {error.strerror or error}", _hint(error)
+            if self._stopping.is_set():
                 return
-            deaths.note(age=time.monotonic() - born)
+            backoff.note_failure(age=time.monotonic() - started_at)
             if not self._all_listen.is_set():
-                if not has_hung:
-                    raise ConfigError(f"a front end {words}{why}")
+                if not was_hanging:
+                    raise ConfigError(f"a front end {problem}{hint}")
                 if late >= MOST_LATE:
                     raise ConfigError(
                         f"{late} front ends in a row did not listen; try again, or start fewer (--workers)"
                     )
-            log.error("a front end %s; starting another", words)
+            log.error("a front end %s; starting another", problem)
 
     async def _pause(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
-                await self._ending.wait()
+                await self._stopping.wait()
         except TimeoutError:
             pass
 
-    async def _serve(self, sockets: list[socket.socket]) -> tuple[Desk, int]:
-        """From the start of a process to its end: where its requests were, and how many ended with it."""
+    async def _run(self, sockets: list[socket.socket]) -> tuple[FrontEndConnection, int]:
+        """Run a front end to its end; return its connection and the number of requests that ended with it."""
         ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), *(one.fileno() for one in sockets)]
+        numbers = [theirs.fileno(), *(listener.fileno() for listener in sockets)]
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -127,77 +124,97 @@ class Crew:
             ours.close()
             raise
         closed = asyncio.Event()
-        desk = Desk(self._app, closed.set, self._note_listening, lambda: _kill(process))
+        connection = FrontEndConnection(self._app, closed.set, self._note_listening, lambda: _kill(process))
         self._processes.add(process)
         try:
-            await desk.link.connect(ours)
-            desk.begin(next(self._numbers), self._app.settings)
-            self._desks.add(desk)
+            await connection.link.connect(ours)
+            connection.begin(next(self._numbers), self._app.settings)
+            self._connections.add(connection)
             if self._app.is_stopping:
-                desk.send(Stopping())
-            if self._stopping:
-                desk.send(Stop())
+                connection.send(Stopping())
+            if self._stopping.is_set():
+                connection.send(GracefulStop())
             await closed.wait()
-            return desk, desk.close()
+            return connection, connection.close()
         finally:
-            desk.close()
-            self._desks.discard(desk)
-            if not self._stopping:
-                # It has closed its link: nothing good comes of it any more.
+            connection.close()
+            self._connections.discard(connection)
+            if not self._stopping.is_set():
+                # A front end without a connection is useless.
                 _kill(process)
             await process.wait()
             self._processes.discard(process)
 
     def _note_listening(self) -> None:
-        if self._listening >= len(self._places):
+        if self._listening_count >= len(self._socket_groups):
             self._all_listen.set()
 
     async def _configure(self, settings: Settings) -> None:
-        adopting = {desk.configure(settings): desk for desk in self._desks}
-        if not adopting:
+        pending = {connection.configure(settings): connection for connection in self._connections}
+        if not pending:
             return
-        # One that hangs is no reason for whoever asked to wait for ever.
-        _, late = await asyncio.wait(adopting, timeout=ADOPT_SECONDS)
-        for desk in map(adopting.__getitem__, late):
-            if desk.is_listening:
-                desk.end(f"has not taken over the configuration within {ADOPT_SECONDS:g} s")
+        _, late = await asyncio.wait(pending, timeout=APPLY_SECONDS)
+        for connection in map(pending.__getitem__, late):
+            if connection.is_listening:
+                connection.monitor.kill(f"has not applied the configuration within {APPLY_SECONDS:g} s")
 
     def tell_stopping(self) -> None:
-        for desk in self._desks:
-            desk.send(Stopping())
+        for connection in self._connections:
+            connection.send(Stopping())
 
     async def stop(self, grace: float) -> None:
-        """Nothing new is taken; what runs has its time, and whoever does not end by itself is ended."""
-        self._ending.set()
-        for one in chain.from_iterable(self._places):
-            one.close()
-        for desk in self._desks:
-            desk.send(Stop())
-        await asyncio.wait(self._posts, timeout=grace + END_SECONDS)
+        """Close the sockets, give running requests the grace time, then kill the front ends that are left."""
+        self._stopping.set()
+        for listener in chain.from_iterable(self._socket_groups):
+            listener.close()
+        for connection in self._connections:
+            connection.send(GracefulStop())
+        await asyncio.wait(self._tasks, timeout=grace + END_SECONDS)
         await self.end()
 
     def hurry(self) -> None:
-        """Who still waits is told now, and they are ended if they do not end."""
-        self._ending.set()
-        for desk in self._desks:
-            desk.send(Hurry())
+        """Cancel running requests now, and kill the front ends that do not end."""
+        self._stopping.set()
+        for connection in self._connections:
+            connection.send(ForceStop())
         asyncio.get_running_loop().call_later(HURRY_SECONDS + 1, self.kill)
 
     def kill(self) -> None:
-        """None of them, and none in its place."""
-        self._ending.set()
+        """Kill all front ends and start no others."""
+        self._stopping.set()
         for process in self._processes:
             _kill(process)
 
     async def end(self) -> None:
-        """At once."""
+        """Kill all front ends and wait for their end."""
         self.kill()
-        for post in self._posts:
-            post.cancel()
-        await asyncio.gather(*self._posts, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _way_out(error: OSError) -> str:
+def places(settings: Settings, count: int) -> list[list[socket.socket]]:
+    """Bind the sockets; return those of each front end."""
+    if settings.socket is not None:
+        shared = [unix_socket(Path(settings.socket))]
+    elif sys.platform == "linux":
+        groups = [bind_sockets(settings.host, settings.port, is_shared=True)]
+        # Port 0 lets the system choose one for the first group.
+        port = groups[0][0].getsockname()[1]
+        groups += [bind_sockets(settings.host, port, is_shared=True) for _ in range(count - 1)]
+        return [_listen(sockets) for sockets in groups]
+    else:
+        shared = bind_sockets(settings.host, settings.port, is_shared=True)
+    return [_listen(shared)] * count
+
+
+def _listen(sockets: list[socket.socket]) -> list[socket.socket]:
+    for listener in sockets:
+        listener.listen(BACKLOG)
+    return sockets
+
+
+def _hint(error: OSError) -> str:
     is_full = error.errno in (errno.EMFILE, errno.ENFILE)
     return "; allow more (ulimit -n), or start fewer (--workers)" if is_full else ""
 
@@ -207,5 +224,5 @@ def _kill(process: asyncio.subprocess.Process) -> None:
         try:
             process.kill()
         except ProcessLookupError:
-            # It has ended, and the event loop has not said so yet.
+            # It has ended, but the event loop has not noticed yet.
             pass

@@ -1,4 +1,4 @@
-"""An engine that tells where it runs, and leaves traces of what happens to it in a folder."""
+"""An engine that replies with its process id and leaves traces of its calls in a folder."""
 
 import asyncio
 import os
@@ -12,14 +12,14 @@ from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.request import GenerationRequest, Text
 
 
-class TellingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TracingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     folder: str
 
 
-class TellingEngine(Engine):
-    """`WAIT` in a prompt: nothing comes for a while. `ON`: it goes on for long."""
+class TracingEngine(Engine):
+    """`WAIT` in a prompt delays the reply; `ON` makes it long."""
 
-    Options = TellingOptions
+    Options = TracingOptions
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
@@ -27,20 +27,20 @@ class TellingEngine(Engine):
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
-        assert isinstance(options, TellingOptions)
+        assert isinstance(options, TracingOptions)
         return cls(name, Path(options.folder))
 
     def models(self) -> list[ModelInfo]:
         return [ModelInfo(self._name)]
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[str, None]:
-        said = "".join(part.text for part in request.messages[-1].parts if isinstance(part, Text))
+        text = "".join(part.text for part in request.messages[-1].parts if isinstance(part, Text))
         self._trace("asked")
         try:
-            if "WAIT" in said:
+            if "WAIT" in text:
                 await asyncio.sleep(3)
             yield str(os.getpid())
-            for _ in range(600 if "ON" in said else 0):
+            for _ in range(600 if "ON" in text else 0):
                 await asyncio.sleep(0.1)
                 yield " on"
         except (asyncio.CancelledError, GeneratorExit):

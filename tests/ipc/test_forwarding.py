@@ -1,4 +1,4 @@
-"""Generations that are passed on to another process, as their parent sees them."""
+"""Generations that are forwarded to another process."""
 
 import asyncio
 from typing import Any
@@ -11,111 +11,111 @@ from dragoman.core.events import Finished, TextDelta
 from dragoman.ipc.worker_messages import PackedStep, Progress, pack, unpack
 from tests.ipc.test_worker import ask, events, run, worker
 
-OTHERS = 2 << 32
-"""Keys of somebody who is not the parent."""
+FORWARDED_KEY = 2 << 32
+"""Keys of another process than the parent."""
 
 
-class Following:
+class RecordingSink:
     def __init__(self) -> None:
-        self.told: dict[int, list[Progress]] = {}
+        self.received: dict[int, list[Progress]] = {}
 
     def put(self, progress: msgspec.Raw) -> None:
         part = unpack(progress)
-        self.told.setdefault(part.id, []).append(part)
+        self.received.setdefault(part.id, []).append(part)
 
     async def until_ended(self, key: int) -> list[Progress]:
         async with asyncio.timeout(60):
-            while not self.told.get(key, [Progress(key)])[-1].ended:  # noqa: ASYNC110 (another process tells)
+            while not self.received.get(key, [Progress(key)])[-1].ended:  # noqa: ASYNC110 (another process reports)
                 await asyncio.sleep(0.01)
-        return self.told[key]
+        return self.received[key]
 
 
-class Deaf(Following):
-    """Cannot take the first thing that it is told."""
+class FailingSink(RecordingSink):
+    """Raises at the first message."""
 
     def put(self, progress: msgspec.Raw) -> None:
         super().put(progress)
-        if len(self.told) == 1 and not self.told[OTHERS][1:]:
-            raise RuntimeError("nobody expected this")
+        if len(self.received) == 1 and not self.received[FORWARDED_KEY][1:]:
+            raise RuntimeError("unexpected")
 
 
 def packed(text: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(ask(text)))
 
 
-def test_a_reply_that_is_complete_is_no_work_however_long_its_reader_takes() -> None:
+def test_complete_reply_does_not_keep_the_worker_busy() -> None:
     engine = worker(stall_seconds=1)
 
     async def scenario() -> None:
         await engine.start()
-        first, follower = engine.pid, Following()
-        await engine.pass_on(follower, OTHERS, packed("slowly 5"))
+        first, sink = engine.pid, RecordingSink()
+        await engine.forward(sink, FORWARDED_KEY, packed("slowly 5"))
         assert engine._child is not None
         assert engine._child.busy
-        told = await follower.until_ended(OTHERS)
-        said = [event for part in told for event in part.events]
+        parts = await sink.until_ended(FORWARDED_KEY)
+        said = [event for part in parts for event in part.events]
         assert [event.text for event in said if isinstance(event, TextDelta)] == [f"{at} " for at in range(5)]
         assert isinstance(said[-1], Finished)
         assert not engine._child.busy
         await asyncio.sleep(1.5)
         assert engine.pid == first
-        engine.let_go(OTHERS, ended=True)
+        engine.stop_forwarding(FORWARDED_KEY, ended=True)
         assert len(await events(engine, "count 2")) == 4
 
     run(engine, scenario())
 
 
-def test_one_that_is_let_go_of_is_cancelled_and_the_others_are_told_of_a_death() -> None:
+def test_stop_forwarding_cancels_and_a_death_fails_the_others() -> None:
     engine = worker()
 
     async def scenario() -> None:
         await engine.start()
-        follower = Following()
-        for key in (OTHERS, OTHERS + 1):
-            await engine.pass_on(follower, key, packed("slowly 10000"))
+        sink = RecordingSink()
+        for key in (FORWARDED_KEY, FORWARDED_KEY + 1):
+            await engine.forward(sink, key, packed("slowly 10000"))
         await asyncio.sleep(0.1)
-        engine.let_go(OTHERS, ended=False)
+        engine.stop_forwarding(FORWARDED_KEY, ended=False)
         child = engine._child
         assert child is not None
-        assert set(child.followed) == {OTHERS + 1}
+        assert set(child.forwarded) == {FORWARDED_KEY + 1}
         await child.kill()
-        failure = (await follower.until_ended(OTHERS + 1))[-1].failure
+        failure = (await sink.until_ended(FORWARDED_KEY + 1))[-1].failure
         assert failure is not None
         assert isinstance(failure.error(), EngineDied)
-        assert not any(part.ended for part in follower.told[OTHERS])
+        assert not any(part.ended for part in sink.received[FORWARDED_KEY])
 
     run(engine, scenario())
 
 
-def test_what_cannot_be_handed_out_is_a_death_and_then_a_new_life(caplog: pytest.LogCaptureFixture) -> None:
+def test_delivery_error_restarts_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     engine = worker()
 
     async def scenario() -> None:
         await engine.start()
-        first, follower = engine.pid, Deaf()
-        await engine.pass_on(follower, OTHERS, packed("slowly 10000"))
-        failure = (await follower.until_ended(OTHERS))[-1].failure
+        first, sink = engine.pid, FailingSink()
+        await engine.forward(sink, FORWARDED_KEY, packed("slowly 10000"))
+        failure = (await sink.until_ended(FORWARDED_KEY))[-1].failure
         assert failure is not None
         assert isinstance(failure.error(), EngineDied)
         async with asyncio.timeout(60):
-            # Without anybody who asks for it.
-            while engine.is_away:  # noqa: ASYNC110 (another process tells)
+            # The restart needs no request.
+            while engine.is_restarting:  # noqa: ASYNC110 (another process reports)
                 await asyncio.sleep(0.01)
         assert engine.pid != first
         assert len(await events(engine, "count 2")) == 4
 
     run(engine, scenario())
-    assert caplog.messages[0] == "model obedient: what the engine's process said could not be handed out"
+    assert caplog.messages[0] == "model obedient: a message of the engine's process could not be delivered"
 
 
-def test_what_nobody_wants_any_more_is_not_even_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_output_without_a_reader_is_not_decoded(caplog: pytest.LogCaptureFixture) -> None:
     engine = worker()
 
     async def scenario() -> None:
         await engine.start()
         assert engine._child is not None
         wrong: Any = None
-        engine._child.deliver(PackedStep((pack(Progress(OTHERS, (TextDelta(wrong),))),)))
+        engine._child.deliver(PackedStep((pack(Progress(FORWARDED_KEY, (TextDelta(wrong),))),)))
 
     run(engine, scenario())
     assert not caplog.messages

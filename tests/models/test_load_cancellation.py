@@ -1,4 +1,4 @@
-"""Who leaves while a model is being loaded leaves alone."""
+"""A request that leaves during a load does not cancel it for others."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ async def scenario(limits: Limits, cancels: bool) -> None:
     try:
         leaving = asyncio.create_task(host.ready())
         await asyncio.sleep(0.1)
-        host.bound(Limits())
+        host.set_limits(Limits())
         staying = asyncio.create_task(host.ready())
         await asyncio.sleep(0.2)
         if cancels:
@@ -33,9 +33,9 @@ async def scenario(limits: Limits, cancels: bool) -> None:
         await catalog.stop()
 
 
-def test_one_who_is_cancelled() -> None:
+def test_cancelled_request_does_not_cancel_the_load() -> None:
     asyncio.run(scenario(Limits(), cancels=True))
 
 
-def test_one_who_is_out_of_patience() -> None:
+def test_timed_out_request_does_not_cancel_the_load() -> None:
     asyncio.run(scenario(Limits(load_seconds=0.2), cancels=False))

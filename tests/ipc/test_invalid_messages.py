@@ -1,4 +1,4 @@
-"""What cannot cross the pipe, or be read behind it, is an error of the request that it belongs to."""
+"""Messages that cannot be encoded or decoded fail only their own request."""
 
 import asyncio
 import subprocess
@@ -14,14 +14,14 @@ from tests.ipc.test_worker import ask, events, run, worker
 
 
 @pytest.mark.parametrize("what", ["numpy 1", "half 1", "numbers 1"])
-def test_events_that_cannot_be_sent_fail_their_own_request(what: str) -> None:
+def test_unencodable_events_fail_only_their_request(what: str) -> None:
     engine = worker()
 
     async def scenario() -> None:
         await engine.start()
-        wanted = ["count 5", what, "count 5", what]
-        told = await asyncio.gather(*(events(engine, text) for text in wanted), return_exceptions=True)
-        assert [len(said) if isinstance(said, list) else type(said) for said in told] == [
+        texts = ["count 5", what, "count 5", what]
+        results = await asyncio.gather(*(events(engine, text) for text in texts), return_exceptions=True)
+        assert [len(result) if isinstance(result, list) else type(result) for result in results] == [
             *(7, EngineFailed),
             *(7, EngineFailed),
         ]
@@ -31,7 +31,7 @@ def test_events_that_cannot_be_sent_fail_their_own_request(what: str) -> None:
     run(engine, scenario())
 
 
-def test_an_error_whose_words_cannot_be_sent_still_arrives() -> None:
+def test_error_with_unencodable_message_still_arrives() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -42,15 +42,15 @@ def test_an_error_whose_words_cannot_be_sent_still_arrives() -> None:
 
 
 @pytest.mark.parametrize("what", ["wrong 1", "eos 1"])
-def test_events_that_cannot_be_read_fail_their_own_request(what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_undecodable_events_fail_only_their_request(what: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = worker()
 
     async def scenario() -> None:
         await engine.start()
         first = engine.pid
-        wanted = ["slowly 20", what, "slowly 20", what]
-        told = await asyncio.gather(*(events(engine, text) for text in wanted), return_exceptions=True)
-        assert [len(said) if isinstance(said, list) else type(said) for said in told] == [
+        texts = ["slowly 20", what, "slowly 20", what]
+        results = await asyncio.gather(*(events(engine, text) for text in texts), return_exceptions=True)
+        assert [len(result) if isinstance(result, list) else type(result) for result in results] == [
             *(22, EngineFailed),
             *(22, EngineFailed),
         ]
@@ -59,10 +59,10 @@ def test_events_that_cannot_be_read_fail_their_own_request(what: str, caplog: py
         assert engine.pid == first
 
     run(engine, scenario())
-    assert caplog.messages == ["what the engine told cannot be read"] * 2
+    assert caplog.messages == ["engine output cannot be decoded"] * 2
 
 
-def test_what_goes_on_after_it_could_not_be_read_is_cancelled() -> None:
+def test_generation_is_cancelled_after_undecodable_output() -> None:
     engine = worker(stall_seconds=1)
 
     async def scenario() -> None:
@@ -77,7 +77,7 @@ def test_what_goes_on_after_it_could_not_be_read_is_cancelled() -> None:
     run(engine, scenario())
 
 
-def test_a_message_of_nobody_that_cannot_be_read_is_a_death_and_then_a_new_life() -> None:
+def test_undecodable_message_without_request_restarts_the_worker() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -88,7 +88,7 @@ def test_a_message_of_nobody_that_cannot_be_read_is_a_death_and_then_a_new_life(
     run(engine, scenario())
 
 
-def test_an_answer_that_cannot_be_sent_or_read_is_an_error() -> None:
+def test_unencodable_or_undecodable_answer_raises() -> None:
     engine = worker()
 
     async def scenario() -> None:
@@ -102,7 +102,7 @@ def test_an_answer_that_cannot_be_sent_or_read_is_an_error() -> None:
     run(engine, scenario())
 
 
-def test_a_request_that_cannot_be_sent_is_the_callers_mistake() -> None:
+def test_unencodable_request_is_a_bad_request() -> None:
     engine = worker()
     schema = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 10**30}}}
 
@@ -120,7 +120,7 @@ def test_a_request_that_cannot_be_sent_is_the_callers_mistake() -> None:
     run(engine, scenario())
 
 
-def test_a_message_that_cannot_be_read_ends_the_child() -> None:
+def test_worker_exits_on_undecodable_message() -> None:
     command = [sys.executable, "-m", "dragoman.ipc.worker_main"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
