@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dragoman.config.locations import Mistake
+from dragoman.config.diagnostics import Mistake
 from dragoman.config.sections import Keys, Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
