@@ -140,7 +140,7 @@ def test_invalid_arguments(tmp_path: Path, arguments: list[str]) -> None:
         (["--engine", "no_module:Engine"], "engine 'no_module:Engine' cannot be imported"),
         (["--engine", "llama"], "--engine llama: give --model NAME=SOURCE too"),
         (["--engine", "upstream"], "--engine upstream: it needs an entry in a configuration file, under `models:`"),
-        (["--model", "mine=org/repo"], "; if org/repo is a repository of the hub, it is for vllm: `engine: vllm`"),
+        (["--model", "mine=org/repo"], "; a repository of the hub such as org/repo needs `engine: vllm`"),
         (["--engine", "vllm", "--model", "mine=org/repo"], "--model mine=org/repo: org/repo is for vllm, which is not"),
     ],
 )
@@ -156,7 +156,7 @@ def test_model_directory_without_vllm(tmp_path: Path, described: str, engine: li
     (tmp_path / "tiny" / described).write_text("{}")
     message = refused(run(tmp_path, "serve", *engine, "--model", "mine=tiny"))
     assert message == "--model mine=tiny: tiny is for vllm, which is not installed: pip install 'dragoman[vllm]'"
-    assert "is the folder of a model, which `engine: vllm` serves" in refused(
+    assert "is a model directory, which needs `engine: vllm`" in refused(
         run(tmp_path, "serve", "--engine", "llama", "--model", "mine=tiny")
     )
 

@@ -129,7 +129,7 @@ def test_the_key_comes_from_the_environment(server: BadServer, monkeypatch: pyte
         ({"urls": ["one", "two"]}, "'one': expected an address.*'two': expected an address"),
         ({"url": "http://a", "urls": ["http://b"]}, "give one of the two"),
         ({"url": "http://a", "proxy": "nonsense"}, "proxy: 'nonsense': expected an address"),
-        ({"url": "http://a/v1?api-version=1"}, "cannot be sent"),
+        ({"url": "http://a/v1?api-version=1"}, "must not contain"),
         ({"url": "http://a", "model": "x", "models": "all"}, "give one of the two"),
         ({"url": "http://a", "protocol": "smtp"}, "protocol"),
         ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),

@@ -73,7 +73,7 @@ def test_each_signs_what_it_sends_on() -> None:
 
 
 def test_nobody_goes_round_for_ever() -> None:
-    loop_guard.arrive(b",".join([b"a" * 16] * (loop_guard.MOST_HOPS + 1)))
+    loop_guard.arrive(b",".join([b"a" * 16] * (loop_guard.MAX_HOPS + 1)))
     with pytest.raises(LoopDetected):
         loop_guard.check("b" * 16, "m")
     loop_guard.arrive(None)

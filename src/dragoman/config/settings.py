@@ -9,7 +9,7 @@ import msgspec
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Cors, Keys, Telemetry, Tls
-from dragoman.core.types import Count, Patience, Seconds, Word
+from dragoman.core.types import Count, Seconds, SecondsOrZero, Word
 from dragoman.files.sources import home
 
 
@@ -62,8 +62,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts: tuple[Word, ...] | None = None
     """Accepted values of the Host header; None means that `host` decides."""
     limits: Limits = Limits()
-    grace_seconds: Patience = 30.0
-    drain_seconds: Patience = 0.0
+    grace_seconds: SecondsOrZero = 30.0
+    drain_seconds: SecondsOrZero = 0.0
     """How long new requests are still accepted after the stop signal, while `/ready` already fails."""
     workers: Count | None = None
     """Front-end processes; None means that the number of CPUs decides."""
