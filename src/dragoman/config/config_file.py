@@ -32,7 +32,7 @@ def join_key(key: str, name: str) -> str:
 
 
 def find_known_key(key: str, known: Container[str]) -> str:
-    """Return the key or its nearest parent that is known; empty if there is none."""
+    """Return the key, or its nearest known parent, or an empty string."""
     while key and key not in known:
         key = _LAST_PART.sub("", key)
     return key
