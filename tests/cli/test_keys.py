@@ -1,4 +1,4 @@
-"""`dragoman keys` as an operator types it."""
+"""`dragoman keys`, run as a command."""
 
 import json
 from pathlib import Path
@@ -18,47 +18,47 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run_keys(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["keys", *arguments]) == 0
     return capsys.readouterr().out
 
 
 def test_create_list_revoke(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    assert "no keys" in told(capsys, "list")
-    secret = told(capsys, "create", "anna").strip()
+    assert "no keys" in run_keys(capsys, "list")
+    secret = run_keys(capsys, "create", "anna").strip()
     assert secret.startswith("dgm_")
     options = ["--model", "smol*", "--route", "chat", "--route", "stats", "--concurrency", "2", "--days", "30"]
     limits = ["--requests-per-minute", "60", "--tokens-per-minute", "1000", "--json"]
-    made = json.loads(told(capsys, "create", "agent:coder/anna", *options, *limits))
+    made = json.loads(run_keys(capsys, "create", "agent:coder/anna", *options, *limits))
     assert made["key"].startswith(f"dgm_{made['id']}_")
     first, second = KeyStore(home / "keys.db").all()
     assert second.limits == KeyLimits(2, 60, 1000)
     assert (second.models, second.routes) == (("smol*",), ("chat", "stats"))
-    table = told(capsys, "list")
+    table = run_keys(capsys, "list")
     assert table.splitlines()[0].split()[:3] == ["ID", "PRINCIPAL", "STATE"]
     assert "agent:coder/anna" in table
     assert secret not in table
-    assert told(capsys, "revoke", first.id) == ""
-    listed = json.loads(told(capsys, "list", "--json"))
+    assert run_keys(capsys, "revoke", first.id) == ""
+    listed = json.loads(run_keys(capsys, "list", "--json"))
     assert [entry["state"] for entry in listed] == ["revoked", "valid"]
 
 
-def test_a_store_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_configured_key_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "team.yaml").write_text("models: {a: {engine: scripted}}\nkeys: {store: team.db}\n")
-    told(capsys, "create", "anna", "--config", "etc/team.yaml")
+    run_keys(capsys, "create", "anna", "--config", "etc/team.yaml")
     assert len(KeyStore(tmp_path / "etc" / "team.db").all()) == 1
-    assert "no keys" in told(capsys, "list")
+    assert "no keys" in run_keys(capsys, "list")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["create", "a b"], "expected NAME"),
-        (["revoke", "3f9ab0c1d2e4"], "no key '3f9ab0c1d2e4'"),
+        (["revoke", "3f9ab0c1d2e4"], "key '3f9ab0c1d2e4' not found"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_user_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     assert main(["keys", *arguments]) == 2
     assert words in capsys.readouterr().err
 
@@ -73,14 +73,14 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], word
         ["create", "a", "--days", "x"],
     ],
 )
-def test_mistakes_in_flags(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_invalid_flags_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["keys", *arguments])
     assert caught.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_model_without_a_name_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_model_pattern_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["keys", "create", "anna", "--model", ""])
     assert "expected a name or a pattern" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`dragoman models`, as a user types it."""
+"""`dragoman models`, run as a command."""
 
 import json
 import ssl
@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tools.ports import free_port
 
-from dragoman.cli.models import Row, table
+from dragoman.cli.models import Row, format_rows
 from dragoman.storage.keys import KeyStore
 from tests.cli.test_cli import refused, run
 from tests.files.test_gguf import gguf, pair, text
@@ -39,16 +39,16 @@ def listed(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(done.stdout)}
 
 
-def test_columns_are_aligned_and_those_without_content_left_out() -> None:
+def test_table_is_aligned_and_omits_empty_columns() -> None:
     rows = [Row("a", engine="llama", context=4096, state="here"), Row("longer", engine="scripted", state="missing")]
-    assert table(rows).splitlines() == [
+    assert format_rows(rows).splitlines() == [
         "NAME    ENGINE    CONTEXT  STATE",
         "a       llama     4096     here",
         "longer  scripted  -        missing",
     ]
 
 
-def test_nothing_configured(tmp_path: Path) -> None:
+def test_built_in_model_without_configuration(tmp_path: Path) -> None:
     done = run(tmp_path, "models")
     assert (done.returncode, done.stderr) == (0, "")
     head, row = done.stdout.splitlines()
@@ -64,7 +64,7 @@ def test_adapters_are_listed_beside_their_model(folder: Path) -> None:
     assert rows["mine-legal"] == rows["mine"] | {"name": "mine-legal"}
 
 
-def test_what_a_folder_of_a_model_says(folder: Path) -> None:
+def test_model_directory(folder: Path) -> None:
     (folder / "qwen").mkdir()
     (folder / "qwen/config.json").write_text('{"max_position_embeddings": 40960}')
     (folder / "qwen/chat_template.jinja").write_text("{{ messages }}<tool_call>{{ tools }}")
@@ -77,7 +77,7 @@ def test_what_a_folder_of_a_model_says(folder: Path) -> None:
     assert {name: row["state"] for name, row in rows.items()} == {"q": "here", "none": "missing", "hub": "here"}
 
 
-def test_what_a_configuration_would_serve(folder: Path) -> None:
+def test_models_of_a_configuration(folder: Path) -> None:
     (folder / "team.yaml").write_text(
         "models:\n"
         "  mine: ./m.gguf\n"
@@ -103,7 +103,7 @@ def test_what_a_configuration_would_serve(folder: Path) -> None:
     assert rows["own"]["format"] is None
 
 
-def test_what_lies_in_the_folder_would_be_served_too(folder: Path) -> None:
+def test_models_in_models_dir(folder: Path) -> None:
     (folder / "dragoman.yaml").write_text("{models: {mine: ./m.gguf}, models_dir: .}")
     (folder / "other.gguf").write_bytes((folder / "m.gguf").read_bytes())
     rows = listed(folder)
@@ -113,7 +113,7 @@ def test_what_lies_in_the_folder_would_be_served_too(folder: Path) -> None:
     assert list(listed(folder)) == ["m", "other"]
 
 
-def test_a_model_that_only_makes_vectors_has_no_format(folder: Path) -> None:
+def test_embedding_model_has_no_format(folder: Path) -> None:
     pairs = [pair("general.architecture", 8, text("bert")), pair("bert.attention.causal", 7, b"\0")]
     (folder / "v.gguf").write_bytes(gguf(*pairs))
     (folder / "dragoman.yaml").write_text("models: {vectors: ./v.gguf}\n")
@@ -121,27 +121,27 @@ def test_a_model_that_only_makes_vectors_has_no_format(folder: Path) -> None:
     assert (row["format"], row["state"]) == (None, "here")
 
 
-def test_the_format_is_the_template_s_unless_it_is_configured(folder: Path) -> None:
+def test_format_from_template_or_configuration(folder: Path) -> None:
     (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, format: plain}}\n")
     rows = listed(folder)
     assert rows["mine"]["format"] == "hermes"
     assert rows["set"]["format"] == "plain"
 
 
-def test_no_layout_is_shown_where_none_was_chosen(folder: Path) -> None:
+def test_no_layout_before_one_is_chosen(folder: Path) -> None:
     (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, layout: as-is}}\n")
     assert [row["layout"] for row in listed(folder).values()] == [None, None]
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_of_a_running_server(tmp_path: Path, scripted: Running, suffix: str) -> None:
+def test_models_of_a_running_server(tmp_path: Path, scripted: Running, suffix: str) -> None:
     rows = listed(tmp_path, "--url", scripted.url + suffix)
     assert "org/nested" in rows
     echo = rows["echo"]
     assert (echo["format"], echo["device"], echo["state"], echo["engine"]) == ("plain", "cpu", "ready", None)
 
 
-def test_a_server_at_the_configured_address_is_asked(tmp_path: Path) -> None:
+def test_server_at_the_configured_address(tmp_path: Path) -> None:
     config = {"models": {"first": {"engine": "scripted"}, "org/b": {"engine": "scripted", "slots": 3}}}
     with serving(tmp_path, config) as running:
         (tmp_path / "dragoman.yaml").write_text(f"port: {running.port}\nmodels: {{other: ./m.gguf}}\n")
@@ -158,7 +158,7 @@ def test_a_server_at_the_configured_address_is_asked(tmp_path: Path) -> None:
     assert set(listed(tmp_path)) == {"other"}
 
 
-def test_a_running_server_wants_a_key(tmp_path: Path) -> None:
+def test_server_requires_a_key(tmp_path: Path) -> None:
     config = {"models": {"one": {"engine": "scripted"}}, "api_keys": ["secret"]}
     with serving(tmp_path, config) as running:
         words = refused(run(tmp_path, "models", "--url", running.url))
@@ -168,7 +168,7 @@ def test_a_running_server_wants_a_key(tmp_path: Path) -> None:
         assert done.returncode == 0
 
 
-def test_a_key_that_is_not_the_operator_s_lists_and_no_more(tmp_path: Path) -> None:
+def test_key_without_admin_scope_can_only_list(tmp_path: Path) -> None:
     config = {"models": {"one": {"engine": "scripted", "slots": 3}}, "keys": {"store": "keys.db"}}
     store = KeyStore(tmp_path / "keys.db")
     plain, _ = store.create("anna")
@@ -184,7 +184,7 @@ def test_a_key_that_is_not_the_operator_s_lists_and_no_more(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", ["tls", "socket", "both"])
-def test_a_server_is_found_wherever_it_listens(tmp_path: Path, place: str) -> None:
+def test_server_with_tls_or_unix_socket(tmp_path: Path, place: str) -> None:
     tls = certified(tmp_path)
     config: dict[str, Any] = {"models": {"one": {"engine": "scripted"}}, "hosts": ["models.example"]}
     if place != "socket":
@@ -208,10 +208,10 @@ def test_a_server_is_found_wherever_it_listens(tmp_path: Path, place: str) -> No
         assert (done.returncode, done.stdout) == (0, "one: cold\n"), done.stderr
         if place == "tls":
             words = refused(run(tmp_path, "models", "--url", f"https://localhost:{running.port}"))
-            assert "a certificate of your own is believed if $SSL_CERT_FILE names it" in words
+            assert "to trust a self-signed certificate, set $SSL_CERT_FILE" in words
 
 
-def test_a_socket_by_its_path(tmp_path: Path) -> None:
+def test_unix_socket_url(tmp_path: Path) -> None:
     def connect(_: int) -> httpx.Client:
         assert listened_on(tmp_path / "here.sock")
         return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(tmp_path / "here.sock")))
@@ -229,28 +229,28 @@ def test_a_socket_by_its_path(tmp_path: Path) -> None:
         (["--url", "http://127.0.0.1:{port}"], "no answer: "),
         (["--url", "http://[x"], "expected an address"),
         (["--url", "http://a b"], "no answer: "),
-        (["load"], "load what? give the NAME of a model"),
-        (["load", "a", "--configured"], "--configured asks no server: leave out --url, load and unload"),
-        (["--url", "http://127.0.0.1:1", "--configured"], "--configured asks no server"),
+        (["load"], "load needs the NAME of a model"),
+        (["load", "a", "--configured"], "--configured cannot be combined with --url, load or unload"),
+        (["--url", "http://127.0.0.1:1", "--configured"], "--configured cannot be combined"),
         (["sing", "a"], "invalid choice: 'sing'"),
         (["--api-key", "k"], "--api-key is for a running server: give its --url too"),
         (["--config", "none.yaml"], "cannot read the configuration none.yaml"),
         (["--config", "a", "--url", "b"], "not allowed with argument"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
-    given = [argument.format(port=free_port()) for argument in arguments]
-    assert words in refused(run(tmp_path, "models", *given))
+def test_errors_are_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    formatted = [argument.format(port=free_port()) for argument in arguments]
+    assert words in refused(run(tmp_path, "models", *formatted))
 
 
-def test_of_a_server_whose_api_lies_elsewhere(tmp_path: Path) -> None:
+def test_api_below_another_path(tmp_path: Path) -> None:
     with BadServer() as server:
         server.also(answer({"data": [{"id": "big"}]}), path="/api/v4/models")
         assert list(listed(tmp_path, "--url", f"{server.url}/api/v4")) == ["big"]
 
 
-def test_something_else_answers(tmp_path: Path) -> None:
+def test_answer_is_not_a_model_list(tmp_path: Path) -> None:
     with BadServer() as server:
         server.also(answer({"status": "ok"}), path="/v1/models")
         words = refused(run(tmp_path, "models", "--url", server.url))
-    assert "what answers there is no list of models" in words
+    assert "the answer is not a list of models" in words

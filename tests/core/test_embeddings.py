@@ -1,4 +1,4 @@
-"""Vectors keep their direction, whatever is done with them."""
+"""Normalization, truncation and encoding of embeddings."""
 
 import math
 import struct
@@ -15,7 +15,7 @@ VECTORS = st.lists(NUMBERS, min_size=1, max_size=40)
 
 
 @given(VECTORS)
-def test_the_bytes_are_small_little_endian_floats_of_length_1(values: list[float]) -> None:
+def test_vector_is_normalized_little_endian_float32(values: list[float]) -> None:
     assume(math.hypot(*values) > 1e-6)
     made = Embedding.of(values, tokens=3)
     numbers = struct.unpack(f"<{len(values)}f", made.vector)
@@ -27,7 +27,7 @@ def test_the_bytes_are_small_little_endian_floats_of_length_1(values: list[float
 
 
 @given(VECTORS, st.data())
-def test_a_part_of_a_vector_is_one_of_length_1_too(values: list[float], data: st.DataObject) -> None:
+def test_cut_vector_is_normalized(values: list[float], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, len(values)))
     assume(math.hypot(*values[:size]) > 1e-3 * math.hypot(*values) > 1e-6)
     whole = Embedding.of(values, tokens=3)
@@ -47,16 +47,16 @@ def test_likeness_is_the_cosine(pair: tuple[list[float], list[float]]) -> None:
     assert one.likeness(one) == pytest.approx(1, abs=1e-6)
 
 
-def test_nothing_stays_nothing() -> None:
+def test_zero_vector_stays_zero() -> None:
     assert Embedding.of([0, 0, 0]).values == [0, 0, 0]
     assert Embedding.of([0, 0, 1]).cut(2).values == [0, 0]
 
 
-def test_any_numbers_will_do() -> None:
+def test_any_iterable_of_numbers() -> None:
     assert Embedding.of(np.array([3.0, 4.0])) == Embedding.of([3, 4]) == Embedding.of(iter((0.6, 0.8)))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e39])
-def test_a_number_that_is_none(wrong: float) -> None:
-    with pytest.raises(ValueError, match="a number that is none"):
+def test_nan_and_infinity_are_rejected(wrong: float) -> None:
+    with pytest.raises(ValueError, match="embedding contains NaN or infinity"):
         Embedding.of([1.0, wrong])

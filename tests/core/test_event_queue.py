@@ -14,7 +14,7 @@ def deltas(*texts: str) -> Sequence[Event]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=20))
-def test_everything_arrives_in_order_whoever_is_faster(steps: list[tuple[int, bool]]) -> None:
+def test_events_arrive_in_order(steps: list[tuple[int, bool]]) -> None:
     async def scenario() -> None:
         mailbox = Mailbox()
         sent: list[Event] = []
@@ -39,7 +39,7 @@ def test_everything_arrives_in_order_whoever_is_faster(steps: list[tuple[int, bo
     asyncio.run(scenario())
 
 
-def test_a_failure_comes_after_what_was_put_before_it() -> None:
+def test_failure_follows_earlier_events() -> None:
     async def scenario() -> None:
         mailbox = Mailbox()
         mailbox.put(deltas("a"))
@@ -52,7 +52,7 @@ def test_a_failure_comes_after_what_was_put_before_it() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reader_that_waits_is_woken_by_the_end(fails: bool) -> None:
+def test_end_wakes_a_waiting_reader(fails: bool) -> None:
     async def scenario() -> None:
         mailbox = Mailbox()
         reader = asyncio.create_task(asyncio.wait_for(mailbox.take(), 5))
@@ -71,7 +71,7 @@ def test_a_reader_that_waits_is_woken_by_the_end(fails: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_a_reader_that_gave_up_loses_nothing() -> None:
+def test_cancelled_take_loses_no_events() -> None:
     async def scenario() -> None:
         mailbox = Mailbox()
         with pytest.raises(TimeoutError):

@@ -122,7 +122,7 @@ def test_api_key_is_read_from_the_environment(server: BadServer, monkeypatch: py
         ({"urls": ["one", "two"]}, "'one': expected an address.*'two': expected an address"),
         ({"url": "http://a", "urls": ["http://b"]}, "exclude each other"),
         ({"url": "http://a", "proxy": "nonsense"}, "proxy: 'nonsense': expected an address"),
-        ({"url": "http://a/v1?api-version=1"}, "cannot be sent"),
+        ({"url": "http://a/v1?api-version=1"}, "must not contain"),
         ({"url": "http://a", "model": "x", "models": "all"}, "exclude each other"),
         ({"url": "http://a", "protocol": "smtp"}, "protocol"),
         ({"urls": [{"url": "http://a", "key": "secret"}]}, "unknown key"),

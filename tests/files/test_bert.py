@@ -1,4 +1,4 @@
-"""A small BERT with weights by chance: written to GGUF, run by llama.cpp, and computed here once more."""
+"""A small BERT with random weights: converted to GGUF, run by llama.cpp, and compared with numpy."""
 
 import asyncio
 import json
@@ -88,7 +88,7 @@ def forward(found: dict[str, Array], tokens: list[int]) -> Array:
 
 
 def last_layer(found: dict[str, Array], tokens: list[int]) -> Array:
-    """As the paper has it."""
+    """The hidden states of the last layer."""
 
     def dense(name: str, x: Array) -> Array:
         return x @ found[f"{name}.weight"].T + found[f"{name}.bias"]
@@ -132,7 +132,7 @@ async def embedded(path: Path, text: str) -> tuple[list[int], Array]:
         await engine.stop()
 
 
-def test_it_computes_what_the_weights_say(tmp_path: Path) -> None:
+def test_llama_matches_numpy(tmp_path: Path) -> None:
     found = weights()
     folder = folder_of(tmp_path / "tiny", {**found, "embeddings.position_ids": np.arange(CONTEXT)})
     bert.convert(folder, tmp_path / "tiny.gguf", "tiny")
@@ -141,20 +141,20 @@ def test_it_computes_what_the_weights_say(tmp_path: Path) -> None:
     assert float(made @ forward(found, tokens)) > 0.9999
 
 
-def test_what_the_file_says(tmp_path: Path) -> None:
+def test_metadata(tmp_path: Path) -> None:
     bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "one.gguf", "tiny")
-    told = read_metadata(tmp_path / "one.gguf")
-    assert (told["general.architecture"], told["general.name"]) == ("bert", "tiny")
-    assert (told["bert.context_length"], told["bert.embedding_length"], told["bert.pooling_type"]) == (
+    metadata = read_metadata(tmp_path / "one.gguf")
+    assert (metadata["general.architecture"], metadata["general.name"]) == ("bert", "tiny")
+    assert (metadata["bert.context_length"], metadata["bert.embedding_length"], metadata["bert.pooling_type"]) == (
         CONTEXT,
         WIDTH,
         1,
     )
-    assert told["bert.attention.causal"] is False
-    assert told["tokenizer.ggml.seperator_token_id"] == 3
+    assert metadata["bert.attention.causal"] is False
+    assert metadata["tokenizer.ggml.seperator_token_id"] == 3
 
 
-def test_the_same_files_give_the_same_bytes_and_prefixes_do_not_matter(tmp_path: Path) -> None:
+def test_conversion_is_deterministic_with_or_without_prefix(tmp_path: Path) -> None:
     found = weights()
     bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "one.gguf", "tiny")
     bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "two.gguf", "tiny")
@@ -168,7 +168,7 @@ def test_the_same_files_give_the_same_bytes_and_prefixes_do_not_matter(tmp_path:
 
 
 @pytest.mark.parametrize(("pooling", "row"), [(2, 0), (3, -1)])
-def test_other_ways_to_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: int, row: int) -> None:
+def test_other_pooling_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: int, row: int) -> None:
     monkeypatch.setattr(bert, "MEAN_POOLING", pooling)
     found = weights()
     bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "tiny.gguf", "tiny")
@@ -177,7 +177,7 @@ def test_other_ways_to_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poo
     assert float(made @ expected / np.linalg.norm(expected)) > 0.9999
 
 
-def test_a_model_that_only_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranking_model_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bert, "MEAN_POOLING", 4)
     bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "tiny.gguf", "tiny")
     with pytest.raises(ConfigError, match="is a reranking model"):
@@ -185,7 +185,7 @@ def test_a_model_that_only_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("file", ["config.json", "vocab.txt", "model.safetensors"])
-def test_files_that_are_none(tmp_path: Path, file: str) -> None:
+def test_invalid_files(tmp_path: Path, file: str) -> None:
     folder = folder_of(tmp_path / "tiny", {**weights()})
     (folder / file).write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00{]")
     with pytest.raises(ConfigError, match="tiny cannot be converted"):

@@ -1,4 +1,4 @@
-"""Models in a folder: their names, what their files say, and names that are no names."""
+"""Discovery of models in a directory: names, metadata, and lookups by name."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def discovery(folder: Path) -> Discovery:
     return made
 
 
-def test_what_is_found(folder: Path, discovery: Discovery) -> None:
+def test_found_models(folder: Path, discovery: Discovery) -> None:
     length = len(model("gemma3"))
     assert {found.name: (found.kind, found.architecture, found.quantisation) for found in discovery.found.values()} == {
         "Tiny": ("gguf", "llama", "Q4_K_M"),
@@ -76,7 +76,7 @@ def test_what_is_found(folder: Path, discovery: Discovery) -> None:
     assert discovery.found["org/hf-model"].size == 100
 
 
-def test_a_last_part_that_several_have_is_nobody_s_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ambiguous_last_part_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a/same", "b/same", "b/same-Q8_0", "b/other-Q4_0", "b/other-Q8_0", "UPPER"):
         path = tmp_path / f"{name}.{'GGUF' if name.isupper() else 'gguf'}"
         path.parent.mkdir(exist_ok=True)
@@ -88,11 +88,11 @@ def test_a_last_part_that_several_have_is_nobody_s_name(tmp_path: Path, caplog: 
     assert caplog.text.count("is not complete") == 1
     assert discovery.resolve("same") is None
     assert [found.name for found in discovery.called("same")] == ["a/same", "b/same-Q8_0", "b/same"]
-    names = {wanted: found.name for wanted in WANTED if (found := discovery.resolve(wanted))}
-    assert names == WANTED
+    names = {requested: found.name for requested in REQUESTED if (found := discovery.resolve(requested))}
+    assert names == REQUESTED
 
 
-WANTED = {
+REQUESTED = {
     "a/same": "a/same",
     "b/same": "b/same",
     "b/same:q8_0": "b/same-Q8_0",
@@ -102,13 +102,13 @@ WANTED = {
 }
 
 
-def test_names_without_opening_anything(folder: Path) -> None:
+def test_names_without_opening_files(folder: Path) -> None:
     assert {"tiny", "broken", "org/hf-model", "org/split/split.q6_k"} <= names_in([folder])
     assert not {"out", "away/secret", "half"} & names_in([folder])
 
 
 @pytest.mark.parametrize(
-    ("wanted", "name"),
+    ("requested", "name"),
     [
         ("tiny", "Tiny"),
         ("big-q8_0", "Big-Q8_0"),
@@ -134,12 +134,12 @@ def test_names_without_opening_anything(folder: Path) -> None:
         ("q8_0", None),
     ],
 )
-def test_which_model_a_name_means(discovery: Discovery, wanted: str, name: str | None) -> None:
-    found = discovery.resolve(wanted)
+def test_resolve_name(discovery: Discovery, requested: str, name: str | None) -> None:
+    found = discovery.resolve(requested)
     assert (found and found.name) == name
 
 
-def test_looking_again_sees_what_is_new_and_what_has_gone(folder: Path, discovery: Discovery) -> None:
+def test_second_scan_sees_new_and_removed_files(folder: Path, discovery: Discovery) -> None:
     (folder / "Tiny.gguf").write_bytes(model("phi3", file_type=7))
     (folder / "new.gguf").write_bytes(model())
     (folder / "Big-Q8_0.gguf").unlink()
@@ -230,14 +230,14 @@ def test_sparse_files_are_refused_and_read_once(tmp_path: Path, monkeypatch: pyt
     assert len(opened) == 5
 
 
-def test_slow_look_leaves_new_files_to_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_scan_leaves_new_files_to_the_next_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(3):
         (tmp_path / f"m{at}.gguf").write_bytes(model(size=at))
-    monkeypatch.setattr(discovery_module, "MAX_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(discovery_module, "MAX_SCAN_SECONDS", -1.0)
     discovery = Discovery([tmp_path])
     discovery.look()
     assert discovery.found == {}
-    monkeypatch.setattr(discovery_module, "MAX_LOOK_SECONDS", 60.0)
+    monkeypatch.setattr(discovery_module, "MAX_SCAN_SECONDS", 60.0)
     discovery.look()
     assert len(discovery.found) == 3
 

@@ -1,4 +1,4 @@
-"""Files from an address and from a hub, against a server on this machine that can be told to misbehave."""
+"""Downloads from an address and from a hub, against a local server that can cut off its replies."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from dragoman.cli import main
 from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.files import sources
-from dragoman.files.download import place_of
+from dragoman.files.download import local_path
 from tests.cli.test_cli import run
 from tests.files.test_gguf import WHOLE
 
@@ -25,7 +25,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Site(ThreadingHTTPServer):
-    """Files by path. `cut`: bytes after which the next replies break off; `asked`: what was asked for."""
+    """Serves files by path. `cut`: bytes after which the next replies are cut off; `asked`: the requests."""
 
     daemon_threads = True
 
@@ -110,7 +110,7 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
-def test_a_file_is_brought_once(site: Site, tmp_path: Path) -> None:
+def test_file_is_downloaded_once(site: Site, tmp_path: Path) -> None:
     source = f"{site.url}/models/m.gguf"
     assert sources.locate(source) is None
     path = sources.fetch(source)
@@ -120,13 +120,13 @@ def test_a_file_is_brought_once(site: Site, tmp_path: Path) -> None:
     assert len(site.asked) == 1
 
 
-def test_it_goes_on_where_it_ended(site: Site) -> None:
+def test_cut_off_download_resumes(site: Site) -> None:
     site.cut = [100_000, 50_000]
     assert sources.fetch(f"{site.url}/models/m.gguf#sha256={DIGEST}").read_bytes() == MODEL
     assert site.ranges() == [None, "bytes=100000-", "bytes=150000-"]
 
 
-def test_what_was_left_by_an_earlier_try_is_used(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_file_of_an_earlier_run_is_used(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = f"{site.url}/models/m.gguf"
     monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
     site.cut = [100_000, 0]
@@ -137,7 +137,7 @@ def test_what_was_left_by_an_earlier_try_is_used(site: Site, tmp_path: Path, mon
     assert site.ranges()[-1] == "bytes=100000-"
 
 
-def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_version_restarts_the_download(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     source = f"{site.url}/models/m.gguf"
     monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
     site.cut = [100_000, 0]
@@ -148,7 +148,7 @@ def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("content", "fragment", "words"),
+    ("content", "fragment", "message"),
     [
         (
             MODEL,
@@ -161,25 +161,25 @@ def test_another_version_begins_anew(site: Site, monkeypatch: pytest.MonkeyPatch
         (None, "", "the server answered 404 Not Found"),
     ],
 )
-def test_what_is_not_wanted_leaves_nothing(
-    site: Site, tmp_path: Path, content: bytes | None, fragment: str, words: str
+def test_invalid_file_is_deleted(
+    site: Site, tmp_path: Path, content: bytes | None, fragment: str, message: str
 ) -> None:
     del site.files["/models/m.gguf"]
     if content is not None:
         site.files["/models/m.gguf"] = content
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         sources.fetch(f"{site.url}/models/m.gguf{fragment}")
     assert visible(tmp_path / "home") == []
 
 
-def test_a_password_in_an_address_is_not_told(site: Site) -> None:
+def test_password_in_address_is_not_shown(site: Site) -> None:
     with pytest.raises(ConfigError) as refusal:
         sources.fetch(f"{site.url.replace('://', '://me:hidden@')}/models/m.txt")
     assert "***@" in str(refusal.value)
     assert "hidden" not in str(refusal.value)
 
 
-def test_damage_is_noticed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_file_is_downloaded_again(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{site.url}/models/m.gguf"
     path = sources.fetch(source)
     path.write_bytes(MODEL[:-1])
@@ -187,21 +187,21 @@ def test_damage_is_noticed(site: Site, capsys: pytest.CaptureFixture[str]) -> No
     assert sources.fetch(source).read_bytes() == MODEL
     path.write_bytes(MODEL[:-1] + b"\0")
     assert main(["pull", source]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"{path}\n"
-    assert "is damaged, and is fetched again" in said.err
+    output = capsys.readouterr()
+    assert output.out == f"{path}\n"
+    assert "is damaged; fetching it again" in output.err
     assert path.read_bytes() == MODEL
 
 
-def test_a_wrong_hash_costs_no_file(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_hash_keeps_the_existing_file(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{site.url}/models/m.gguf"
     path = sources.fetch(source)
     assert main(["pull", f"{source}#sha256={'0' * 64}"]) == 2
-    said = capsys.readouterr().err
-    assert "has another sha256, and is fetched again" in said
-    assert f"expected sha256 {'0' * 64}, found {DIGEST}" in said
+    output = capsys.readouterr().err
+    assert "has another sha256; fetching it again" in output
+    assert f"expected sha256 {'0' * 64}, found {DIGEST}" in output
     assert path.read_bytes() == MODEL
-    # What is known of the file is known as before.
+    # The stored state of the file is unchanged.
     path.write_bytes(MODEL[:-1])
     assert sources.locate(source) is None
     site.files.clear()
@@ -209,14 +209,14 @@ def test_a_wrong_hash_costs_no_file(site: Site, capsys: pytest.CaptureFixture[st
     assert path.exists()
 
 
-def test_two_at_once_bring_it_once(site: Site) -> None:
+def test_concurrent_downloads_share_one_file(site: Site) -> None:
     with ThreadPoolExecutor(2) as pool:
         paths = list(pool.map(sources.fetch, [f"{site.url}/models/m.gguf"] * 2))
     assert paths[0] == paths[1]
     assert len(site.asked) == 1
 
 
-def test_all_parts_are_brought(site: Site) -> None:
+def test_all_parts_of_a_split_model(site: Site) -> None:
     for at in (1, 2, 3):
         site.files[f"/big-0000{at}-of-00003.gguf"] = WHOLE + bytes(at)
     source = f"{site.url}/big-00001-of-00003.gguf"
@@ -228,7 +228,7 @@ def test_all_parts_are_brought(site: Site) -> None:
     assert sources.check(source) == path
 
 
-def test_a_path_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hash_of_a_path_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(MODEL)
     assert main(["pull", f"{file}#sha256={DIGEST}"]) == 0
@@ -250,11 +250,11 @@ def test_a_path_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("https://example.org/.hidden/.b.gguf", "example.org/hidden/b.gguf"),
     ],
 )
-def test_places_stay_in_the_folder(tmp_path: Path, url: str, place: str) -> None:
-    assert place_of(url, tmp_path) == tmp_path / place
+def test_local_path_stays_in_the_directory(tmp_path: Path, url: str, place: str) -> None:
+    assert local_path(url, tmp_path) == tmp_path / place
 
 
-def test_addresses_in_a_configuration_are_no_paths(tmp_path: Path) -> None:
+def test_addresses_in_a_configuration_stay_addresses(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("models: {a: 'https://example.org/m.gguf', b: 'hf:org/repo/m.gguf'}\n")
     models = load_settings(str(tmp_path / "c.yaml"), Flags(), {}).models
     assert [model.source for model in models] == ["https://example.org/m.gguf", "hf:org/repo/m.gguf"]
@@ -271,7 +271,7 @@ class TestHub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
         site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
 
-    def test_a_file(self, site: Site, tmp_path: Path) -> None:
+    def test_file_of_a_repository(self, site: Site, tmp_path: Path) -> None:
         site.cut = [70_000]
         path = sources.fetch("hf:org/repo/m-Q4_0.gguf")
         assert path == tmp_path / "home/models/org/repo/m-Q4_0.gguf"
@@ -284,21 +284,21 @@ class TestHub:
         assert done.returncode == 0, done.stderr
         assert Path(done.stdout.strip()).read_bytes() == MODEL
 
-    def test_the_hub_s_hash_counts(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hash_of_the_source_is_verified(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
         with pytest.raises(ConfigError, match="is not the expected file"):
             sources.fetch(f"hf:org/repo/m-Q4_0.gguf#sha256={'1' * 64}")
 
-    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"hf:org/repo/none\.gguf: the hub says: "):
+    def test_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"hf:org/repo/none\.gguf: the hub answered: "):
             sources.fetch("hf:org/repo/none.gguf")
 
     @pytest.mark.parametrize("source", ["hf:org", "hf:org/repo/m.bin", "hf:org/../m.gguf", "hf:/etc/m.gguf", "hf:"])
-    def test_what_is_no_source(self, source: str) -> None:
+    def test_invalid_sources(self, source: str) -> None:
         with pytest.raises(ConfigError, match="is not a source"):
             sources.fetch(source)
 
-    def test_the_only_file(self, site: Site) -> None:
+    def test_only_file_of_a_repository(self, site: Site) -> None:
         listing = {"id": "org/repo", "sha": COMMIT, "siblings": [{"rfilename": "m-Q4_0.gguf"}, {"rfilename": "x.md"}]}
         for path in ("/api/models/org/repo", "/api/models/org/repo/revision/main"):
             site.files[path] = json.dumps(listing).encode()

@@ -49,41 +49,41 @@ def gguf(content: bytes = MODEL) -> Script:
     return [whole(content, content_type="application/octet-stream", etag='"one"')]
 
 
-def wanted(server: BadServer, tmp_path: Path) -> download.Wanted:
-    return download.Wanted(server.url + PATH, tmp_path / "m.gguf", headers={"authorization": f"Bearer {SECRET}"})
+def request(server: BadServer, tmp_path: Path) -> download.Download:
+    return download.Download(server.url + PATH, tmp_path / "m.gguf", headers={"authorization": f"Bearer {SECRET}"})
 
 
-def ignore(words: str) -> None:
+def ignore(message: str) -> None:
     pass
 
 
 def test_a_redirect_to_another_host_gets_no_token(server: BadServer, other: BadServer, tmp_path: Path) -> None:
     server.play(redirect(other.url + "/cdn?signature=1"), path=PATH)
     other.play(gguf(), path="/cdn")
-    assert download.bring(wanted(server, tmp_path), ignore).read_bytes() == MODEL
+    assert download.download_file(request(server, tmp_path), ignore).read_bytes() == MODEL
     assert f"authorization: bearer {SECRET}" in server.heads[0]
     assert "authorization" not in other.heads[0]
 
 
-def test_a_redirect_back_gets_no_token_either(server: BadServer, other: BadServer, tmp_path: Path) -> None:
+def test_redirect_back_gets_no_token(server: BadServer, other: BadServer, tmp_path: Path) -> None:
     server.play(redirect(other.url + "/hop"), path=PATH)
     server.also(gguf(), path="/end")
     other.play(redirect(server.url + "/end"), path="/hop")
-    assert download.bring(wanted(server, tmp_path), ignore).read_bytes() == MODEL
+    assert download.download_file(request(server, tmp_path), ignore).read_bytes() == MODEL
     assert "authorization" not in server.heads[1]
 
 
 def test_a_redirect_on_the_same_server_keeps_the_token(server: BadServer, tmp_path: Path) -> None:
     server.play(redirect("/elsewhere"), path=PATH)
     server.also(gguf(), path="/elsewhere")
-    download.bring(wanted(server, tmp_path), ignore)
+    download.download_file(request(server, tmp_path), ignore)
     assert f"authorization: bearer {SECRET}" in server.heads[1]
 
 
 def test_another_name_of_the_same_machine_gets_no_token(server: BadServer, tmp_path: Path) -> None:
     server.play(redirect(f"http://localhost:{server.port}/elsewhere"), path=PATH)
     server.also(gguf(), path="/elsewhere")
-    download.bring(wanted(server, tmp_path), ignore)
+    download.download_file(request(server, tmp_path), ignore)
     assert "authorization" not in server.heads[1]
 
 
@@ -95,7 +95,7 @@ def test_only_http_is_followed(server: BadServer, tmp_path: Path, url: str) -> N
     assert visible(tmp_path) == []
 
 
-def test_redirects_in_a_circle_end(server: BadServer) -> None:
+def test_circular_redirects_end(server: BadServer) -> None:
     server.play(redirect(PATH), path=PATH)
     with pytest.raises(ConfigError, match="redirects more than 10 times"):
         sources.fetch(server.url + PATH)
@@ -111,10 +111,10 @@ def test_login_in_the_address_is_sent_as_basic_auth_and_stored_nowhere(
     assert main(["pull", "--layout", "as-is", source]) == 0
     assert f"authorization: basic {BASIC.lower()}" in server.heads[0]
     assert "authorization" not in other.heads[0]
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     written = b"".join(file.read_bytes() for file in (tmp_path / "home").rglob("*") if file.is_file())
     for secret in ("pass%20word", "pass word", BASIC, "verysecret"):
-        assert secret not in said.out + said.err
+        assert secret not in output.out + output.err
         assert secret.encode() not in written
 
 
@@ -156,7 +156,7 @@ def test_malformed_addresses_print_no_traceback(url: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "message"),
     [
         (whole(b"<!DOCTYPE html><title>Sign in</title>", content_type="text/html; charset=utf-8"), "an HTML page"),
         (whole(b"version https://git-lfs.github.com/spec/v1", content_type="text/plain"), "a Git LFS pointer"),
@@ -168,10 +168,10 @@ def test_malformed_addresses_print_no_traceback(url: str, capsys: pytest.Capture
     ],
 )
 def test_body_that_is_not_gguf_is_not_kept_and_is_described(
-    server: BadServer, tmp_path: Path, answer: bytes, words: str
+    server: BadServer, tmp_path: Path, answer: bytes, message: str
 ) -> None:
     server.play([answer], path=PATH)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         sources.fetch(server.url + PATH)
     assert visible(tmp_path) == []
 
@@ -198,9 +198,9 @@ def test_a_name_of_many_bytes_is_shortened(server: BadServer) -> None:
 @pytest.mark.parametrize("source", [f"https://example.org/{'a/' * 3000}m.gguf", f"hf:org/repo/{'x' * 300}.gguf"])
 def test_paths_that_are_too_long_are_refused(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", source]) == 2
-    said = capsys.readouterr().err
-    assert "too long" in said or "longer than 200 bytes" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "too long" in output or "longer than 200 bytes" in output
+    assert "Traceback" not in output
 
 
 def test_a_body_larger_than_the_disk_is_refused_at_once(server: BadServer, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ class Endless:
             yield chunk(bytes(100_000))
             self.sent += 1
             if self.sent == 50:
-                self.monkeypatch.setattr(download, "SPARE_BYTES", 1 << 60)
+                self.monkeypatch.setattr(download, "RESERVED_BYTES", 1 << 60)
 
 
 def test_an_endless_body_does_not_fill_the_disk(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,19 +232,19 @@ def test_an_endless_body_does_not_fill_the_disk(server: BadServer, monkeypatch: 
 
 
 def test_more_than_the_known_size_is_refused(server: BadServer, tmp_path: Path) -> None:
-    known = download.Wanted(server.url + PATH, tmp_path / "m.gguf", size=len(MODEL) - 1)
+    known = download.Download(server.url + PATH, tmp_path / "m.gguf", size=len(MODEL) - 1)
     server.play(gguf(), path=PATH)
     with pytest.raises(ConfigError, match=f"sends {len(MODEL)} bytes, not {len(MODEL) - 1}"):
-        download.bring(known, ignore)
+        download.download_file(known, ignore)
     server.play([head(transfer_encoding="chunked"), chunk(MODEL), b"0\r\n\r\n"], path=PATH)
     with pytest.raises(ConfigError, match=f"sends more than the file's {len(MODEL) - 1} bytes"):
-        download.bring(known, ignore)
-    assert not known.place.exists()
+        download.download_file(known, ignore)
+    assert not known.path.exists()
 
 
 @pytest.mark.parametrize("slow", ["head", "body"])
 def test_download_from_a_slow_server_fails(server: BadServer, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
-    monkeypatch.setattr(download, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.5)
     begin = b"HTTP/1.1 200 OK\r\n" if slow == "head" else head(content_length=str(len(MODEL))) + WHOLE
     drops = [piece for at in range(2000) for piece in (b"x-%d: y\r\n" % at if slow == "head" else b"\0", 0.05)]
     server.play([begin, *drops], path=PATH)

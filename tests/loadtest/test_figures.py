@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.loadtest.figures import Sample, Usage, percentile, summary
+from dragoman.loadtest.figures import Sample, SampleUsage, percentile, summarize
 
 NUMBERS = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 
@@ -15,26 +15,26 @@ def test_percentiles_of_known_data(percent: float, expected: float) -> None:
     assert percentile([5.0, 3.0, 1.0, 2.0, 4.0], percent) == pytest.approx(expected)
 
 
-def test_a_percentile_of_nothing() -> None:
+def test_percentile_without_values() -> None:
     assert percentile([], 50) is None
 
 
 @given(NUMBERS, st.floats(0, 100))
-def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> None:
+def test_percentiles_match_numpy(values: list[float], percent: float) -> None:
     assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
 
 
-def test_a_level_counts_tokens_from_the_usage_and_keeps_its_errors() -> None:
+def test_level_counts_tokens_from_usage_and_errors_by_message() -> None:
     samples = [
-        Sample(3.0, (1.0, 1.5, 1.5, 3.0), Usage(100, 9, 40), 200),
-        Sample(2.0, (2.0,), Usage(102, 1, 60), 200),
+        Sample(3.0, (1.0, 1.5, 1.5, 3.0), SampleUsage(100, 9, 40), 200),
+        Sample(2.0, (2.0,), SampleUsage(102, 1, 60), 200),
         Sample(0.1, (), None, 503, "503 full"),
         Sample(0.1, (), None, 503, "503 full"),
-        Sample(0.5, (0.2,), None, 200, "the stream broke off"),
+        Sample(0.5, (0.2,), None, 200, "the stream was cut off"),
     ]
-    level = summary(4, samples, 5.0, [0.001, 0.003])
+    level = summarize(4, samples, 5.0, [0.001, 0.003])
     assert (level.requests, level.failed) == (5, 3)
-    assert level.errors == {"503 full": 2, "the stream broke off": 1}
+    assert level.errors == {"503 full": 2, "the stream was cut off": 1}
     assert (level.ttft_p50, level.gap_p50) == (1.5, 0.5)
     assert level.gap_p99 == pytest.approx(1.48)
     assert (level.output_tokens_per_second, level.requests_per_second) == (2.0, 0.4)
@@ -42,7 +42,7 @@ def test_a_level_counts_tokens_from_the_usage_and_keeps_its_errors() -> None:
     assert (level.token_p50, level.tokens_per_piece) == (0.25, 2.0)
 
 
-def test_a_level_where_everything_failed_has_no_times() -> None:
-    level = summary(1, [Sample(0.1, (), None, None, "gone")], 1.0, [])
+def test_level_without_successful_requests() -> None:
+    level = summarize(1, [Sample(0.1, (), None, None, "gone")], 1.0, [])
     assert (level.ttft_p50, level.gap_p99, level.prompt_tokens, level.late_p95) == (None, None, None, None)
     assert (level.output_tokens_per_second, level.failed) == (0, 1)

@@ -9,7 +9,7 @@ from dragoman.loadtest.prompts import HEAD, WORDS, Prompts, measure
 
 @pytest.mark.parametrize(("fixed", "per_word"), [(0, 1.0), (31, 1.0), (12, 1.3), (5, 3.7)])
 @pytest.mark.parametrize("tokens", [64, 256, 4000])
-def test_a_server_that_only_counts_is_measured(fixed: int, per_word: float, tokens: int) -> None:
+def test_words_for_a_number_of_tokens(fixed: int, per_word: float, tokens: int) -> None:
     async def count(text: str) -> int:
         return fixed + round(per_word * len(text.removeprefix(HEAD).split()))
 
@@ -20,7 +20,7 @@ def test_a_server_that_only_counts_is_measured(fixed: int, per_word: float, toke
 
 
 @pytest.mark.parametrize(("fixed", "per_word", "tokens"), [(48, 1.0, 55), (48, 1.2, 60), (3, 1.0, 5)])
-def test_what_is_counted_is_no_longer_than_what_is_wanted(fixed: int, per_word: float, tokens: int) -> None:
+def test_counted_texts_are_not_longer_than_the_prompt(fixed: int, per_word: float, tokens: int) -> None:
     counted = []
 
     async def count(text: str) -> int:
@@ -31,7 +31,7 @@ def test_what_is_counted_is_no_longer_than_what_is_wanted(fixed: int, per_word: 
     assert max(counted) <= tokens
 
 
-def test_a_server_that_does_not_count() -> None:
+def test_server_without_token_counts() -> None:
     async def count(text: str) -> int:
         return 0
 
@@ -39,7 +39,7 @@ def test_a_server_that_does_not_count() -> None:
 
 
 @given(st.integers(0, 999), st.integers(1, 300), st.floats(0, 1))
-def test_texts_have_in_common_exactly_what_was_asked_for(seed: int, words: int, shared: float) -> None:
+def test_prompts_share_exactly_the_common_words(seed: int, words: int, shared: float) -> None:
     prompts = Prompts(seed, words, shared)
     texts = [prompts.text(number).removeprefix(HEAD).split() for number in range(1, 5)]
     common = round(words * shared)
@@ -50,10 +50,10 @@ def test_texts_have_in_common_exactly_what_was_asked_for(seed: int, words: int, 
             assert common == words or one[common] != other[common]
 
 
-def test_the_seed_decides() -> None:
+def test_seed_determines_prompts() -> None:
     assert Prompts(1, 50, 0.5).text(3) == Prompts(1, 50, 0.5).text(3)
     assert Prompts(1, 50, 0.5).text(3) != Prompts(2, 50, 0.5).text(3)
 
 
-def test_no_word_is_there_twice() -> None:
+def test_words_are_unique() -> None:
     assert len(set(WORDS)) == len(WORDS)

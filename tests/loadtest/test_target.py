@@ -1,4 +1,4 @@
-"""Servers that answer badly, each over a real socket, and streams in every cutting."""
+"""Streams split at any byte, and servers with invalid replies over a real socket."""
 
 import asyncio
 import itertools
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.core.errors import ConfigError
-from dragoman.loadtest.figures import Sample, Usage
-from dragoman.loadtest.target import Reading, Target, words_of
+from dragoman.loadtest.figures import Sample, SampleUsage
+from dragoman.loadtest.target import StreamParser, Target, read_error
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 HI = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":null}],"usage":null}\n\n'
@@ -27,37 +27,37 @@ Answer = Callable[[bytes, int, asyncio.StreamWriter], Awaitable[None]]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_a_stream_is_read_the_same_however_it_is_cut(cuts: list[int]) -> None:
-    reading = Reading()
-    places = [0, *sorted(cuts), len(STREAM)]
-    for begin, end in itertools.pairwise(places):
-        reading.feed(STREAM[begin:end], float(end))
-    assert reading.fault() is None
-    assert len(reading.arrivals) == 3
-    assert reading.arrivals == sorted(reading.arrivals)
-    assert reading.usage == Usage(7, 3, 4)
+def test_stream_split_at_any_byte(cuts: list[int]) -> None:
+    parser = StreamParser()
+    bounds = [0, *sorted(cuts), len(STREAM)]
+    for begin, end in itertools.pairwise(bounds):
+        parser.feed(STREAM[begin:end], float(end))
+    assert parser.find_error() is None
+    assert len(parser.arrivals) == 3
+    assert parser.arrivals == sorted(parser.arrivals)
+    assert parser.usage == SampleUsage(7, 3, 4)
 
 
 @pytest.mark.parametrize(
-    ("stream", "fault"),
+    ("stream", "error"),
     [
-        (b"", "no stream came back"),
-        (b'{"choices": []}', "no stream came back"),
-        (ROLE + HI, "the stream broke off"),
-        (HI.replace(b"null}]", b'""}]') + COUNTS, "the stream broke off"),
-        (ROLE + HI + END, "the stream told no usage"),
+        (b"", "the reply is not a stream"),
+        (b'{"choices": []}', "the reply is not a stream"),
+        (ROLE + HI, "the stream was cut off"),
+        (HI.replace(b"null}]", b'""}]') + COUNTS, "the stream was cut off"),
+        (ROLE + HI + END, "the stream has no usage"),
         (ROLE + HI + FAILURE, "the engine died"),
-        (b"data: {oops\n\n", "a frame that is none of chat completions"),
+        (b"data: {oops\n\n", "malformed chat completion frame"),
     ],
 )
-def test_what_is_wrong_with_a_stream(stream: bytes, fault: str) -> None:
-    reading = Reading()
-    reading.feed(stream, 1.0)
-    assert (reading.fault() or "").startswith(fault)
+def test_invalid_streams(stream: bytes, error: str) -> None:
+    parser = StreamParser()
+    parser.feed(stream, 1.0)
+    assert (parser.find_error() or "").startswith(error)
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         (b'{"error": {"message": "no  such\\nmodel"}}', "no such model"),
         (b'{"error": "model not found"}', "model not found"),
@@ -69,16 +69,16 @@ def test_what_is_wrong_with_a_stream(stream: bytes, fault: str) -> None:
         (b"x" * 1000, "x" * 300),
     ],
 )
-def test_the_words_of_an_error(body: bytes, words: str) -> None:
-    assert words_of(body) == words
+def test_message_of_an_error_body(body: bytes, message: str) -> None:
+    assert read_error(body) == message
 
 
 def reply(body: bytes, status: str = "200 OK") -> bytes:
     return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), len(body), body)
 
 
-def asking(answer: Answer, ask: Callable[[Target], Awaitable[T]], silence_seconds: float = 60) -> T:
-    """What becomes of it against a server that gives this answer to every request; it is told which one it is."""
+def run_target(answer: Answer, action: Callable[[Target], Awaitable[T]], silence_seconds: float = 60) -> T:
+    """Run the action against a server. `answer` gets the body and the number of each request."""
 
     async def scenario() -> T:
         requests = 0
@@ -100,7 +100,7 @@ def asking(answer: Answer, ask: Callable[[Target], Awaitable[T]], silence_second
         port = server.sockets[0].getsockname()[1]
         target = Target(f"http://127.0.0.1:{port}", None, "m", silence_seconds)
         try:
-            return await ask(target)
+            return await action(target)
         finally:
             target.connections.close()
             server.close()
@@ -109,55 +109,55 @@ def asking(answer: Answer, ask: Callable[[Target], Awaitable[T]], silence_second
     return asyncio.run(scenario())
 
 
-def test_a_good_reply() -> None:
+def test_valid_reply() -> None:
     async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
         writer.write(reply(STREAM))
 
-    sample = asking(answer, lambda target: target.ask("x", 3))
-    assert (sample.error, sample.status, sample.usage) == (None, 200, Usage(7, 3, 4))
+    sample = run_target(answer, lambda target: target.send("x", 3))
+    assert (sample.error, sample.status, sample.usage) == (None, 200, SampleUsage(7, 3, 4))
     assert len(sample.arrivals) == 3
     assert 0 < sample.arrivals[0] <= sample.seconds
 
 
-def test_a_reply_that_ends_with_its_connection() -> None:
+def test_reply_that_ends_with_the_connection() -> None:
     async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + STREAM)
         writer.close()
 
     async def twice(target: Target) -> list[Sample]:
-        return [await target.ask("x", 3), await target.ask("x", 3)]
+        return [await target.send("x", 3), await target.send("x", 3)]
 
-    assert [sample.error for sample in asking(answer, twice)] == [None, None]
+    assert [sample.error for sample in run_target(answer, twice)] == [None, None]
 
 
 @pytest.mark.parametrize(
-    ("sent", "words"),
+    ("sent", "message"),
     [
         (b"", "the server closed the connection without a reply"),
-        (b"SSH-2.0-OpenSSH\r\n", "what came back is not HTTP"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + ROLE + HI, "the stream broke off"),
+        (b"SSH-2.0-OpenSSH\r\n", "malformed HTTP response"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + ROLE + HI, "the stream was cut off"),
         (reply(b'{"error":{"message":"full"}}', "503 Busy"), "503 full"),
     ],
 )
-def test_an_error_has_its_words(sent: bytes, words: str) -> None:
+def test_invalid_replies(sent: bytes, message: str) -> None:
     async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
         writer.write(sent)
         writer.close()
 
-    sample = asking(answer, lambda target: target.ask("x", 3))
-    assert (sample.error or "").startswith(words)
+    sample = run_target(answer, lambda target: target.send("x", 3))
+    assert (sample.error or "").startswith(message)
 
 
-def test_silence_has_an_end() -> None:
+def test_silence_times_out() -> None:
     async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + ROLE)
 
-    sample = asking(answer, lambda target: target.ask("x", 3), silence_seconds=0.2)
-    assert sample.error == "nothing came for 0.2 seconds"
+    sample = run_target(answer, lambda target: target.send("x", 3), silence_seconds=0.2)
+    assert sample.error == "no data for 0.2 seconds"
     assert 0.2 <= sample.seconds < 2
 
 
-def test_a_connection_that_was_closed_meanwhile_is_opened_again() -> None:
+def test_stale_connection_is_reopened() -> None:
     async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
         if at != 2:
             writer.write(reply(STREAM))
@@ -165,30 +165,30 @@ def test_a_connection_that_was_closed_meanwhile_is_opened_again() -> None:
             writer.close()
 
     async def twice(target: Target) -> list[Sample]:
-        return [await target.ask("x", 3), await target.ask("x", 3)]
+        return [await target.send("x", 3), await target.send("x", 3)]
 
-    assert [sample.error for sample in asking(answer, twice)] == [None, None]
+    assert [sample.error for sample in run_target(answer, twice)] == [None, None]
 
 
-def test_fields_that_a_400_names_are_left_out() -> None:
+def test_rejected_fields_are_omitted() -> None:
     sent: list[bytes] = []
 
     async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
         sent.append(body)
-        named = next((name for name in ("min_tokens", "ignore_eos") if name.encode() in body), None)
-        refusal = reply(b'{"error":{"message":"unknown field %b"}}' % (named or "").encode(), "400 Bad Request")
-        writer.write(reply(STREAM) if named is None else refusal)
+        rejected = next((name for name in ("min_tokens", "ignore_eos") if name.encode() in body), None)
+        refusal = reply(b'{"error":{"message":"unknown field %b"}}' % (rejected or "").encode(), "400 Bad Request")
+        writer.write(reply(STREAM) if rejected is None else refusal)
 
-    async def count(target: Target) -> tuple[int, tuple[str, ...]]:
-        return await target.count("x"), target.length_fields
+    async def count_tokens(target: Target) -> tuple[int, tuple[str, ...]]:
+        return await target.count_tokens("x"), target.length_fields
 
-    assert asking(answer, count) == (7, ())
+    assert run_target(answer, count_tokens) == (7, ())
     assert len(sent) == 3
 
 
-def test_another_400_is_told() -> None:
+def test_other_400_is_an_error() -> None:
     async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
         writer.write(reply(b'{"error":{"message":"no such model"}}', "400 Bad Request"))
 
     with pytest.raises(ConfigError, match="the server answered 400 no such model"):
-        asking(answer, lambda target: target.count("x"))
+        run_target(answer, lambda target: target.count_tokens("x"))

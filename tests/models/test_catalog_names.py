@@ -83,4 +83,4 @@ def test_missing_adapter_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     adapters = {"a": str(tmp_path / "a.gguf"), "b": {"path": str(tmp_path / "b.gguf")}}
     found = ModelSpec("m", "llama", str(tmp_path / "m.gguf"), {"adapters": adapters}, adapters=("a", "b"))
-    assert [mistake.words for mistake in wrong_files([found])] == [f"adapter not found: {tmp_path / 'b.gguf'}"]
+    assert [mistake.message for mistake in wrong_files([found])] == [f"adapter not found: {tmp_path / 'b.gguf'}"]

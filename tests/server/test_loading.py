@@ -141,7 +141,7 @@ def test_unreachable_source_does_not_affect_other_models(tmp_path: Path, monkeyp
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
     with serving(tmp_path, config) as running, talking(running) as client:
-        assert "model net is downloaded when it is first asked for" in running.log.read_text()
+        assert "model net will be downloaded on its first request" in running.log.read_text()
         assert text_of(ask(client, CHAT, model="a")) == "hello"
         refused(ask(client, CHAT, model="net"), 503, code="model_failed")
         assert ":1: models.net: http://127.0.0.1" in running.log.read_text()

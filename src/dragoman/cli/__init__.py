@@ -1,15 +1,11 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `keys`, `bench`. One file per
-command, and what several need:
+"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `keys`, `bench`.
 
-    settings             those that `dragoman serve` would have
-    obstacles            what keeps a server, or a model of it, from serving
-    asking               a running server, asked by a command
-    layout               an argument of `serve` and `pull`, and what it stands for
-    conversing, screen   the state of a chat, and what it shows
+    common                      helpers shared by the commands
+    admin_client                requests to a running server
+    chat_session, chat_screen   the state and the output of `dragoman chat`
 
-A command is a module with `add`, which describes its arguments, and a function that takes them and returns the exit
-code. 0 is success, 1 a failure that was told, 2 a mistake of the user's in one line on stderr (several in several),
-130 a Ctrl-C.
+Each command is a module with `add`, which defines its arguments, and a function that takes them and returns the exit
+code: 0 success, 1 reported failure, 2 user error (one line on stderr per error), 130 Ctrl-C.
 """
 
 import argparse
@@ -23,20 +19,20 @@ from dragoman.core.version import __version__
 
 EXAMPLES = """\
 examples:
-  dragoman serve                             the built-in model on http://127.0.0.1:8000/v1
-  dragoman serve --model mine=./model.gguf   a model of your own
-  dragoman check                             what is wrong with ./dragoman.yaml, if anything
-  dragoman models                            what is served, or would be
-  dragoman chat                              talk to what is served
+  dragoman serve                             serve the built-in model on http://127.0.0.1:8000/v1
+  dragoman serve --model mine=./model.gguf   serve your own model
+  dragoman check                             check ./dragoman.yaml
+  dragoman models                            list the models
+  dragoman chat                              talk to a model
   dragoman serve --model smollm2 --model minilm
-                                             two built-in models: one to chat, one for embeddings
-  dragoman pull smollm2                      only download the built-in model
-  dragoman keys create anna                  a key for somebody
+                                             serve two built-in models, for chat and for embeddings
+  dragoman pull smollm2                      download the built-in model
+  dragoman keys create anna                  create an API key
   dragoman drain smollm2 http://10.0.0.2:8000
-                                             one of the servers behind a model gets nothing new
-  dragoman bench --concurrency 1,4,16        how fast the server on http://127.0.0.1:8000 answers
+                                             send no new requests to one server behind a model
+  dragoman bench --concurrency 1,4,16        measure the server on http://127.0.0.1:8000
 
-`dragoman COMMAND --help` says more about a command.
+Run `dragoman COMMAND --help` for details of a command.
 """
 
 
@@ -49,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except ConfigError as error:
-        for mistake in error.mistakes:
-            print(f"dragoman: {' '.join(mistake.split())}", file=sys.stderr)
+        for message in error.mistakes:
+            print(f"dragoman: {' '.join(message.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -58,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line, like every other mistake."""
+    """Prints an error as one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"dragoman: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -74,15 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
-    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands"
-    )
-    serve.add(commands)
-    check.add(commands)
-    chat.add(commands)
-    models.add(commands)
-    drain.add(commands)
-    pull.add(commands)
-    keys.add(commands)
-    bench.add(commands)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for command in (serve, check, chat, models, drain, pull, keys, bench):
+        command.add(commands)
     return parser

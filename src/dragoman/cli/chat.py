@@ -1,4 +1,4 @@
-"""`dragoman chat`: talk to any server from a terminal; in a pipe one question, and only its answer."""
+"""`dragoman chat`: talks to any server from a terminal, or answers one question from a pipe."""
 
 import argparse
 import importlib.util
@@ -11,12 +11,12 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dragoman.cli.common import Commands, add_command
 from dragoman.core.errors import ConfigError, DragomanError
 
 if TYPE_CHECKING:
     from dragoman.cli.chat_screen import Screen
     from dragoman.cli.chat_session import Session
-    from dragoman.client.sync_client import Client
 
 EXAMPLES = """\
 examples:
@@ -25,80 +25,71 @@ examples:
   dragoman chat --tools ./tools.py           the model may call the public functions of this file
   echo 'Why is the sky blue?' | dragoman chat > answer.txt
 
-The key may also be in $DRAGOMAN_API_KEY. What you type is remembered in ~/.dragoman/chat_history, or below
-$DRAGOMAN_HOME. With $NO_COLOR nothing is dimmed.
+The key may also be in $DRAGOMAN_API_KEY. The input history is stored in chat_history in ~/.dragoman or
+$DRAGOMAN_HOME. $NO_COLOR disables colors.
 """
 HISTORY_LINES = 1000
-NOBODY_READS = 141
-"""What a shell says of a program whose pipe was closed."""
+SIGPIPE_EXIT_CODE = 141
+"""The exit code that a shell reports for a closed pipe."""
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a model",
-        description="Talk to a model of a running server: this one, or any that speaks the OpenAI or Anthropic API.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add(commands: Commands) -> None:
+    description = "Talk to a model of any running server that speaks the OpenAI or Anthropic API."
+    parser = add_command(commands, "chat", "talk to a model", description, EXAMPLES)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the address of the server (%(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="the model to talk to; otherwise the first that is listed")
-    parser.add_argument("--system", metavar="TEXT", default="", help="what the model is told first")
+    parser.add_argument("--model", metavar="NAME", help="the model (the first that the server lists)")
+    parser.add_argument("--system", metavar="TEXT", default="", help="the system prompt")
     parser.add_argument("--tools", metavar="FILE.py", help="a file whose public functions the model may call")
     parser.add_argument("--api-key", metavar="KEY", help="a key for the server")
     parser.add_argument(
         "--protocol",
         metavar="NAME",
         default="auto",
-        help="the API to speak: chat, messages or responses; otherwise it is found out",
+        help="the API to use: chat, messages or responses (detected)",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported only here: the other commands need no client.
+    # Imported late to keep the start of other commands fast.
     from dragoman.cli.chat_screen import Screen
 
-    is_typed = sys.stdin.isatty()
-    screen = Screen(_standard_output(), talkative=is_typed)
-    # In a pipe the answer stands alone: what functions print goes where errors go.
-    with nullcontext() if is_typed else redirect_stdout(sys.stderr):
-        try:
-            return _chat(arguments, screen, is_typed)
-        except BrokenPipeError:
-            # Whoever reads has enough. Nobody is to hear of it, not even when Python writes what is left.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
-            return NOBODY_READS
-
-
-def _standard_output() -> TextIO:
+    is_interactive = sys.stdin.isatty()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return sys.stdout
+    screen = Screen(sys.stdout, is_verbose=is_interactive)
+    # In a pipe, stdout has only the answer: what tools print goes to stderr.
+    with nullcontext() if is_interactive else redirect_stdout(sys.stderr):
+        try:
+            return _chat(arguments, screen, is_interactive)
+        except BrokenPipeError:
+            # Redirect stdout, so that Python's flush at exit does not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+            return SIGPIPE_EXIT_CODE
 
 
-def _chat(arguments: argparse.Namespace, screen: "Screen", is_typed: bool) -> int:
+def _chat(arguments: argparse.Namespace, screen: "Screen", is_interactive: bool) -> int:
     from dragoman.cli.chat_session import Session
     from dragoman.client.sync_client import Client
 
-    tools = [] if arguments.tools is None else _functions(Path(arguments.tools))
+    tools = [] if arguments.tools is None else _load_tools(Path(arguments.tools))
     key = arguments.api_key or os.environ.get("DRAGOMAN_API_KEY")
     with Client(arguments.url, api_key=key, protocol=arguments.protocol, retries=0) as client:
         try:
-            model = arguments.model or _first(client)
+            # A server that lists no models may still have a default.
+            model = arguments.model or next((model.name for model in client.models()), "")
             session = Session(client, screen, model=model, system=arguments.system, tools=tools)
-            if not is_typed:
-                _answer(session, _read(sys.stdin))
+            if not is_interactive:
+                session.send(_read_question(sys.stdin))
                 return 0
         except DragomanError as error:
-            raise ConfigError(_words(error, arguments.url)) from error
+            raise ConfigError(_describe(error, arguments.url)) from error
         screen.note(f"{session.model or 'the default model'} at {arguments.url}; /help lists the commands")
-        _converse(session, lambda words: input(screen.prompt(words)))
+        _run_loop(session, lambda prompt: input(screen.style_prompt(prompt)))
     return 0
 
 
-def _words(error: DragomanError, url: str) -> str:
+def _describe(error: DragomanError, url: str) -> str:
     if error.code == "unreachable":
         return f"{error.message}; start one with `dragoman serve`, or give --url"
     if error.code == "invalid_api_key":
@@ -106,44 +97,35 @@ def _words(error: DragomanError, url: str) -> str:
     return f"--url {url}: {error.message}"
 
 
-def _first(client: "Client") -> str:
-    """The model to talk to where none is named; a server that lists none may have one all the same."""
-    models = client.models()
-    return models[0].name if models else ""
-
-
-def _read(source: TextIO) -> str:
+def _read_question(source: TextIO) -> str:
     try:
-        return source.buffer.read().decode("utf-8-sig")
+        question = source.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the standard input is no text in UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _answer(session: "Session", question: str) -> None:
+        raise ConfigError(f"the standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if not question.strip():
-        raise ConfigError("there is no question on the standard input")
-    session.say(question)
+        raise ConfigError("the standard input has no question")
+    return question
 
 
-def _converse(session: "Session", ask: Callable[[str], str]) -> None:
+def _run_loop(session: "Session", read_line: Callable[[str], str]) -> None:
     with _history():
         while not session.is_over:
             try:
-                line = ask("> ")
+                line = read_line("> ")
                 while line.endswith("\\"):
-                    line = line[:-1] + "\n" + ask("… ")
+                    line = line[:-1] + "\n" + read_line("… ")
             except KeyboardInterrupt:
                 print()
                 continue
             except EOFError:
                 print()
                 return
-            session.take(line)
+            session.handle_line(line)
 
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Lines can be edited and are remembered, where Python was built with readline."""
+    """Enable line editing and a stored history, if Python was built with readline."""
     try:
         import readline
     except ImportError:
@@ -157,7 +139,7 @@ def _history() -> Iterator[None]:
         if file.exists():
             readline.read_history_file(file)
     except OSError:
-        pass  # a chat without memory is a chat
+        pass  # the chat works without a history
     readline.set_history_length(HISTORY_LINES)
     try:
         yield
@@ -169,18 +151,18 @@ def _history() -> Iterator[None]:
             pass
 
 
-def _functions(file: Path) -> list[Callable[..., Any]]:
-    """The public functions that a file defines."""
+def _load_tools(file: Path) -> list[Callable[..., Any]]:
+    """Return the public functions that a file defines."""
     from dragoman.client.python_types import tool_of
 
     if not file.is_file():
-        raise ConfigError(f"--tools {file}: there is no such file")
+        raise ConfigError(f"--tools {file}: file not found")
     spec = importlib.util.spec_from_file_location(f"dragoman_tools_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"--tools {file}: expected a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    # As with `python FILE.py`: what lies beside the file can be imported.
+    # As with `python FILE.py`, the file can import modules beside it.
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)

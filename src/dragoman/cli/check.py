@@ -1,11 +1,10 @@
-"""`dragoman check`: what is wrong with a configuration, without starting anything."""
+"""`dragoman check`: reports the errors and warnings of a configuration without starting a server."""
 
 import argparse
 import sys
 
-from dragoman.cli.diagnostics import in_the_way, unservable
-from dragoman.cli.settings import loaded_of
-from dragoman.config.warnings import doubts
+from dragoman.cli.common import Commands, add_command, find_fatal, find_unservable, load_config
+from dragoman.config.diagnostics import find_warnings
 from dragoman.core.errors import ConfigError
 
 EXAMPLES = """\
@@ -13,35 +12,29 @@ examples:
   dragoman check
   dragoman check --config team.yaml && kill -HUP "$(pidof -s dragoman)"
 
-Without --config the file is found as for `dragoman serve`. Every mistake is told with its line and its key;
-the exit code is 0 or 2.
+Without --config the file is found as for `dragoman serve`. Every error is printed with its line and its key.
+The exit code is 0 or 2.
 """
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "check",
-        help="check a configuration",
-        description="Tell the mistakes of a configuration without starting a server.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add(commands: Commands) -> None:
+    description = "Report the errors of a configuration without starting a server."
+    parser = add_command(commands, "check", "check a configuration", description, EXAMPLES)
     parser.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    loaded = loaded_of(arguments.config)
-    settings = loaded.settings
-    # Imported late: a mistake in the file is told without it.
+    config = load_config(arguments.config)
+    settings = config.settings
+    # Imported late: errors in the configuration file itself need no server modules.
     from dragoman.server.preflight_checks import remarks
 
-    wrong = [*in_the_way(settings), *unservable(settings)]
-    if wrong:
-        raise ConfigError(*loaded.places.told(wrong))
-    for doubt in (*loaded.places.told(doubts(settings)), *remarks(settings)):
-        print(f"dragoman: warning: {doubt}", file=sys.stderr)
-    names = ", ".join(name for model in settings.models for name in model.names) or "those of the models folder"
-    print(f"the configuration is sound; models: {names}")
+    errors = [*find_fatal(settings), *find_unservable(settings)]
+    if errors:
+        raise ConfigError(*config.locations.format(errors))
+    for warning in (*config.locations.format(find_warnings(settings)), *remarks(settings)):
+        print(f"dragoman: warning: {warning}", file=sys.stderr)
+    names = ", ".join(name for model in settings.models for name in model.names) or "those of the models directory"
+    print(f"the configuration is valid; models: {names}")
     return 0

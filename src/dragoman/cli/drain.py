@@ -1,59 +1,54 @@
-"""`dragoman drain`: a server behind a model gets nothing new, or something again."""
+"""`dragoman drain`: stops or resumes new requests to one upstream server of a model."""
 
 import argparse
 import json
 from typing import Any
 
 from dragoman.cli import admin_client
+from dragoman.cli.common import Commands, add_command
 from dragoman.core.errors import ConfigError
 
 EXAMPLES = """\
 examples:
-  dragoman drain smollm2                                  the servers behind this model, and how they are
-  dragoman drain smollm2 http://10.0.0.12:8000            nothing new goes there; what is running goes on
-  dragoman drain smollm2 http://10.0.0.12:8000 --undo     it is asked again
+  dragoman drain smollm2                                  list the upstream servers of this model
+  dragoman drain smollm2 http://10.0.0.12:8000            send no new requests there; running ones finish
+  dragoman drain smollm2 http://10.0.0.12:8000 --undo     send requests there again
 
-When its state is `drained` and no longer `draining`, it can be stopped. URL is written as in the configuration. The
-Dragoman that is asked is the one at --url, or where the configuration has it listen, found as for `dragoman serve`.
-The key, --api-key or $DRAGOMAN_API_KEY, needs the scope `admin`.
+The upstream server can be stopped when its state changes from `draining` to `drained`. Write URL as in the
+configuration. The command talks to the Dragoman at --url, or to the one of the configuration file, which is found as
+for `dragoman serve`. The key, from --api-key or $DRAGOMAN_API_KEY, needs the scope `admin`.
 """
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "drain",
-        help="take a server out of a pool",
-        description="Have a running Dragoman send nothing new to one of the servers behind a model.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add(commands: Commands) -> None:
+    description = "Tell a running Dragoman to send no new requests to one upstream server of a model."
+    parser = add_command(commands, "drain", "take a server out of a pool", description, EXAMPLES)
     parser.add_argument("name", metavar="NAME", help="the model")
-    parser.add_argument("place", metavar="URL", nargs="?", help="the address of the server behind it")
-    parser.add_argument("--undo", action="store_true", help="send something there again")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.add_argument("upstream", metavar="URL", nargs="?", help="the address of the upstream server")
+    parser.add_argument("--undo", action="store_true", help="send requests there again")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     admin_client.add_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    server = admin_client.named(arguments)
+    server = admin_client.from_arguments(arguments)
     try:
-        listed = _asked(server, arguments)["data"]
-        places = [place for place in listed if place["model"].lower() == arguments.name.lower()]
-        lines = [f"{place['url']}  {place['state']}, {place['running']} running" for place in places]
+        entries = _request(server, arguments)["data"]
+        upstreams = [entry for entry in entries if entry["model"].lower() == arguments.name.lower()]
+        lines = [f"{entry['url']}  {entry['state']}, {entry['running']} running" for entry in upstreams]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{server.place}: what answers there is no list of servers") from error
-    if not places:
-        raise ConfigError(f"{server.place}: no servers are known behind a model {arguments.name!r}")
-    print(json.dumps(places, indent=2) if arguments.json else "\n".join(lines))
+        raise ConfigError(f"{server.address}: the answer is not a list of servers") from error
+    if not upstreams:
+        raise ConfigError(f"{server.address}: model {arguments.name!r} has no upstream servers")
+    print(json.dumps(upstreams, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
 
-def _asked(server: admin_client.Server, arguments: argparse.Namespace) -> Any:
-    if arguments.place is None:
+def _request(server: admin_client.AdminClient, arguments: argparse.Namespace) -> Any:
+    if arguments.upstream is None:
         if arguments.undo:
-            raise ConfigError("--undo where? give the URL of a server")
+            raise ConfigError("--undo needs the URL of a server")
         return server.get("/admin/upstreams")
-    asked = {"model": arguments.name, "url": arguments.place, "drain": not arguments.undo}
-    return server.post("/admin/upstreams/drain", asked)
+    body = {"model": arguments.name, "url": arguments.upstream, "drain": not arguments.undo}
+    return server.post("/admin/upstreams/drain", body)

@@ -1,9 +1,11 @@
-"""`dragoman pull`: have a model's file before it is needed."""
+"""`dragoman pull`: downloads a model and finds its fastest weight layout before it is needed."""
 
 import argparse
 import sys
+from pathlib import Path
 
-from dragoman.cli import layout
+from dragoman.cli.common import Commands, add_command, print_progress
+from dragoman.engines.llama.tuning.layout import is_settled, prepared
 from dragoman.files import sources
 
 EXAMPLES = """\
@@ -14,31 +16,59 @@ examples:
   dragoman pull hf:ORG/REPO/FILE.gguf              from the Hugging Face hub, or from $HF_ENDPOINT
   dragoman pull 'https://example.org/model.gguf#sha256=0123...'
 
-The path of the file is printed. Files are kept in ~/.dragoman/models, or in $DRAGOMAN_HOME/models, and are served from
-there by name. A download that was interrupted goes on where it ended; a file that is here is checked, and fetched again
-if it is damaged. One that llama.cpp is slow with on this machine has a faster copy in the folder `layouts` beside that.
+The path of the file is printed. Files are stored in ~/.dragoman/models or $DRAGOMAN_HOME/models, and `dragoman serve`
+serves them by name. An interrupted download is resumed. A file that is already there is verified, and downloaded again
+if it is damaged. If another weight layout is faster on this machine, a converted copy is stored in `layouts` beside it.
 """
+BAR_CELLS = 30
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "pull",
-        help="download a model",
-        description="Download a model's file unless it is here already, check it, and find the fastest layout here.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add(commands: Commands) -> None:
+    description = "Download a model unless it is already there, verify it, and find the fastest layout."
+    parser = add_command(commands, "pull", "download a model", description, EXAMPLES)
     parser.add_argument(
         "source", metavar="SOURCE", help=f"a built-in name ({', '.join(sources.BUILT_IN)}), {sources.KINDS}, or a path"
     )
-    layout.add(parser, "it")
+    add_layout_flag(parser, "it")
     parser.set_defaults(run=run)
 
 
+def add_layout_flag(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--layout",
+        choices=("auto", "as-is"),
+        help=f"whether {what} may be converted, once, to a layout that is faster on this machine (auto)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
-    path = sources.check(arguments.source, lambda words: print(words, file=sys.stderr, flush=True))
+    path = sources.check(arguments.source, print_progress)
     if arguments.layout != "as-is":
-        layout.prepare(path)
+        _find_layout(path)
     print(path)
     return 0
+
+
+def _find_layout(path: Path) -> None:
+    if not is_settled(path):
+        try:
+            prepared(path, _print_line, _draw_bar)
+        finally:
+            _erase_bar()
+
+
+def _print_line(message: str) -> None:
+    _erase_bar()
+    print_progress(message)
+
+
+def _draw_bar(label: str, done: float) -> None:
+    if sys.stderr.isatty():
+        full = round(done * BAR_CELLS)
+        bar = f"[{'#' * full}{'.' * (BAR_CELLS - full)}]"
+        print(f"\r{bar} {done:4.0%} {label:12}", end="", file=sys.stderr, flush=True)
+
+
+def _erase_bar() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,19 +1,24 @@
-"""`dragoman serve`: everything that can be wrong is found before the server starts, cheapest first."""
+"""`dragoman serve`: checks the configuration, downloads the default model, and runs the server."""
 
 import argparse
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Sequence
 
-from dragoman.cli import layout
-from dragoman.cli.diagnostics import in_the_way, unservable
-from dragoman.cli.settings import look_here
-from dragoman.config.loading import Flags, Loaded, load
-from dragoman.config.locations import Mistake
+from dragoman.cli.common import (
+    MANY,
+    Commands,
+    add_command,
+    add_working_directory,
+    find_fatal,
+    find_unservable,
+    print_progress,
+)
+from dragoman.cli.pull import add_layout_flag
+from dragoman.config.diagnostics import Mistake, find_warnings
+from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.settings import Settings
-from dragoman.config.warnings import doubts
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.core.urls import public
@@ -33,26 +38,19 @@ examples:
   dragoman serve --engine my_module:MyEngine
   dragoman serve --host 0.0.0.0 --port 9000 --api-key "$(openssl rand -hex 16)"
 
-Without --config the file is $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one; without any model, smollm2 is served.
-Flags win over the environment ($DRAGOMAN_API_KEY), the environment over the file.
+The configuration file is --config, $DRAGOMAN_CONFIG, or ./dragoman.yaml if it exists. Without any model, smollm2 is
+served. Flags override the environment ($DRAGOMAN_API_KEY), the environment overrides the file.
 """
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="serve models over HTTP",
-        description="Serve models to programs that speak the OpenAI or the Anthropic API. Missing ones are downloaded.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    many = "may be given several times"
+def add(commands: Commands) -> None:
+    description = "Serve models to programs that speak the OpenAI or the Anthropic API. Missing models are downloaded."
+    parser = add_command(commands, "serve", "serve models over HTTP", description, EXAMPLES)
     parser.add_argument(
         "models",
         metavar="MODEL",
         nargs="*",
-        help="the same as --model; one without a name has that of its file or folder",
+        help="the same as --model; without NAME= the model is named after its file or directory",
     )
     parser.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
     parser.add_argument(
@@ -60,34 +58,35 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="NAME=SOURCE",
         action="append",
         default=[],
-        help=f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.KINDS}, or the folder of a "
-        "model for vllm, where that is installed. "
-        f"NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {many}",
+        help=f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.KINDS}, or a model directory "
+        f"if vllm is installed. NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {MANY}",
     )
     parser.add_argument(
         "--alias",
         metavar="PATTERN=NAME",
         action="append",
         default=[],
-        help=f"answer to other names as well; * and ? stand for anything; {many}",
+        help=f"serve a model under other names too; * and ? are wildcards; {MANY}",
     )
     parser.add_argument(
         "--engine",
         metavar="MODULE:CLASS",
-        help="serve an engine of your own, found from this folder; or vllm (or llama): that of every --model",
+        help="serve your own engine, imported from the working directory; vllm or llama: the engine of every --model",
     )
-    parser.add_argument("--default", metavar="NAME", help="the model for requests that name none")
+    parser.add_argument("--default", metavar="NAME", help="the model for requests without a model name")
     parser.add_argument(
         "--models-dir",
         metavar="DIR",
         action="append",
         default=[],
-        help=f"serve the models in this folder too (that of `dragoman pull`); {many}",
+        help=f"serve the models in this directory too (the directory of `dragoman pull`); {MANY}",
     )
     parser.add_argument(
-        "--memory", metavar="SIZE", help="what all loaded models may take together, as 12GiB (no limit)"
+        "--memory", metavar="SIZE", help="memory for all loaded models together, such as 12GiB (no limit)"
     )
-    parser.add_argument("--keep-alive", metavar="TIME", help="how long an unused model stays loaded, as 10m (forever)")
+    parser.add_argument(
+        "--keep-alive", metavar="TIME", help="how long an unused model stays loaded, such as 10m (forever)"
+    )
     parser.add_argument("--host", help="the address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="the port to listen on (8000)")
     parser.add_argument(
@@ -95,79 +94,76 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="KEY",
         action="append",
         default=[],
-        help=f"let in only callers with this key; {many}",
+        help=f"require this key; {MANY}",
     )
-    parser.add_argument("--anonymous", action="store_true", help="let in callers without a key, whatever the address")
+    parser.add_argument("--anonymous", action="store_true", help="allow callers without a key, on any address")
     parser.add_argument(
-        "--workers", metavar="N", type=int, help="processes that clients talk to (one for every four CPUs, at most 4)"
+        "--workers", metavar="N", type=int, help="front-end processes (one for every four CPUs, at most 4)"
     )
     parser.add_argument("--socket", metavar="PATH", help="listen on this Unix socket instead of an address")
     parser.add_argument("--tls-certificate", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
     parser.add_argument("--tls-key", metavar="FILE", help="and this private key")
-    parser.add_argument("--strict", action="store_true", help="refuse parameters that a model cannot honour")
+    parser.add_argument("--strict", action="store_true", help="reject parameters that a model cannot honour")
     parser.add_argument("--event-log", metavar="FILE", help="append one JSON line per request to this file")
-    layout.add(parser, "GGUF models")
+    add_layout_flag(parser, "GGUF models")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    look_here()
-    is_own = arguments.engine is not None and not _takes_models(arguments.engine)
-    engines = [_own_engine(arguments.engine)] if is_own else []
-    if arguments.engine is not None and not engines and not _models(arguments):
-        raise ConfigError(f"--engine {arguments.engine}: of which model? Give --model NAME=SOURCE too")
-    loaded = _loaded(arguments, engines)
-    settings = loaded.settings
-    # Imported only here: the other commands and mistakes in flags need no server.
+    add_working_directory()
+    is_custom = arguments.engine is not None and not _loads_models(arguments.engine)
+    engines = [_create_engine(arguments.engine)] if is_custom else []
+    if arguments.engine is not None and not engines and not (arguments.models or arguments.model):
+        raise ConfigError(f"--engine {arguments.engine}: give --model NAME=SOURCE too")
+    config = _load(arguments, engines)
+    settings = config.settings
+    # Imported late: the other commands, and errors in flags, need no server modules.
     from dragoman.server import serve
     from dragoman.server.preflight_checks import check_exposure, check_place
 
-    _refuse(loaded, in_the_way(settings))
+    _raise_errors(config, find_fatal(settings))
     check_exposure(settings)
     check_place(settings)
     _fetch_models(settings)
 
     running = settings
 
-    def reread() -> Settings:
+    def reload() -> Settings:
         nonlocal running
-        written = _loaded(arguments, engines)
-        # What is wrong with the configuration that holds is no reason to hold on to the rest of it.
-        known = unservable(running)
-        found = unservable(written.settings)
-        _refuse(written, [*in_the_way(written.settings), *(mistake for mistake in found if mistake not in known)])
-        for words in written.places.told([*found, *doubts(written.settings)]):
-            log.warning("%s", words)
-        running = written.settings
+        new = _load(arguments, engines)
+        # A model that is already unservable does not keep other changes from being applied.
+        known = find_unservable(running)
+        unservable = find_unservable(new.settings)
+        _raise_errors(new, [*find_fatal(new.settings), *(problem for problem in unservable if problem not in known)])
+        for warning in new.locations.format([*unservable, *find_warnings(new.settings)]):
+            log.warning("%s", warning)
+        running = new.settings
         return running
 
-    serve.run(settings, engines, reread, loaded.places.told([*unservable(settings), *doubts(settings)]))
+    warnings = config.locations.format([*find_unservable(settings), *find_warnings(settings)])
+    serve.run(settings, engines, reload, warnings)
     return 0
 
 
-def _takes_models(name: str) -> bool:
-    """Whether it is one of ours that runs what `--model` names."""
+def _loads_models(name: str) -> bool:
+    """Whether this is a built-in engine that loads the source of `--model`."""
     return name in ENGINES and "path" in engine_class(name).Options.__struct_fields__
 
 
-def _models(arguments: argparse.Namespace) -> list[str]:
-    return [*arguments.models, *arguments.model]
-
-
-def _own_engine(name: str) -> Engine:
+def _create_engine(name: str) -> Engine:
     cls = engine_class(name)
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
         if name in ENGINES:
             raise ConfigError(f"--engine {name}: it needs an entry in a configuration file, under `models:`") from error
-        raise ConfigError(f"--engine {name}: {cls.__name__} must be made without arguments ({error})") from error
+        raise ConfigError(f"--engine {name}: {cls.__name__}() must work without arguments ({error})") from error
     return cls()
 
 
-def _loaded(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Loaded:
+def _load(arguments: argparse.Namespace, engines: Sequence[Engine]) -> LoadedConfig:
     flags = Flags(
-        models=_models(arguments),
+        models=[*arguments.models, *arguments.model],
         engine=None if engines else arguments.engine,
         aliases=arguments.alias,
         default=arguments.default,
@@ -191,34 +187,30 @@ def _loaded(arguments: argparse.Namespace, engines: Sequence[Engine]) -> Loaded:
         raise ConfigError(f"--engine {arguments.engine}: it offers no models; `models()` must name at least one")
     if not all(arguments.api_key):
         raise ConfigError("--api-key is empty")
-    loaded = load(arguments.config, flags, os.environ, offered=offered)
-    for model in loaded.settings.models:
+    config = load(arguments.config, flags, os.environ, offered=offered)
+    for model in config.settings.models:
         if model.name in offered:
             raise ConfigError(f"model {model.name}: the engine {arguments.engine} offers this name too; rename one")
-    return loaded
+    return config
 
 
-def _refuse(loaded: Loaded, mistakes: Sequence[Mistake]) -> None:
-    if mistakes:
-        raise ConfigError(*loaded.places.told(mistakes))
+def _raise_errors(config: LoadedConfig, errors: Sequence[Mistake]) -> None:
+    if errors:
+        raise ConfigError(*config.locations.format(errors))
 
 
 def _fetch_models(settings: Settings) -> None:
-    """The default model before anything else; another one that is not here is downloaded when it is first asked for."""
-    wanted = settings.default or (settings.models[0].name if settings.models else "")
+    """Download the default model. The others are downloaded on their first request."""
+    default = settings.default or (settings.models[0].name if settings.models else "")
     for model in settings.models:
         if model.file is None:
             continue
         try:
-            is_here = sources.locate(model.file) is not None
-            if not is_here and wanted.lower() in (name.lower() for name in model.names):
-                sources.fetch(model.file, _say)
-                is_here = True
+            is_present = sources.locate(model.file) is not None
+            if not is_present and default.lower() in (name.lower() for name in model.names):
+                sources.fetch(model.file, print_progress)
+                is_present = True
         except ConfigError as error:
             raise ConfigError(f"model {model.name}: {error}") from error
-        if not is_here:
-            _say(f"model {model.name} is downloaded when it is first asked for ({public(model.file)})")
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+        if not is_present:
+            print_progress(f"model {model.name} will be downloaded on its first request ({public(model.file)})")

@@ -1,4 +1,4 @@
-"""What the operator wants: file, environment, flags.
+"""Loads the settings from the configuration file, the environment and the command-line flags.
 
     file     := --config, or $DRAGOMAN_CONFIG, or ./dragoman.yaml if there is one (JSON is YAML)
     models   := name: source
@@ -8,22 +8,13 @@
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, memory, keep_alive, turn_seconds, layout,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds
-    keys, telemetry, cors, tls             sections of their own, see `operation`
+    keys, telemetry, cors, tls             see `sections`
 
 Rules
-1. A flag wins over the environment, the environment over the file.
-2. Nothing configured means the built-in model `smollm2`.
-3. A mistake is one line with the file, the line and the key. Unknown keys are mistakes. All mistakes are told together.
-4. A relative path in a file starts from the folder of that file.
-
-    file.py        a file as values and lines; what is wrong in it
-    forms.py       what some texts must look like
-    doubts.py      what is no mistake, and hardly meant
-    places.py      where a setting was written
-    models.py      one entry of `models:`
-    paths.py       paths in a file
-    quantities.py  sizes and times
-    replicas.py    how many of a model there are under Ray
+1. A flag overrides the environment, the environment overrides the file.
+2. Without any configured model, the built-in model `smollm2` is served.
+3. An error is one line with the file, the line and the key. Unknown keys are errors. All errors are reported together.
+4. A relative path in a file is relative to the directory of that file.
 """
 
 import re
@@ -34,14 +25,12 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from dragoman.config.config_file import File, read
-from dragoman.config.locations import Places
-from dragoman.config.model_spec import MODEL_NAME, ModelSpec, flagged, read_models
-from dragoman.config.paths import keys_located, located, tls_located
+from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
+from dragoman.config.diagnostics import Locations, find_invalid_text
+from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
 from dragoman.config.quantities import duration, size
 from dragoman.config.sections import Tls, network
 from dragoman.config.settings import Settings
-from dragoman.config.validators import wrong_forms
 from dragoman.core.errors import ConfigError
 from dragoman.files.discovery import names_in
 from dragoman.files.sources import BUILT_IN, is_path, own_name
@@ -53,11 +42,11 @@ T = TypeVar("T")
 
 
 class Flags(msgspec.Struct, frozen=True):
-    """What the command line says; None and empty mean that it does not."""
+    """Values from the command line; None and empty mean that the flag is absent."""
 
     models: Sequence[str] = ()
     engine: str | None = None
-    """Of all these models; None: by what their sources are."""
+    """The engine of all these models; None means that each source decides."""
     aliases: Sequence[str] = ()
     default: str | None = None
     models_dir: Sequence[str] = ()
@@ -74,12 +63,12 @@ class Flags(msgspec.Struct, frozen=True):
     tls_key: str | None = None
     anonymous: bool = False
     layout: Literal["auto", "as-is"] | None = None
-    """Of the models that llama.cpp runs."""
+    """For models of the llama engine."""
 
     @property
     def keys(self) -> frozenset[str]:
-        """What they give, as a file would call it."""
-        given = {
+        """The configuration keys that the flags set."""
+        values = {
             "models_dir": self.models_dir,
             "host": self.host,
             "event_log": self.event_log,
@@ -87,14 +76,12 @@ class Flags(msgspec.Struct, frozen=True):
             "tls": self.tls_certificate,
         }
         models = (f"models.{_name_and_source(flag)[0]}" for flag in self.models)
-        return frozenset([*(key for key, value in given.items() if value), *models])
+        return frozenset([*(key for key, value in values.items() if value), *models])
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """Settings, and where they were written."""
-
+class LoadedConfig(msgspec.Struct, frozen=True):
     settings: Settings
-    places: Places
+    locations: Locations
 
 
 def load_settings(
@@ -103,35 +90,35 @@ def load_settings(
     return load(path, flags, environ, offered=offered).settings
 
 
-def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()) -> Loaded:
-    """`offered` are models of engines that the caller brings along; they need no entry anywhere."""
-    file = read(path or environ.get("DRAGOMAN_CONFIG") or (FILE_NAME if Path(FILE_NAME).is_file() else None))
-    reading = _Reading(file, flags)
-    models = read_models(file) | reading.flags("--model", flags.models, partial(_model_flag, flags.engine))
-    settings = reading.settings()
-    by_flag = reading.flags("--alias", flags.aliases, _alias_flag)
-    if flags.port is not None and not 0 <= flags.port <= 65535:
-        reading.note(f"--port {flags.port}: expected a number from 0 to 65535")
-    if flags.workers is not None and flags.workers < 1:
-        reading.note(f"--workers {flags.workers}: expected a number from 1")
-    memory, keep_alive = (
-        reading.flag("--memory", flags.memory, size),
-        reading.flag("--keep-alive", flags.keep_alive, duration),
+def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()) -> LoadedConfig:
+    """Load the configuration. `offered` are the models of engines that the caller passes; they need no entry."""
+    file = read_config_file(
+        path or environ.get("DRAGOMAN_CONFIG") or (FILE_NAME if Path(FILE_NAME).is_file() else None)
     )
-    folders = tuple(flags.models_dir) or settings.models_dir
-    if folders is None and offered:
-        # Who serves an engine of their own does not expect others beside it.
-        folders = ()
-    if not models and not offered and not folders:
+    loader = _Loader(file, flags)
+    models = read_models(file) | loader.parse_flags("--model", flags.models, partial(_parse_model, flags.engine))
+    settings = loader.read_settings()
+    aliases = loader.parse_flags("--alias", flags.aliases, _parse_alias)
+    if flags.port is not None and not 0 <= flags.port <= 65535:
+        loader.add_error(f"--port {flags.port}: expected a number from 0 to 65535")
+    if flags.workers is not None and flags.workers < 1:
+        loader.add_error(f"--workers {flags.workers}: expected a number from 1")
+    memory = loader.parse_flag("--memory", flags.memory, size)
+    keep_alive = loader.parse_flag("--keep-alive", flags.keep_alive, duration)
+    models_dir = tuple(flags.models_dir) or settings.models_dir
+    if models_dir is None and offered:
+        # A caller that passes its own engine does not expect other models.
+        models_dir = ()
+    if not models and not offered and not models_dir:
         models = {"smollm2": ModelSpec("smollm2", "llama", "smollm2")}
-    models = {name: _laid_out(model, flags.layout, settings.layout) for name, model in models.items()}
+    models = {name: _with_layout(model, flags.layout, settings.layout) for name, model in models.items()}
     key = environ.get("DRAGOMAN_API_KEY")
     result = msgspec.structs.replace(
         settings,
         models=tuple(models.values()),
-        aliases=by_flag | {pattern: name for pattern, name in reading.aliases().items() if pattern not in by_flag},
+        aliases=aliases | {pattern: name for pattern, name in loader.read_aliases().items() if pattern not in aliases},
         default=flags.default or settings.default,
-        models_dir=folders,
+        models_dir=models_dir,
         memory=memory or settings.memory,
         keep_alive=settings.keep_alive if keep_alive is None else keep_alive,
         layout=flags.layout or settings.layout,
@@ -143,168 +130,171 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
         workers=flags.workers or settings.workers,
         socket=flags.socket or settings.socket,
         keys=msgspec.structs.replace(settings.keys, anonymous=True) if flags.anonymous else settings.keys,
-        tls=reading.tls_flags() or settings.tls,
+        tls=loader.read_tls_flags() or settings.tls,
     )
-    reading.check_names(result, offered, by_flag)
-    reading.end()
-    return Loaded(result, Places(file.name, file.lines, flags.keys))
+    loader.check_names(result, offered, aliases)
+    loader.raise_errors()
+    return LoadedConfig(result, Locations(file.name, file.lines, flags.keys))
 
 
-def _model_flag(engine: str | None, flag: str) -> tuple[str, ModelSpec]:
+def _parse_model(engine: str | None, flag: str) -> tuple[str, ModelSpec]:
     name, source = _name_and_source(flag)
     if not name or not source:
         raise ConfigError(f"expected NAME=SOURCE, a path, or a built-in name ({', '.join(BUILT_IN)})")
     if not MODEL_NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot be the name of a model: give NAME=SOURCE")
-    return name, flagged(name, source, engine)
+        raise ConfigError(f"{name!r} is not a valid model name: give NAME=SOURCE")
+    return name, model_from_flag(name, source, engine)
 
 
 def _name_and_source(flag: str) -> tuple[str, str]:
     name, equals, source = flag.partition("=")
-    # A path, a version or a hash may have one of its own.
+    # A path, a version or a hash may contain "=" too.
     is_named = equals and MODEL_NAME.fullmatch(name) and is_path(flag) and not Path(flag).exists()
     return (name, source) if is_named else (own_name(flag) or "", flag)
 
 
-def _laid_out(model: ModelSpec, by_flag: str | None, otherwise: str) -> ModelSpec:
-    layout = by_flag or model.options.get("layout", otherwise)
+def _with_layout(model: ModelSpec, flag: str | None, default: str) -> ModelSpec:
+    layout = flag or model.options.get("layout", default)
     if model.engine != "llama" or layout == model.options.get("layout", "auto"):
         return model
     return msgspec.structs.replace(model, options={**model.options, "layout": layout})
 
 
-def _alias_flag(flag: str) -> tuple[str, str]:
+def _parse_alias(flag: str) -> tuple[str, str]:
     pattern, _, name = flag.partition("=")
     if not name or not ALIAS_NAME.fullmatch(pattern):
         raise ConfigError("expected PATTERN=NAME, as in 'gpt-*=smollm2'")
     return pattern, name
 
 
-class _Reading:
-    """What the file and the flags say, and what is wrong in them."""
+class _Loader:
+    """Reads the file and the flags, and collects their errors."""
 
-    def __init__(self, file: File, flags: Flags) -> None:
+    def __init__(self, file: ConfigFile, flags: Flags) -> None:
         self._file = file
         self._flags = flags
-        self._mistakes: list[str] = []
+        self._errors: list[str] = []
 
-    def note(self, words: str) -> None:
-        self._mistakes.append(words)
+    def add_error(self, message: str) -> None:
+        self._errors.append(message)
 
-    def end(self) -> None:
-        mistakes = self._file.mistakes + self._mistakes
-        if mistakes:
-            raise ConfigError(*mistakes)
+    def raise_errors(self) -> None:
+        errors = self._file.errors + self._errors
+        if errors:
+            raise ConfigError(*errors)
 
-    def flag(self, name: str, value: str | None, parse: Callable[[str], T]) -> T | None:
+    def parse_flag(self, name: str, value: str | None, parse: Callable[[str], T]) -> T | None:
         if value is None:
             return None
         try:
             return parse(value)
         except ConfigError as error:
-            self.note(f"{name} {value}: {error}")
+            self.add_error(f"{name} {value}: {error}")
             return None
 
-    def flags(self, name: str, values: Iterable[str], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
-        return dict(pair for value in values if (pair := self.flag(name, value, parse)) is not None)
+    def parse_flags(self, name: str, values: Iterable[str], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
+        return dict(pair for value in values if (pair := self.parse_flag(name, value, parse)) is not None)
 
-    def settings(self) -> Settings:
-        """Those of the file, but for models and aliases."""
+    def read_settings(self) -> Settings:
+        """Read the settings of the file, except models and aliases."""
         file = self._file
-        given = {name: value for name, value in file.values.items() if name not in ("models", "aliases")}
-        given["memory"] = file.parsed(given, "memory", size)
-        given["keep_alive"] = file.parsed(given, "keep_alive", duration)
-        given["models_dir"] = self._folders()
-        plain = {name: value for name, value in given.items() if value is not None}
-        settings = msgspec.convert(file.section(plain, Settings), Settings)
+        values = {name: value for name, value in file.values.items() if name not in ("models", "aliases")}
+        values["memory"] = file.parse(values, "memory", size)
+        values["keep_alive"] = file.parse(values, "keep_alive", duration)
+        values["models_dir"] = self._read_models_dir()
+        values = {name: value for name, value in values.items() if value is not None}
+        settings = msgspec.convert(file.select_valid_section(values, Settings), Settings)
         for at, entry in enumerate(settings.proxies):
-            self._check_proxy(entry, f"proxies[{at}]")
-        for mistake in wrong_forms(settings):
-            file.note(mistake.key, mistake.words)
-        return self._from_here(settings)
+            try:
+                network(entry)
+            except ConfigError as error:
+                file.add_error(f"proxies[{at}]", str(error))
+        for problem in find_invalid_text(settings):
+            file.add_error(problem.key, problem.message)
+        return self._resolve_paths(settings)
 
-    def _check_proxy(self, entry: str, key: str) -> None:
-        try:
-            network(entry)
-        except ConfigError as error:
-            self._file.note(key, str(error))
+    def _resolve_paths(self, settings: Settings) -> Settings:
+        def resolve(path: str | None) -> str | None:
+            return None if path is None else resolve_path(path, self._file.directory)
 
-    def _from_here(self, settings: Settings) -> Settings:
-        folder = self._file.folder
-        return msgspec.structs.replace(
+        replace, keys, tls = msgspec.structs.replace, settings.keys, settings.tls
+        jwt = None if keys.jwt is None else replace(keys.jwt, key_file=resolve(keys.jwt.key_file))
+        return replace(
             settings,
-            event_log=None if settings.event_log is None else located(settings.event_log, folder),
-            socket=None if settings.socket is None else located(settings.socket, folder),
-            keys=keys_located(settings.keys, folder),
-            tls=tls_located(settings.tls, folder),
+            event_log=resolve(settings.event_log),
+            socket=resolve(settings.socket),
+            keys=replace(keys, store=resolve(keys.store), jwt=jwt),
+            tls=None if tls is None else replace(tls, certificate=resolve(tls.certificate), key=resolve(tls.key)),
         )
 
-    def tls_flags(self) -> Tls | None:
+    def read_tls_flags(self) -> Tls | None:
         certificate, key = self._flags.tls_certificate, self._flags.tls_key
         if certificate and key:
             return Tls(certificate, key)
         if certificate or key:
-            self.note("--tls-certificate and --tls-key belong together: give both")
+            self.add_error("--tls-certificate and --tls-key belong together: give both")
         return None
 
-    def _folders(self) -> list[Any] | None:
-        """One may be written without the list."""
-        given = self._file.values.get("models_dir")
-        if given is None or not isinstance(given, str | list):
-            return given
-        folders = [given] if isinstance(given, str) else given
-        return [self._file.from_here(folder) if isinstance(folder, str) and folder else folder for folder in folders]
+    def _read_models_dir(self) -> list[Any] | None:
+        """The value may be one string instead of a list."""
+        value = self._file.values.get("models_dir")
+        if value is None or not isinstance(value, str | list):
+            return value
+        paths = [value] if isinstance(value, str) else value
+        return [self._file.resolve_source(path) if isinstance(path, str) and path else path for path in paths]
 
-    def aliases(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for pattern, name in self._file.mapping(self._file.values, "aliases").items():
-            other = next((other for other in found if other.lower() == pattern.lower()), None)
+    def read_aliases(self) -> dict[str, str]:
+        aliases: dict[str, str] = {}
+        for pattern, name in self._file.get_mapping(self._file.values, "aliases").items():
+            other = next((other for other in aliases if other.lower() == pattern.lower()), None)
             if other is not None:
-                self._file.note(f"aliases.{pattern}", f"{other} is the same alias but for its case")
+                self._file.add_error(f"aliases.{pattern}", f"differs from the alias {other} only in case")
             elif not ALIAS_NAME.fullmatch(pattern):
-                self._file.note(f"aliases.{pattern}", "an alias has letters, digits and . _ - : / * ? only")
+                self._file.add_error(
+                    f"aliases.{pattern}", "an alias may contain only letters, digits and . _ - : / * ?"
+                )
             elif self._file.convert(name, str, f"aliases.{pattern}") is not None:
-                found[pattern] = name
-        return found
+                aliases[pattern] = name
+        return aliases
 
-    def check_names(self, settings: Settings, offered: Sequence[str], by_flag: Mapping[str, str]) -> None:
-        """Aliases and the default name models that there are. Upper and lower case are the same here."""
+    def check_names(self, settings: Settings, offered: Sequence[str], alias_flags: Mapping[str, str]) -> None:
+        """Check that aliases, fallbacks and the default name existing models. Names are case-insensitive."""
         names = [*(name for model in settings.models for name in model.names), *offered]
         known = {name.lower() for name in names}
 
-        def unknown(name: str) -> str | None:
+        def check(name: str) -> str | None:
             is_open = any(model.has(name) for model in settings.models)
             if is_open or name.lower() in known or name.lower() in names_in(settings.folders):
                 return None
-            return f"no model is called {name!r}; models: {', '.join(names) or 'none'}"
+            return f"model {name!r} not found; models: {', '.join(names) or 'none'}"
 
         for pattern, name in settings.aliases.items():
-            wrong = "a model has this name already" if pattern.lower() in known else unknown(name)
-            if wrong is not None and pattern in by_flag:
-                self.note(f"--alias {pattern}={name}: {wrong}")
-            elif wrong is not None:
-                self._file.note(f"aliases.{pattern}", wrong)
+            error = "a model has this name already" if pattern.lower() in known else check(name)
+            if error is not None and pattern in alias_flags:
+                self.add_error(f"--alias {pattern}={name}: {error}")
+            elif error is not None:
+                self._file.add_error(f"aliases.{pattern}", error)
         for model in settings.models:
-            wrong = None if model.fallback is None else unknown(model.fallback) or _circle(model, settings.models)
-            if wrong is not None:
-                self._file.note(f"models.{model.name}.fallback", wrong)
-        wrong = None if settings.default is None else unknown(settings.default)
-        if wrong is not None and self._flags.default:
-            self.note(f"--default: {wrong}")
-        elif wrong is not None:
-            self._file.note("default", wrong)
+            error = None if model.fallback is None else check(model.fallback) or _find_cycle(model, settings.models)
+            if error is not None:
+                self._file.add_error(f"models.{model.name}.fallback", error)
+        error = None if settings.default is None else check(settings.default)
+        if error is not None and self._flags.default:
+            self.add_error(f"--default: {error}")
+        elif error is not None:
+            self._file.add_error("default", error)
 
 
-def _circle(model: ModelSpec, models: Sequence[ModelSpec]) -> str | None:
-    """What is wrong where a model would end up answering for itself; of a circle the first model is told."""
+def _find_cycle(model: ModelSpec, models: Sequence[ModelSpec]) -> str | None:
+    """Return an error if the model's fallbacks lead back to it. Only the first model of a cycle reports it."""
     specs = {name.lower(): spec for spec in models for name in spec.names}
-    way = [model]
-    while (fallback := way[-1].fallback) is not None:
-        after = specs.get(fallback.lower()) or next((spec for spec in models if spec.has(fallback)), None)
-        if after is None or after in way[1:]:
-            return None  # a file, which has none; or the circle is that of others, who are told
-        way.append(after)
-        if after is model:
-            first = next(spec for spec in models if spec in way)
-            return f"a circle: {' -> '.join(spec.name for spec in way)}" if first is model else None
+    path = [model]
+    while (fallback := path[-1].fallback) is not None:
+        following = specs.get(fallback.lower()) or next((spec for spec in models if spec.has(fallback)), None)
+        if following is None or following in path[1:]:
+            return None  # a model without an entry has no fallback; a cycle of other models is reported by them
+        path.append(following)
+        if following is model:
+            first = next(spec for spec in models if spec in path)
+            return f"fallback cycle: {' -> '.join(spec.name for spec in path)}" if first is model else None
     return None

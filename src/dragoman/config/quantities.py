@@ -1,4 +1,4 @@
-"""Sizes and times as people write them.
+"""Parses and formats sizes and durations.
 
 size := bytes | number unit         unit := B | KB MB GB TB (thousands) | KiB MiB GiB TiB (1024s)      "12GiB"
 time := seconds | number unit       unit := s | m | h | d                                              "10m"
@@ -17,7 +17,7 @@ TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def size(value: object) -> int:
-    """In bytes."""
+    """Parse a size; the result is in bytes."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     parsed = _NUMBER.fullmatch(value) if isinstance(value, str) else None
@@ -28,7 +28,7 @@ def size(value: object) -> int:
 
 
 def duration(value: object) -> float:
-    """In seconds; for ever is infinite."""
+    """Parse a duration; the result is in seconds, infinite for "forever"."""
     if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
         return math.inf if value < 0 else float(value)
     text = value.strip().lower() if isinstance(value, str) else ""
@@ -41,7 +41,7 @@ def duration(value: object) -> float:
 
 
 def shown_size(size: float) -> str:
-    """For people: `1.4 GiB`."""
+    """Format a size in bytes as `1.4 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

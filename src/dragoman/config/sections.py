@@ -1,34 +1,38 @@
-"""What an operator may set beside models and limits: who is let in, what is written down, how clients connect.
+"""Sections of the configuration: keys, telemetry, CORS, TLS, trusted proxies, and `ray` of one model.
 
-Each class is a section of the configuration, and part of `config.Settings`. Paths in them are files of the operator's.
+ray := {replicas: COUNT}
+     | {min_replicas, max_replicas, target_ongoing_requests, upscale_delay_s, downscale_delay_s,
+        look_back_period_s, metrics_interval_s}
+       and max_ongoing_requests, num_cpus, num_gpus, resources, graceful_shutdown_timeout_s
 """
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 
 from dragoman.core.errors import ConfigError
-from dragoman.core.types import Count, Word
+from dragoman.core.types import Count, Seconds, Word
 
 RouteScope = Literal[
     "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
 ]
 RESERVED: frozenset[RouteScope] = frozenset({"stats", "admin"})
-"""Routes that a key opens only where it says so."""
+"""Routes that a key may use only if its scopes name them."""
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one key may do; None: as much as it likes."""
+    """Limits of one key; None means no limit."""
 
     concurrency: Count | None = None
     """Requests that run or wait at the same time."""
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
-    """Of prompts and replies together."""
+    """Prompt and reply tokens together."""
 
     def over(self, others: "KeyLimits") -> "KeyLimits":
-        """These, and those of the others where these say nothing."""
+        """Return these limits, with those of `others` where these are None."""
         return KeyLimits(
             concurrency=self.concurrency or others.concurrency,
             requests_per_minute=self.requests_per_minute or others.requests_per_minute,
@@ -37,7 +41,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Jwt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Signed tokens of somebody else's are taken as keys. The algorithm is this one, whatever a token says."""
+    """Accept signed tokens of another issuer as keys. The `alg` field of a token is ignored."""
 
     algorithm: Literal["HS256", "RS256"]
     key_file: Word
@@ -46,61 +50,98 @@ class Jwt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     issuer: Word | None = None
     leeway_seconds: Annotated[float, msgspec.Meta(ge=0, le=300)] = 0
     models: tuple[Word, ...] = ()
-    """Names and patterns; empty: all. A token can only narrow it."""
+    """Names and patterns; empty means all. A token can only restrict the set further."""
     routes: tuple[RouteScope, ...] = ()
     limits: KeyLimits = KeyLimits()
 
 
 class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: Word | None = None
-    """Where `dragoman keys` keeps them; None: `keys.db` in Dragoman's home."""
+    """The database of `dragoman keys`; None means `keys.db` in Dragoman's home directory."""
     anonymous: bool = False
-    """Whoever has no valid key is let in all the same, but for what only the operator may."""
+    """Serve callers without a valid key too, except on the reserved routes."""
     limits: KeyLimits = KeyLimits()
-    """For every key, and for all anonymous callers together, where nothing else is said."""
+    """The default for each key, and for all anonymous callers together."""
     jwt: Jwt | None = None
 
 
 class Traces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Word
-    """Where spans are sent by OTLP over HTTP, as `http://127.0.0.1:4318/v1/traces`."""
+    """The OTLP/HTTP address for spans, such as `http://127.0.0.1:4318/v1/traces`."""
     service: Word = "dragoman"
 
 
 class Telemetry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: Literal["keyed", "open", "off"] = "keyed"
-    """Whether `/metrics` needs a key, where keys are needed."""
+    """`keyed`: `/metrics` needs a key if the API does."""
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_requests: bool = False
-    """A line in the log for every request."""
+    """Log one line per request."""
     log_prompts: bool = False
-    """What is asked goes to the log, word by word."""
+    """Log the full text of prompts."""
     traces: Traces | None = None
 
 
 class Cors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     origins: tuple[Word, ...] = ()
-    """Origins of web pages that may call the server; `*`: all."""
+    """Origins of web pages that may call the server; `*` means all."""
     max_age_seconds: Annotated[int, msgspec.Meta(ge=0)] = 600
 
 
 class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: Word
-    """The chain, as PEM."""
+    """The certificate chain, as PEM."""
     key: Word
 
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 UNIX = "unix"
-"""Instead of a network: whoever comes by the Unix socket."""
+"""The entry of `proxies` for clients of the Unix socket."""
 
 
 def network(entry: object) -> Network | None:
-    """An entry of `proxies`; None for the socket."""
+    """Parse an entry of `proxies`; None means the Unix socket."""
     if entry == UNIX:
         return None
     try:
         return ipaddress.ip_network(str(entry), strict=False)
     except ValueError as error:
         raise ConfigError(f"{entry!r}: expected an address, a network such as 10.0.0.0/8, or unix") from error
+
+
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Replicas of a model under Ray Serve, with Ray Serve's own names. Only `dragoman.ray` uses them."""
+
+    replicas: Count | None = None
+    """A fixed number; None means autoscaling."""
+    min_replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
+    max_replicas: Count = 1
+    target_ongoing_requests: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    """Per replica; above it, replicas are added."""
+    upscale_delay_s: NonNegative = 10.0
+    downscale_delay_s: NonNegative = 300.0
+    look_back_period_s: Seconds = 30.0
+    """The load is averaged over this time."""
+    metrics_interval_s: Seconds = 10.0
+    """How often the load is reported."""
+    max_ongoing_requests: Count | None = None
+    """Concurrent requests per replica; None means the model's `slots`, or 16."""
+    num_cpus: NonNegative = 1.0
+    num_gpus: NonNegative = 0.0
+    resources: Mapping[Word, NonNegative] = {}
+    graceful_shutdown_timeout_s: Seconds = 600.0
+    """For requests that still run in a replica that is removed."""
+
+    def __post_init__(self) -> None:
+        if self.replicas is not None and (self.min_replicas, self.max_replicas) != (1, 1):
+            raise ValueError("replicas cannot be combined with min_replicas and max_replicas")
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas ({self.min_replicas}) is more than max_replicas ({self.max_replicas})")
+
+    @property
+    def most(self) -> int:
+        return self.replicas or self.max_replicas

@@ -1,10 +1,9 @@
-"""From the bytes of tokens to text, as they come.
+"""Decodes the bytes of tokens to text incrementally.
 
 Rules
-1. A character that is spread over several tokens comes out whole, with the last of them.
-2. Bytes that can never become a character come out as U+FFFD, as soon as that is certain; at the end, so does an
-   unfinished character.
-3. The joined text is the same however the bytes are cut into tokens.
+1. A character spread over several tokens is returned with the last of them.
+2. Invalid bytes become U+FFFD as soon as they are certain to be invalid. At the end, so does an incomplete character.
+3. The joined text does not depend on how the bytes are split into tokens.
 """
 
 import codecs

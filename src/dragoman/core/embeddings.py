@@ -1,9 +1,8 @@
-"""Texts as vectors: what is asked, and what an engine makes of it.
+"""Requests for embeddings and reranking, and the embeddings that engines return.
 
 Rules
-1. A vector has length 1, so that its product with another tells how alike the two texts are: 1 is the same, 0 nothing.
-   Only where there is nothing to tell, all of it is 0.
-2. Everywhere but in JSON a vector is the bytes of its numbers as little-endian floats of 32 bits.
+1. A vector has length 1, so that the dot product of two vectors is their cosine similarity. A zero vector stays zero.
+2. Except in JSON, a vector is stored as little-endian 32-bit floats.
 """
 
 import math
@@ -25,8 +24,7 @@ Input = str | tuple[int, ...]
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True):
-    """`dimensions` is how many numbers of each vector are wanted; `base64` how they are to be written;
-    `listed` whether a list was sent, and not one input as it is."""
+    """`dimensions` is the requested length of the vectors, `base64` their encoding. `listed`: the input was a list."""
 
     inputs: tuple[Input, ...]
     model: str = ""
@@ -50,21 +48,21 @@ class RerankRequest(msgspec.Struct, frozen=True):
 
 
 class Embedding(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine makes of one input, and how many tokens that had."""
+    """The vector of one input, and the number of its tokens."""
 
     vector: bytes
     tokens: int = 0
 
     @classmethod
     def of(cls, values: Iterable[float], tokens: int = 0) -> Self:
-        """From plain numbers, of any length."""
+        """Build an embedding from a vector of any length. The vector is normalized."""
         numbers = array("f", values)
         length = math.hypot(*numbers)
         if not math.isfinite(length):
-            raise ValueError("a vector has a number that is none")
+            raise ValueError("embedding contains NaN or infinity")
         if length:
             numbers = array("f", [number / length for number in numbers])
-        return cls(_swapped(numbers).tobytes(), tokens)
+        return cls(_to_little_endian(numbers).tobytes(), tokens)
 
     @property
     def dimensions(self) -> int:
@@ -72,10 +70,10 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def values(self) -> list[float]:
-        return _swapped(array("f", self.vector)).tolist()
+        return _to_little_endian(array("f", self.vector)).tolist()
 
     def cut(self, dimensions: int) -> "Embedding":
-        """Its first numbers, again of length 1."""
+        """Return the first `dimensions` numbers, normalized again."""
         return self if dimensions == self.dimensions else Embedding.of(self.values[:dimensions], self.tokens)
 
     def likeness(self, other: "Embedding") -> float:
@@ -83,19 +81,19 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 
 
 def each(inputs: Sequence[Input], read: Callable[[Input], T]) -> list[T]:
-    """What an engine makes of each input; where it refuses one, the error tells which, as `input[3]`."""
-    made = []
+    """Apply `read` to each input. A BadRequest gets the parameter of its input, such as `input[3]`."""
+    results = []
     for at, entry in enumerate(inputs):
         try:
-            made.append(read(entry))
+            results.append(read(entry))
         except BadRequest as error:
             error.param = f"input[{at}]"
             raise
-    return made
+    return results
 
 
-def _swapped(numbers: "array[float]") -> "array[float]":
-    """To or from little-endian; the array is ours to change."""
+def _to_little_endian(numbers: "array[float]") -> "array[float]":
+    """Swap the bytes on a big-endian machine, in place. The inverse is the same operation."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree. Each error knows the status and the words a protocol needs.
+"""The tree of all errors. Each class has the status, the type and the code for a protocol's error body.
 
     DragomanError
     ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
@@ -22,13 +22,13 @@
     ├── Unavailable 503 ── QueueFull, ModelLoading, ModelFailed, StorageUnavailable
     ├── EngineTimeout 504 ── DeadlineExceeded
     └── AnswerTimeout 504
-    ConfigError            mistakes in a file, a flag or an engine's options: a line each for the person who made them
+    ConfigError            errors in a file, a flag or an engine's options, one line each
 
-A message says what is wrong and, where there is one, the way out. It is shown to callers: no paths, no prompts.
-`quote` quotes and cuts a caller's value. A message longer than `max_message` is cut too.
+A message says what is wrong and how to fix it. It is shown to callers, so it contains no paths and no prompts.
+`quote` quotes and truncates a caller's value. A message longer than `max_message` is truncated too.
 
-The same tree is what a client raises. `answered` is then what the server really said; the status of the class is what
-we would answer to somebody who asked us.
+Clients raise the same errors. `answered` is then the server's own answer. The status of the class is the one that
+Dragoman would return to its caller.
 """
 
 from typing import TYPE_CHECKING, ClassVar
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """An error as a server told it. In the middle of a stream the status is that of the stream, 200."""
+    """The error that a server returned. In a stream the status is 200."""
 
     status: int
     body: str = ""
@@ -62,7 +62,7 @@ def cut(text: str, length: int = MAX_VALUE) -> str:
 
 
 def quote(value: object) -> str:
-    """A caller's value for a message: quoted, and cut to `MAX_VALUE`."""
+    """Quote a caller's value for a message, truncated to `MAX_VALUE`."""
     return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
 
 
@@ -81,7 +81,7 @@ class DragomanError(Exception):
         self.retry_after = retry_after
         self.answered: Answered | None = None
         self.arrived: tuple[Part, ...] = ()
-        """What a client had read of a reply before this happened."""
+        """The parts of the reply that a client received before the error."""
 
 
 class BadRequest(DragomanError):
@@ -91,7 +91,7 @@ class BadRequest(DragomanError):
 
 
 class ContextTooLong(BadRequest):
-    """`tokens` is what the prompt has, `limit` the most that it may have, where they are known."""
+    """`tokens` is the length of the prompt, `limit` the maximum, if they are known."""
 
     code = "context_length_exceeded"
 
@@ -104,11 +104,11 @@ class ContextTooLong(BadRequest):
 
 
 class NoRoomForReply(ContextTooLong):
-    """The prompt fits, and fills all there is."""
+    """The prompt fits, but leaves no room for a reply."""
 
 
 class InvalidConfig(BadRequest):
-    """Told to an operator only: it names the file."""
+    """The message names files, so it is shown only to operators."""
 
     code = "invalid_config"
     max_message = 100_000
@@ -119,7 +119,7 @@ class InvalidSchema(BadRequest):
 
 
 class RequestRefused(BadRequest):
-    """This request has ended the engine's process before."""
+    """The request has crashed the engine's process before."""
 
     code = "request_refused"
 
@@ -189,7 +189,7 @@ class UpgradeRequired(DragomanError):
 
 
 class RateLimited(DragomanError):
-    """`type` says of what there were too many, as OpenAI's clients expect it."""
+    """`type` names the exceeded limit, as OpenAI's clients expect."""
 
     status = 429
     type = "requests"
@@ -201,7 +201,7 @@ class TokensLimited(RateLimited):
 
 
 class QuotaExhausted(RateLimited):
-    """There is nothing left to spend: to wait does not help."""
+    """The budget is spent. Retrying does not help."""
 
     type = "insufficient_quota"
     code = "insufficient_quota"
@@ -219,7 +219,7 @@ class EngineFailed(DragomanError):
 
 
 class StepLimitReached(EngineFailed):
-    """A model went on calling tools. `messages` is the conversation up to there."""
+    """The model was still calling tools at the step limit. `messages` is the conversation so far."""
 
     code = "step_limit_reached"
     messages: "tuple[Message, ...]" = ()
@@ -238,7 +238,7 @@ class EngineDied(DragomanError):
 
 
 class Unreachable(DragomanError):
-    """Nobody took the request, or the connection broke before anything came back."""
+    """The server did not accept the request, or closed the connection before the first byte of a response."""
 
     status = 502
     type = "server_error"
@@ -246,7 +246,7 @@ class Unreachable(DragomanError):
 
 
 class ServerFailed(DragomanError):
-    """A server says that something went wrong there, and no more."""
+    """The server reported an internal error."""
 
     status = 502
     type = "server_error"
@@ -254,13 +254,13 @@ class ServerFailed(DragomanError):
 
 
 class LoopDetected(ServerFailed):
-    """The server behind a model asks, in the end, for that very model."""
+    """An upstream server forwarded the request back to this model."""
 
     code = "loop_detected"
 
 
 class BadAnswer(DragomanError):
-    """What a server sent is not what its API says."""
+    """The server's response does not follow its API."""
 
     status = 502
     type = "server_error"
@@ -268,20 +268,20 @@ class BadAnswer(DragomanError):
 
 
 class StreamCutOff(BadAnswer):
-    """A stream ended, broke or fell silent before the reply was complete."""
+    """A stream ended, broke or stalled before the reply was complete."""
 
     code = "stream_cut_off"
 
 
 class MalformedToolCall(BadAnswer):
-    """`call` has the arguments as they came, which are not a JSON object."""
+    """The arguments of `call` are not a JSON object."""
 
     code = "malformed_tool_call"
     call: "ToolCall | None" = None
 
 
 class OutputMismatch(BadAnswer):
-    """The text of a reply, which is among what `arrived`, is not of the shape that was asked for."""
+    """The text of the reply, in `arrived`, does not match the requested output type."""
 
     code = "output_mismatch"
 
@@ -322,7 +322,7 @@ class DeadlineExceeded(EngineTimeout):
 
 
 class AnswerTimeout(DragomanError):
-    """A server took the request and said nothing for too long."""
+    """The server accepted the request but did not respond in time."""
 
     status = 504
     type = "server_error"
@@ -330,7 +330,7 @@ class AnswerTimeout(DragomanError):
 
 
 class ConfigError(Exception):
-    """A configuration may have several mistakes; each is a line of its own."""
+    """One or more errors in a configuration, one line each."""
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__("\n".join(mistakes))
@@ -338,10 +338,10 @@ class ConfigError(Exception):
 
 
 def by_name(name: str) -> type[DragomanError]:
-    """The class of an error that crossed a process boundary by name."""
-    classes = {cls.__name__: cls for cls in _tree(DragomanError)}
+    """Return the error class with this name. Used for errors from other processes."""
+    classes = {cls.__name__: cls for cls in _subclasses(DragomanError)}
     return classes.get(name, EngineFailed)
 
 
-def _tree(cls: type[DragomanError]) -> list[type[DragomanError]]:
-    return [cls, *(found for child in cls.__subclasses__() for found in _tree(child))]
+def _subclasses(cls: type[DragomanError]) -> list[type[DragomanError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _subclasses(child))]

@@ -1,8 +1,8 @@
-"""Events between whoever makes them and the one who reads them. Everything here happens in the event loop.
+"""A queue of events between one producer and one consumer. Use it only in the event loop.
 
 Rules
-1. What was put before the end or the failure is taken before either is told.
-2. `take` gives at least one event; nothing means the end. A put of nothing wakes nobody.
+1. Events that were put before the end or an error are returned first.
+2. `take` returns at least one event, or nothing at the end. An empty `put` does not wake the consumer.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ class Mailbox:
         self._wake: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        """Events that wait for their reader."""
+        """The number of events in the queue."""
         return len(self._events)
 
     def put(self, events: Sequence[Event]) -> None:
@@ -32,12 +32,12 @@ class Mailbox:
         self._notify()
 
     def fail(self, error: Exception) -> None:
-        """The reader gets the error once it has taken everything else."""
+        """Raise this error in `take`, after all events have been taken."""
         self._error = error
         self._notify()
 
     async def take(self) -> Sequence[Event]:
-        """Everything that has come; nothing at the end. For one reader."""
+        """Wait for events and return all of them; nothing at the end."""
         while not self._events:
             if self._error is not None:
                 raise self._error

@@ -1,14 +1,14 @@
-"""What a model does, as a stream of plain values.
+"""The events of a generation: the output of a model as a stream of plain values.
 
     stream := Started (TextDelta | ReasoningDelta | call)* Finished
     call   := ToolCallStart ToolCallDelta*
 
 Rules
 1. `Started` comes first and `Finished` last, each exactly once per choice; nothing follows `Finished`.
-2. `count` is the number of the engine's tokens behind a delta. A delta may have tokens and no text yet (a character
-   spread over several tokens) and text without tokens of its own (what a stage held back).
-3. Where the caller gets the reply as a whole (`Delivery.stream` is false), an engine may begin again: a second
-   `Started` makes void what was told before it.
+2. `count` is the number of the engine's tokens in a delta. A delta may have tokens without text (a character spread
+   over several tokens) and text without tokens (text that a stage held back).
+3. If the reply is not streamed (`Delivery.stream` is false), an engine may start again: a second `Started` discards
+   all events before it.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +18,7 @@ import msgspec
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with the log probability the model gave it, before sampling options. None: the very first token."""
+    """One token with its log probability before sampling options; None for the first token of a prompt."""
 
     token: int
     text: bytes
@@ -27,10 +27,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens as the engine counts them. `cached`, which were there before, and `kept`, which were not and are kept for
-    a while because the request wants that, are parts of `prompt`; `reasoning` is a part of `completion`.
+    """Tokens as the engine counts them. `cached` (read from the prefix cache) and `kept` (stored there on request) are
+    parts of `prompt`; `reasoning` is a part of `completion`.
 
-    Several choices of one prompt share it: only the first of them to start counts its tokens.
+    Several choices share one prompt. Only the first choice that starts counts its tokens.
     """
 
     prompt: int = 0
@@ -41,10 +41,10 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    """The prompt has been taken in. `prompt_logprobs` only where they were asked for.
+    """The prompt has been processed. `prompt_logprobs` are set only on request.
 
-    `thinking`: the prompt ends inside a thought, so the reply begins there. `ignored` names parameters that the engine
-    could not honour and found out about only now.
+    `thinking`: the prompt ends inside a reasoning block, so the reply begins with reasoning. `ignored` names
+    parameters that the engine could not honour.
     """
 
     prompt_tokens: int = 0
@@ -64,7 +64,7 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, array_like=True, tag="reasoning"):
-    """`signature` closes the thought: what another server wrote under it, or instead of it, and wants to see again."""
+    """`signature` ends the reasoning block. It is an opaque value of another server, which expects it back."""
 
     text: str
     count: int = 1
@@ -79,7 +79,7 @@ class ToolCallStart(msgspec.Struct, frozen=True, array_like=True, tag="call"):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, tag="arguments"):
-    """The next piece of the JSON text of the arguments of the call that started last."""
+    """The next piece of the JSON arguments of the current call."""
 
     arguments: str
     count: int = 0
@@ -89,8 +89,8 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """`stop` is the stop string that ended the text. An engine that counts its tokens itself says so in `usage`.
-    `warnings` tell what is odd about the reply, such as a tool call that could not be read."""
+    """`stop` is the stop string that ended the text. `usage` is set by engines that count tokens themselves.
+    `warnings` describe problems of the reply, such as a tool call that could not be parsed."""
 
     reason: FinishReason = "stop"
     stop: str | None = None
@@ -101,8 +101,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished
 
 Listener = Callable[[Sequence[Event]], Awaitable[None] | None]
-"""Is called with events that became ready together. Where it returns something to wait for, that comes first: until
-then it must not be called again."""
+"""Called with events that became ready together. If it returns an awaitable, await it before the next call."""
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:

@@ -1,10 +1,10 @@
-"""Ids of requests, responses and items. They come from the system's random source, so that they cannot be guessed."""
+"""Generates unguessable ids of requests, responses and items."""
 
 import os
 
 ID_BYTES = 12
 _unused: list[str] = []
-"""Ids made in advance: the system call costs about the same for one and for many."""
+"""Ids generated in advance: the system call costs about the same for one and for many."""
 # A forked process must not use the ids of its parent.
 os.register_at_fork(after_in_child=_unused.clear)
 

@@ -1,4 +1,4 @@
-"""How log lines look: for people, or one JSON object per line.
+"""Formats log lines as text or as one JSON object per line.
 
     {"time", "level", "logger", "message" [, "request_id"] [, "request"] [, "exception"]}
 
@@ -20,14 +20,14 @@ import msgspec
 
 TEXT = "%(levelname)s %(name)s: %(message)s"
 STYLE = "DRAGOMAN_LOG_STYLE"
-"""How a child process hears of it, before it can hear anything else."""
+"""The environment variable that passes the settings to child processes."""
 EXTRAS = ("request_id", "request")
 INDENT = "    "
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def configure(line_format: str, level: str) -> None:
-    """Also for the processes that this one starts, which write to the same place."""
+    """Configure the logs of this process and of its child processes."""
     os.environ[STYLE] = f"{line_format} {level}"
     configure_as_parent()
 
@@ -37,13 +37,13 @@ def configure_as_parent() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # Their lines contain whole addresses, whose queries may be secret.
+    # These loggers write whole addresses, whose queries may be secret.
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def escape(text: str) -> str:
-    """The text on one line, with control characters escaped."""
+    """Escape control characters, so that the text is one line."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

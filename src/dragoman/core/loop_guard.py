@@ -1,10 +1,10 @@
-"""By whom a request has come: each engine that asks another server signs what it sends, so that circles end.
+"""Detects requests that are forwarded in a circle. Each upstream engine adds its id to a header.
 
-    x-dragoman-via: id ("," id)*          of the engines that passed the request on, the first one first
+    x-dragoman-via: id ("," id)*          the engines that forwarded the request, in order
 
 Rules
-1. An engine that finds its own id has been here before: the server that it asks leads back to it.
-2. Whoever asks may claim anything: what is no list of ids is as good as none, and a list does not grow for ever.
+1. An engine that finds its own id in the header rejects the request: its upstream server leads back to it.
+2. The header is not trusted: a malformed value is ignored, and its length is limited.
 """
 
 import re
@@ -15,29 +15,29 @@ from dragoman.core.errors import LoopDetected
 
 HEADER = "x-dragoman-via"
 HEADER_BYTES = HEADER.encode()
-MOST_HOPS = 32
+MAX_HOPS = 32
 _IDS = re.compile(rb"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
-_came_by: ContextVar[str] = ContextVar("came_by", default="")
+_path: ContextVar[str] = ContextVar("path", default="")
 
 
 def new_id() -> str:
     return secrets.token_hex(8)
 
 
-def arrive(told: bytes | None) -> None:
-    """A request has come, with this header; what is done for it knows of that from now on."""
-    is_list = told is not None and len(told) <= 17 * (MOST_HOPS + 1) and _IDS.fullmatch(told) is not None
-    _came_by.set(told.decode() if told is not None and is_list else "")
+def arrive(header: bytes | None) -> None:
+    """Store the header of the current request in its context."""
+    is_valid = header is not None and len(header) <= 17 * (MAX_HOPS + 1) and _IDS.fullmatch(header) is not None
+    _path.set(header.decode() if header is not None and is_valid else "")
 
 
 def check(own: str, model: str) -> None:
-    ids = _came_by.get().split(",")
-    if own in ids or len(ids) > MOST_HOPS:
-        words = f"model '{model}' leads back to itself: a server behind it asks this one for it; its address is wrong"
-        raise LoopDetected(words)
+    ids = _path.get().split(",")
+    if own in ids or len(ids) > MAX_HOPS:
+        message = f"model '{model}' leads back to itself: its upstream server forwards to this one; check its address"
+        raise LoopDetected(message)
 
 
 def signed(own: str) -> str:
-    """The header of what is sent on."""
-    before = _came_by.get()
+    """Return the header for a forwarded request."""
+    before = _path.get()
     return f"{before},{own}" if before else own

@@ -1,4 +1,4 @@
-"""The collected stream: the only non-streaming path."""
+"""Replies: the collected events of a stream."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from dragoman.core.request import Message, Part, Reasoning, Text, ToolCall
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One answer. `tokens` and `logprobs` belong to its visible text."""
+    """One choice. `tokens` and `logprobs` are those of its visible text."""
 
     index: int
     parts: tuple[Part, ...]
@@ -34,7 +34,7 @@ class Choice(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     is_counted: bool = True
-    """Whether somebody has told its usage; otherwise that is 0, and means nothing."""
+    """Whether the usage was reported. Otherwise it is 0."""
 
     @property
     def text(self) -> str:
@@ -55,9 +55,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`output` is the text as an object of the type that was asked for, where one was.
+    """`output` is the text decoded to the requested type, if one was requested.
 
-    Most replies have one choice, whose text, calls and end are also those of the reply.
+    The properties are those of the first choice.
     """
 
     choices: tuple[Choice, ...]
@@ -82,16 +82,16 @@ class Reply(msgspec.Struct, frozen=True):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the usage is known; a server that tells none leaves it at 0."""
+        """Whether the usage was reported. Otherwise it is 0."""
         return all(choice.is_counted for choice in self.choices)
 
     @property
     def message(self) -> Message:
-        """What was said, as the next message of the conversation."""
+        """The reply as the next message of the conversation."""
         return Message("assistant", self.choices[0].parts)
 
     def best(self, count: int) -> "Reply":
-        """The likeliest `count` choices; the usage stays that of all that were generated."""
+        """Return the `count` most likely choices. The usage stays that of all choices."""
         if count >= len(self.choices):
             return self
         ranked = sorted(self.choices, key=lambda choice: -choice.mean_logprob)[:count]
@@ -100,7 +100,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class _Draft:
-    """A choice while its events arrive. Neighbouring deltas of one kind become one part."""
+    """A choice while its events arrive. Adjacent deltas of one kind become one part."""
 
     started = Started()
     finished: Finished | None = None
@@ -161,7 +161,7 @@ class _Draft:
 
     def choice(self, index: int) -> Choice:
         if self.finished is None:
-            raise AssertionError("a stream of events ended without Finished")
+            raise AssertionError("the event stream ended without Finished")
         return Choice(
             index=index,
             parts=tuple(self.parts),
@@ -176,7 +176,7 @@ class _Draft:
 
 
 class Collection:
-    """A reply while its batches arrive."""
+    """A reply while its events arrive."""
 
     def __init__(self) -> None:
         self._drafts: defaultdict[int, _Draft] = defaultdict(_Draft)
@@ -187,7 +187,7 @@ class Collection:
         self._drafts[index].add(events)
 
     def arrived(self, index: int = 0) -> tuple[Part, ...]:
-        """What there is of a choice that may never be complete."""
+        """Return the parts of a choice that have arrived so far."""
         draft = self._drafts[index]
         draft.close()
         return tuple(draft.parts)

@@ -1,4 +1,4 @@
-"""What is asked of a model: plain values, the same for every protocol and every engine.
+"""Requests to a model: plain values, the same for every protocol and every engine.
 
     GenerationRequest
       messages: Message*            a chat, or
@@ -7,10 +7,10 @@
       Part     := Text | Image | Reasoning | ToolCall | ToolResult
 
 Rules
-1. Values are frozen. A request that must differ is a copy (`msgspec.structs.replace`).
-2. Nothing here knows a wire format. Each protocol decodes into these values and names what was asked for in
-   `GenerationRequest.asked`, with the path of the field that asked for it.
-3. A request that reaches an engine has one prompt and wants one choice; `generate` splits larger ones.
+1. Values are frozen. To change a request, copy it with `msgspec.structs.replace`.
+2. These values are independent of wire formats. Each protocol decodes into them and lists the requested features in
+   `GenerationRequest.asked`, with the paths of their fields.
+3. A request that reaches an engine has one prompt and one choice. `generate` splits larger requests.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Text(msgspec.Struct, frozen=True, tag="text"):
 
 
 class Image(msgspec.Struct, frozen=True, tag="image"):
-    """Bytes with their media type, or an address that has not been fetched."""
+    """Image data with its media type, or a URL that has not been fetched."""
 
     data: bytes | None = None
     media_type: str | None = None
@@ -32,7 +32,7 @@ class Image(msgspec.Struct, frozen=True, tag="image"):
 
 
 class Reasoning(msgspec.Struct, frozen=True, tag="reasoning"):
-    """A thought in the history. A redacted one has no text, only the opaque signature it came with."""
+    """A reasoning block. A redacted block has no text, only its opaque signature."""
 
     text: str
     signature: str | None = None
@@ -63,12 +63,12 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The visible text: of text parts, and of tool results in a tool message."""
+        """The text of text parts and of tool results."""
         return "".join([_visible_text(part) for part in self.parts])
 
     @property
     def images(self) -> list[Image]:
-        """Its own, and those of tool results in it."""
+        """The images of this message, including those in tool results."""
         inner = [part for result in self.parts if isinstance(result, ToolResult) for part in result.content]
         return [part for part in (*self.parts, *inner) if isinstance(part, Image)]
 
@@ -82,9 +82,9 @@ def _visible_text(part: Part) -> str:
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function the model may call; `parameters` is its JSON Schema, and `path` the field that it came in.
+    """A function the model may call; `parameters` is its JSON Schema, `path` its field in the request.
 
-    Whether the caller wants the schema kept `strict`ly is for engines of one's own; llama keeps to it either way.
+    `strict` is a hint for custom engines. The built-in engines always enforce the schema.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`named` requires the one tool called `name`; `required` any of them."""
+    """`named` requires the tool `name`; `required` requires any tool."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
@@ -107,7 +107,7 @@ class JsonObject(msgspec.Struct, frozen=True, tag="json_object"):
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
-    """`path` is the field that the schema came in. `name` and `strict` are for engines of one's own, as in `Tool`."""
+    """`path` is the field of the schema in the request. `name` and `strict` are for custom engines, as in `Tool`."""
 
     schema: Mapping[str, Any]
     name: str = "response"
@@ -133,7 +133,7 @@ Constraint = JsonObject | JsonSchema | Regex | Grammar | OneOf
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """How much the model may think; None leaves it to the model."""
+    """How much the model may reason; None means the model's default."""
 
     enabled: bool | None = None
     effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
@@ -145,12 +145,12 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 10
-"""With a smaller one the logits overflow."""
+"""Smaller values make the logits overflow."""
 RepetitionPenalty = Annotated[float, msgspec.Meta(ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY)]
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """None means: not asked for, the model's own default applies. An explicit 0 is honoured."""
+    """None means the model's default. An explicit 0 is honoured."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -164,14 +164,14 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Ask for the log probability of each token and of its `top` likeliest rivals; `prompt` for the prompt's too."""
+    """Return the log probability of each token and of the `top` most likely ones; with `prompt`, for the prompt too."""
 
     top: int = 0
     prompt: bool = False
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """How the caller wants the reply handed over. An engine may begin anew what is not handed over as a `stream`."""
+    """How the reply is delivered. An engine may restart a reply that is not streamed."""
 
     stream: bool = False
     usage: bool = False
@@ -179,7 +179,7 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A feature that a request asks for, and the path of the wire field that asks."""
+    """A requested feature, and the path of its field in the request."""
 
     feature: str
     param: str
@@ -198,16 +198,16 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     constraint: Constraint | None = None
     thinking: Thinking = Thinking()
     documents: tuple[Mapping[str, Any], ...] = ()
-    """Texts to answer from, as the chat templates that know them want them: mostly `title` and `text`."""
+    """Source documents for chat templates that support them, usually with `title` and `text`."""
     template_options: Mapping[str, Any] = {}
-    """Variables for the chat template, which an operator must have allowed."""
+    """Variables for the chat template. The operator must allow them."""
     sampling: Sampling = Sampling()
     keep_seconds: float = 0
-    """How long what was computed of the prompt is to be kept for others that begin alike, even if room is short."""
+    """How long the prompt stays in the prefix cache, even if space is short."""
     keep_at: tuple[Literal["tools", "system", "messages"], ...] = ()
-    """After which parts of the prompt the caller has marked that; nothing: it has not said."""
+    """The parts of the prompt after which the caller set a cache mark."""
     labels: Mapping[str, Any] = {}
-    """What asks nothing of the reply, and is of use to another server at most: `user`, `metadata`, `prompt_cache_key`,
+    """Fields that do not affect the reply and are only forwarded: `user`, `metadata`, `prompt_cache_key`,
     `safety_identifier`, `service_tier`."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -226,7 +226,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     @property
     def last_user_text(self) -> str:
-        """The text a simple engine answers: of the last user or tool message, or of a completion's prompt."""
+        """The text of the last user or tool message, or the prompt of a completion."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return prompt

@@ -1,12 +1,11 @@
-"""What numbers and words of a configuration may be."""
+"""Constrained types for settings."""
 
 from typing import Annotated
 
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
-LONGEST = 366 * 86400.0
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=LONGEST)]
-Patience = Annotated[float, msgspec.Meta(ge=0, le=LONGEST)]
-"""Seconds that may be none at all."""
+MAX_SECONDS = 366 * 86400.0
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Word = Annotated[str, msgspec.Meta(min_length=1)]

@@ -1,12 +1,12 @@
-"""Where a server is.
+"""Parses the addresses of servers, and removes secrets from messages.
 
     url := ("http" | "https") "://" [user [":" password] "@"] host [":" port] [path]
 
 Rules
-1. The API lies below `/v1`, unless the path names a version of its own (`/v1`, `/api/v4`, `/v1beta/openai`): then the
-   path is that of the API.
-2. There is no query and no fragment: every route of the API would have to have it, and it may be a secret.
-3. A user and a password in an address are told to that server in a header, and are shown to nobody.
+1. The API is below `/v1`, unless the path contains a version (`/v1`, `/api/v4`, `/v1beta/openai`). Then the path is
+   that of the API.
+2. A query or a fragment is rejected: it would have to be part of every route, and it may be a secret.
+3. A user and a password in an address are sent to that server in a header, and never shown.
 """
 
 import base64
@@ -27,7 +27,7 @@ _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 class Site(msgspec.Struct, frozen=True):
-    """`api` is the address of the API, `root` that of the server; `login` what its authorization header says."""
+    """`api` is the address of the API, `root` that of the server, `login` the value of the Authorization header."""
 
     api: str
     root: str
@@ -58,34 +58,34 @@ def site(url: str) -> Site:
         raise ConfigError(f"{public(url)!r:.200}: expected an address such as {DEFAULT}")
     if parts.query or parts.fragment:
         shown = re.split("[?#]", public(url))[0]
-        raise ConfigError(f"{shown!r:.200}: what follows a ? or # in an address cannot be sent; leave it out")
-    given = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
-    api = given if _VERSION.search(parts.path) else f"{given}/v1"
-    return Site(api, given.removesuffix("/v1"), host.lower(), parts.scheme == "https", basic_authorization(parts))
+        raise ConfigError(f"{shown!r:.200}: an address must not contain ? or #; remove it and what follows")
+    base = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+    api = base if _VERSION.search(parts.path) else f"{base}/v1"
+    return Site(api, base.removesuffix("/v1"), host.lower(), parts.scheme == "https", basic_authorization(parts))
 
 
 def basic_authorization(parts: SplitResult) -> str | None:
-    """The `Authorization` header for the user and password of an address."""
+    """Return the `Authorization` header for the user and password of an address."""
     if parts.username is None:
         return None
-    told = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    return f"Basic {base64.b64encode(told.encode()).decode()}"
+    credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return f"Basic {base64.b64encode(credentials.encode()).decode()}"
 
 
 def find_secrets(url: str, key: str | None) -> tuple[str, ...]:
-    """The key and password of a server, in every form that a message might repeat. Short values are left out."""
+    """Return the key and password of a server in every form that a message might contain. Short ones are left out."""
     password = urlsplit(url).password or ""
-    every = (key, (site(url).login or "").removeprefix("Basic "), password, unquote(password))
-    return tuple(secret for secret in every if secret and len(secret) >= MIN_SECRET_LENGTH)
+    secrets = (key, (site(url).login or "").removeprefix("Basic "), password, unquote(password))
+    return tuple(secret for secret in secrets if secret and len(secret) >= MIN_SECRET_LENGTH)
 
 
 def redact_secrets(text: str, secrets: Iterable[str]) -> str:
-    """The text with `***` for each secret."""
+    """Replace each secret by `***`."""
     for secret in secrets:
         text = text.replace(secret, "***")
     return text
 
 
 def public(text: str) -> str:
-    """An address, or words that have some, without the users and passwords in them."""
+    """Replace the users and passwords of all addresses in a text by `***`."""
     return _LOGIN.sub("***@", text)

@@ -1,13 +1,13 @@
-"""A sentence model of the BERT kind as the GGUF file that llama.cpp runs.
+"""Converts a BERT sentence model of Hugging Face to the GGUF format of llama.cpp.
 
-    folder := config.json  vocab.txt  model.safetensors          as Hugging Face keeps it
+    folder := config.json  vocab.txt  model.safetensors
     file   := "GGUF" version tensors pairs  pair*  tensor*  (padding data)*
 
 Rules
-1. Matrices are kept as half floats. Vectors and the tables that are added to the words keep all their bits: they are
-   small, and every error in them is in every word.
+1. Matrices are stored as float16. Vectors, position and type embeddings stay float32: they are small, and their error
+   affects every token.
 2. llama.cpp's vocabulary marks the beginning of a word (▁), BERT's the continuation of one (##).
-3. The same files give the same bytes.
+3. The output is deterministic.
 """
 
 import json
@@ -57,11 +57,11 @@ LAYER_NAMES = {
     "output.dense": "ffn_down",
     "output.LayerNorm": "layer_output_norm",
 }
-WHOLE = ("position_embd.weight", "token_types.weight")
+FLOAT32_TENSORS = ("position_embd.weight", "token_types.weight")
 
 
-class Config(msgspec.Struct, frozen=True):
-    """What `config.json` says that matters here."""
+class BertConfig(msgspec.Struct, frozen=True):
+    """The relevant fields of `config.json`."""
 
     hidden_size: int
     intermediate_size: int
@@ -73,24 +73,25 @@ class Config(msgspec.Struct, frozen=True):
 
 
 def convert(folder: Path, target: Path, name: str) -> None:
-    """Write the model in the folder, which pools by the mean of its words, to `target`."""
+    """Write the model in the folder, which uses mean pooling, to `target`."""
     try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=BertConfig)
         words = (folder / "vocab.txt").read_text("utf-8").split("\n")
         if words[-1] == "":
             words.pop()
-        pairs = _pairs(config, words, name)
-        tensors = {_name(name): array for name, array in _safetensors(folder / "model.safetensors") if _name(name)}
+        pairs = _build_metadata(config, words, name)
+        weights = folder / "model.safetensors"
+        tensors = {new: array for name, array in _read_safetensors(weights) if (new := _rename_tensor(name))}
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{name} cannot be converted: {error}") from error
     with target.open("wb") as file:
-        _write(file, pairs, {name: _kept(name, array) for name, array in tensors.items()})
+        _write(file, pairs, {name: _convert_array(name, array) for name, array in tensors.items()})
         file.flush()
         os.fsync(file.fileno())
 
 
-def _name(name: str) -> str:
-    """What llama.cpp calls a tensor; nothing for those that it has no use for."""
+def _rename_tensor(name: str) -> str:
+    """Return llama.cpp's name of a tensor; empty if llama.cpp does not use it."""
     stem, _, kind = name.removeprefix("bert.").rpartition(".")
     if stem in NAMES:
         return f"{NAMES[stem]}.{kind}"
@@ -100,27 +101,25 @@ def _name(name: str) -> str:
     return f"blk.{number}.{LAYER_NAMES[part]}.{kind}"
 
 
-def _kept(name: str, array: Array) -> Array:
-    return array.astype(np.float16 if array.ndim == 2 and name not in WHOLE else np.float32)
+def _convert_array(name: str, array: Array) -> Array:
+    return array.astype(np.float16 if array.ndim == 2 and name not in FLOAT32_TENSORS else np.float32)
 
 
-def _safetensors(path: Path) -> Iterator[tuple[str, Array]]:
-    """size:u64 header:JSON data, where the header has the place of every tensor in the data."""
+def _read_safetensors(path: Path) -> Iterator[tuple[str, Array]]:
+    """file := size:u64 header:JSON data"""
     data = np.memmap(path, mode="r")
     (size,) = struct.unpack("<Q", data[:8].tobytes())
     header: dict[str, Any] = json.loads(data[8 : 8 + size].tobytes())
-    for name, told in header.items():
-        if name == "__metadata__":
+    for name, entry in header.items():
+        # Other types are position ids, which llama.cpp computes.
+        if name == "__metadata__" or entry["dtype"] not in ("F32", "F16"):
             continue
-        if told["dtype"] not in ("F32", "F16"):
-            # Positions, which are only counted.
-            continue
-        begin, end = told["data_offsets"]
-        values = data[8 + size + begin : 8 + size + end].view("<f4" if told["dtype"] == "F32" else "<f2")
-        yield name, values.reshape(told["shape"])
+        begin, end = entry["data_offsets"]
+        values = data[8 + size + begin : 8 + size + end].view("<f4" if entry["dtype"] == "F32" else "<f2")
+        yield name, values.reshape(entry["shape"])
 
 
-def _pairs(config: Config, words: Sequence[str], name: str) -> dict[str, Value]:
+def _build_metadata(config: BertConfig, words: Sequence[str], name: str) -> dict[str, Value]:
     special = set(SPECIAL.values())
     ids = {f"tokenizer.ggml.{role}_token_id": words.index(word) for role, word in SPECIAL.items()}
     return {
@@ -138,24 +137,24 @@ def _pairs(config: Config, words: Sequence[str], name: str) -> dict[str, Value]:
         "tokenizer.ggml.model": "bert",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.token_type_count": config.type_vocab_size,
-        "tokenizer.ggml.tokens": [word if word in special else _piece(word) for word in words],
+        "tokenizer.ggml.tokens": [word if word in special else _convert_token(word) for word in words],
         "tokenizer.ggml.token_type": [CONTROL if word in special else NORMAL for word in words],
         **ids,
     }
 
 
-def _piece(word: str) -> str:
+def _convert_token(word: str) -> str:
     return word[2:] if word.startswith("##") else f"▁{word}"
 
 
 def _write(file: BinaryIO, pairs: Mapping[str, Value], tensors: Mapping[str, Array]) -> None:
     file.write(struct.pack("<4sIQQ", b"GGUF", VERSION, len(tensors), len(pairs)))
-    file.writelines(_text(key) + _value(value) for key, value in pairs.items())
+    file.writelines(_encode_text(key) + _encode_value(value) for key, value in pairs.items())
     offset = 0
     for name, array in tensors.items():
         sizes = array.shape[::-1]
-        form = f"<I{len(sizes)}QIQ"
-        file.write(_text(name) + struct.pack(form, len(sizes), *sizes, KINDS[array.dtype.name], offset))
+        layout = f"<I{len(sizes)}QIQ"
+        file.write(_encode_text(name) + struct.pack(layout, len(sizes), *sizes, KINDS[array.dtype.name], offset))
         offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     for array in tensors.values():
         file.write(bytes(-file.tell() % ALIGNMENT))
@@ -163,14 +162,14 @@ def _write(file: BinaryIO, pairs: Mapping[str, Value], tensors: Mapping[str, Arr
     file.write(bytes(-file.tell() % ALIGNMENT))
 
 
-def _text(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(value: Value) -> bytes:
+def _encode_value(value: Value) -> bytes:
     if isinstance(value, str):
-        return struct.pack("<I", TEXT) + _text(value)
+        return struct.pack("<I", TEXT) + _encode_text(value)
     if isinstance(value, bool):
         return struct.pack("<I?", BOOL, value)
     if isinstance(value, int):
@@ -178,5 +177,5 @@ def _value(value: Value) -> bytes:
     if isinstance(value, float):
         return struct.pack("<If", FLOAT32, value)
     kind = TEXT if isinstance(value[0], str) else INT32
-    entries = (_text(entry) if isinstance(entry, str) else struct.pack("<i", entry) for entry in value)
+    entries = (_encode_text(entry) if isinstance(entry, str) else struct.pack("<i", entry) for entry in value)
     return struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(entries)

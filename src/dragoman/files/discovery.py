@@ -1,20 +1,20 @@
-"""Models that lie in a folder, found by looking: GGUF files, and folders as Hugging Face and Mistral lay them out.
+"""Finds the models in the models directories: GGUF files, and directories in the layout of Hugging Face or Mistral.
 
-    name := the path within the folder, without ".gguf" and without "-00001-of-00003"     `org/Model-Q4_K_M`
-    wanted name, in any case
-        -> the name, or its last part where only one has it
-        -> base[:tag]: the name without its quantisation, and the quantisation as the tag; another tag is left aside
-        -> none, where that is the last part of several
+    name := the path within the directory, without ".gguf" and without "-00001-of-00003"     `org/Model-Q4_K_M`
+    a requested name, in any case, matches
+        -> the name, or its last part if that is unique
+        -> base[:tag]: the name without its quantisation; the tag is the quantisation, an unknown tag is ignored
+        -> nothing, if it is the last part of several models
 
 Rules
-1. A wanted name is compared with the names that were found. It is never made into a path.
-2. A file or folder that is, by way of links, outside of the folder is not one of its models.
-3. A model in several files is one model, if all of them are there.
-4. Of several quantisations the largest answers, where none is asked for.
-5. Each file and each folder is listed once, under its own name rather than that of a link. So a link to a parent
-   folder does not repeat the walk.
-6. Only regular files are opened, and again only after a change. Little is read of each (see `gguf`). After
-   `MAX_LOOK_SECONDS` a look leaves new files to the next look.
+1. A requested name is compared with the names that were found. It is never used as a path.
+2. A file or directory that a link places outside of the models directory is not served.
+3. A model in several files is one model, if all of them are present.
+4. Without a tag, the largest quantisation is used.
+5. Each file and directory is listed once, under its own name rather than that of a link. So a link to a parent
+   directory does not repeat the walk.
+6. Only regular files are opened, and again only after a change. Little is read of each (see `gguf`). A scan that takes
+   longer than `MAX_SCAN_SECONDS` leaves new files to the next scan.
 7. A file whose name is not UTF-8 is not served. Spaces and control characters in names become `-`.
 """
 
@@ -38,12 +38,11 @@ from dragoman.files.sources import DESCRIPTIONS
 
 log = logging.getLogger("dragoman.files.discovery")
 
-DEEPEST = 4
-"""Folders in folders."""
-MOST_FILES = 20_000
-"""Files and folders below one models folder."""
-MAX_LOOK_SECONDS = 5.0
-LARGEST_DESCRIPTION = 16 << 20
+MAX_DEPTH = 4
+MAX_FILES = 20_000
+"""Files and directories below one models directory."""
+MAX_SCAN_SECONDS = 5.0
+MAX_DESCRIPTION_BYTES = 16 << 20
 """Bytes of a file such as config.json."""
 KEYS = ("general.architecture", "general.type", "general.file_type")
 """Metadata that is read of a GGUF file."""
@@ -57,7 +56,7 @@ _FILE_TYPES = """
 FILE_TYPES = {int(number): name for number, _, name in (entry.partition("=") for entry in _FILE_TYPES.split())}
 """`general.file_type` of a GGUF."""
 NOT_MODELS = ("clip", "adapter", "imatrix")
-"""Architectures of files that only go with a model."""
+"""Architectures of files that only accompany a model."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -87,76 +86,79 @@ class _Entry(msgspec.Struct, frozen=True):
 
 _Version = tuple[str, tuple[tuple[int, int, int], ...]]
 """The path of a model, and the size, modification time and inode of each of its files."""
+_Description = tuple[str | None, str | None]
+"""Architecture and quantisation."""
 
 
 class Discovery:
-    """What the folders hold. A file is opened once, and again when it has changed."""
+    """The models in some directories. A file is opened once, and again after a change."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)
         self.found: Mapping[str, Found] = {}
         """By name in lower case."""
-        self._opened: dict[_Version, tuple[str | None, str | None] | None] = {}
+        self._descriptions: dict[_Version, _Description | None] = {}
 
     def look(self) -> None:
-        """Takes its time: not for the event loop."""
-        found: dict[str, Found] = {}
-        opened: dict[_Version, tuple[str | None, str | None] | None] = {}
-        end = time.monotonic() + MAX_LOOK_SECONDS
+        """Scan the directories. This blocks: do not call it in the event loop."""
+        models: dict[str, Found] = {}
+        descriptions: dict[_Version, _Description | None] = {}
+        end = time.monotonic() + MAX_SCAN_SECONDS
         skipped = 0
-        for entry in _entries(self.folders):
-            version = _version(entry)
+        for entry in _find_entries(self.folders):
+            version = _read_version(entry)
             if version is None:
                 continue
-            if version not in self._opened and time.monotonic() > end:
+            if version not in self._descriptions and time.monotonic() > end:
                 skipped += 1
                 continue
-            opened[version] = known = self._opened[version] if version in self._opened else _opened(entry)
+            known = self._descriptions[version] if version in self._descriptions else _describe(entry)
+            descriptions[version] = known
             if known is not None:
                 size = sum(size for size, _, _ in version[1])
-                found.setdefault(entry.name.lower(), Found(entry.name, str(entry.path), entry.kind, size, *known))
+                models.setdefault(entry.name.lower(), Found(entry.name, str(entry.path), entry.kind, size, *known))
         if skipped:
             log.warning(
-                "%d new files in the models folders are read later: the look took more than %g s",
+                "%d new files in the models directories are left to the next scan: this one took more than %g s",
                 skipped,
-                MAX_LOOK_SECONDS,
+                MAX_SCAN_SECONDS,
             )
-        self.found, self._opened = found, opened
+        self.found, self._descriptions = models, descriptions
 
-    def resolve(self, wanted: str) -> Found | None:
-        """The model for a name in lower case."""
-        if wanted in self.found:
-            return self.found[wanted]
-        last = [found for name, found in self.found.items() if name.rpartition("/")[2] == wanted]
-        if len(last) == 1:
-            return last[0]
-        fitting = self.called(wanted)
-        is_one = len({found.base.lower() for found in fitting}) == 1
-        return max(fitting, key=lambda found: found.size) if is_one else None
+    def resolve(self, name: str) -> Found | None:
+        """Return the model for a name in lower case."""
+        if name in self.found:
+            return self.found[name]
+        by_last_part = [model for model in self.found.values() if _last_part(model.name) == name]
+        if len(by_last_part) == 1:
+            return by_last_part[0]
+        models = self.called(name)
+        is_unique = len({model.base.lower() for model in models}) == 1
+        return max(models, key=lambda model: model.size) if is_unique else None
 
-    def called(self, wanted: str) -> list[Found]:
-        """All that a name in lower case may mean: more than quantisations of one model where its path is needed."""
-        base, _, tag = wanted.partition(":")
+    def called(self, name: str) -> list[Found]:
+        """Return all models that a name in lower case may mean. Different base names mean that it is ambiguous."""
+        base, _, tag = name.partition(":")
         tagged = [
-            found
-            for found in self.found.values()
-            if not _QUANTISATION.fullmatch(tag) or (found.quantisation or "").lower() == tag
+            model
+            for model in self.found.values()
+            if not _QUANTISATION.fullmatch(tag) or (model.quantisation or "").lower() == tag
         ]
-        whole = [found for found in tagged if base in (found.name.lower(), found.base.lower())]
-        return whole or [found for found in tagged if base in (_last(found.name), _last(found.base))]
+        exact = [model for model in tagged if base in (model.name.lower(), model.base.lower())]
+        return exact or [model for model in tagged if base in (_last_part(model.name), _last_part(model.base))]
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.lower().rpartition("/")[2]
 
 
 def names_in(folders: Sequence[Path]) -> set[str]:
-    """The names, in lower case, without opening a file."""
-    return {entry.name.lower() for entry in _entries(folders)}
+    """Return the names of all models in lower case, without opening files."""
+    return {entry.name.lower() for entry in _find_entries(folders)}
 
 
-def _version(entry: _Entry) -> _Version | None:
-    """None if the model has just been removed."""
+def _read_version(entry: _Entry) -> _Version | None:
+    """Return None if the model was removed after the walk."""
     try:
         stats = [file.stat() for file in entry.files]
     except OSError:
@@ -164,20 +166,19 @@ def _version(entry: _Entry) -> _Version | None:
     return str(entry.path), tuple((status.st_size, status.st_mtime_ns, status.st_ino) for status in stats)
 
 
-def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
-    """The second walk follows links, so that a file is listed under its own name rather than that of a link."""
+def _find_entries(folders: Sequence[Path]) -> Iterator[_Entry]:
+    """Walk twice. Only the second walk follows links, so that a file is listed under its own name."""
     seen: set[tuple[int, int]] = set()
     for follow_links in (False, True):
         for folder in folders:
             try:
                 root = folder.resolve(strict=True)
             except OSError:
-                # A folder that is not there yet has no models.
-                continue
-            yield from _unique(_below(_Walk(root), root, DEEPEST, follow_links), seen)
+                continue  # the directory does not exist yet
+            yield from _skip_seen(_walk(_Walk(root), root, MAX_DEPTH, follow_links), seen)
 
 
-def _unique(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_Entry]:
+def _skip_seen(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_Entry]:
     for entry in entries:
         try:
             status = entry.path.stat()
@@ -189,41 +190,41 @@ def _unique(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_
 
 
 class _Walk:
-    """The state of one walk through the folders below a root."""
+    """The state of one walk below a root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.folders: set[Path] = set()
-        self.entries_left = MOST_FILES
+        self.entries_left = MAX_FILES
 
 
-def _below(walk: _Walk, folder: Path, depth: int, follow_links: bool) -> Iterator[_Entry]:
+def _walk(walk: _Walk, folder: Path, depth: int, follow_links: bool) -> Iterator[_Entry]:
     real = folder.resolve()
     if real in walk.folders:
         return
     walk.folders.add(real)
     root = walk.root
-    files, folders = _listed(walk, folder, follow_links)
+    files, folders = _list(walk, folder, follow_links)
     weights = tuple(path for path in files if path.suffix in (".safetensors", ".bin"))
     if folder != root and weights and any(folder / name in files for name in DESCRIPTIONS):
-        yield _Entry(_name(root, folder), folder, "folder", weights)
-    yield from _ggufs(root, [path for path in files if path.suffix.lower() == ".gguf"], follow_links)
+        yield _Entry(_model_name(root, folder), folder, "folder", weights)
+    yield from _gguf_entries(root, [path for path in files if path.suffix.lower() == ".gguf"], follow_links)
     if depth:
         for path in folders:
-            yield from _below(walk, path, depth - 1, follow_links)
+            yield from _walk(walk, path, depth - 1, follow_links)
 
 
-def _listed(walk: _Walk, folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]]:
-    """Regular files and folders in a folder that do not lead out of the root, in order. Hidden ones are left out."""
+def _list(walk: _Walk, folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]]:
+    """Return the sorted regular files and directories that are inside the root. Hidden ones are left out."""
     try:
         with os.scandir(folder) as scanned:
             names = sorted(entry.name for entry in islice(scanned, walk.entries_left))
     except OSError as error:
-        _warn_once(f"the folder {str(folder)!a} cannot be read: {error.strerror}")
+        _warn_once(f"the directory {str(folder)!a} cannot be read: {error.strerror}")
         return [], []
     walk.entries_left -= len(names)
     if not walk.entries_left:
-        _warn_once(f"{str(walk.root)!a} has more than {MOST_FILES} files and folders; the rest is ignored")
+        _warn_once(f"{str(walk.root)!a} has more than {MAX_FILES} files and directories; the rest is ignored")
     files, folders = [], []
     for name in names:
         path = folder / name
@@ -253,74 +254,74 @@ def _is_inside(root: Path, path: Path, follow_links: bool) -> bool:
     try:
         return not path.is_symlink() or (follow_links and path.resolve(strict=True).is_relative_to(root))
     except (OSError, RuntimeError):
-        # It leads nowhere, or round and round.
-        return False
+        return False  # a broken link or a loop
 
 
-def _ggufs(root: Path, files: Sequence[Path], follow_links: bool) -> Iterator[_Entry]:
+def _gguf_entries(root: Path, files: Sequence[Path], follow_links: bool) -> Iterator[_Entry]:
     for path in files:
         part = PART.fullmatch(path.stem)
         if part is None:
-            yield _Entry(_name(root, path.with_suffix("")), path, "gguf", (path,))
+            yield _Entry(_model_name(root, path.with_suffix("")), path, "gguf", (path,))
         elif int(part["at"]) == 1:
-            wanted = parts_of(path)
-            missing = [file.name for file in wanted if file not in files]
+            parts = parts_of(path)
+            missing = [file.name for file in parts if file not in files]
             if missing:
                 # Only the second walk follows links to the other parts.
                 if follow_links:
                     _warn_once(f"{path} is not complete: {', '.join(missing[:3])} missing")
                 continue
-            yield _Entry(_name(root, path.with_name(part["stem"])), path, "gguf", tuple(wanted))
+            yield _Entry(_model_name(root, path.with_name(part["stem"])), path, "gguf", tuple(parts))
 
 
 @lru_cache(maxsize=1000)
-def _warn_once(words: str) -> None:
-    """The folders are looked at again and again."""
-    log.warning("%s", words)
+def _warn_once(message: str) -> None:
+    """Log a warning once, although the directories are scanned again and again."""
+    log.warning("%s", message)
 
 
-def _name(root: Path, path: Path) -> str:
+def _model_name(root: Path, path: Path) -> str:
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", "-", path.relative_to(root).as_posix())
 
 
-def _opened(entry: _Entry) -> tuple[str | None, str | None] | None:
-    """Architecture and quantisation; None for what is no model."""
+def _describe(entry: _Entry) -> _Description | None:
+    """Return None if the file is not a model."""
     try:
-        return _of_folder(entry.path) if entry.kind == "folder" else _of_gguf(entry, read_metadata(entry.path, KEYS))
+        if entry.kind == "folder":
+            return _describe_directory(entry.path)
+        return _describe_gguf(entry, read_metadata(entry.path, KEYS))
     except ConfigError as error:
         _warn_once(str(error))
         return None
 
 
-def _of_gguf(entry: _Entry, metadata: Mapping[str, Value]) -> tuple[str | None, str | None] | None:
+def _describe_gguf(entry: _Entry, metadata: Mapping[str, Value]) -> _Description | None:
     architecture = metadata.get("general.architecture")
     if architecture in NOT_MODELS or metadata.get("general.type", "model") != "model":
         return None
     file_type = metadata.get("general.file_type")
     suffix = _SUFFIX.fullmatch(entry.name)
     by_name = suffix["tag"].upper() if suffix else None
-    known = FILE_TYPES.get(file_type) if isinstance(file_type, int) else None
-    return (None if architecture is None else str(architecture)), by_name or known
+    by_type = FILE_TYPES.get(file_type) if isinstance(file_type, int) else None
+    return (None if architecture is None else str(architecture)), by_name or by_type
 
 
-def _of_folder(folder: Path) -> tuple[str | None, str | None]:
+def _describe_directory(folder: Path) -> _Description:
     if not (folder / "config.json").is_file():
-        # The other description has no words for either.
-        return None, None
+        return None, None  # params.json has neither
     try:
         config = json.loads(read_description(folder / "config.json"))
-        named = config.get("architectures") or [config.get("model_type")]
-        quantised = config.get("quantization_config") or {}
-        kind = quantised.get("quant_method") or config.get("torch_dtype") or config.get("dtype")
-        return (None if named[0] is None else str(named[0])), (None if kind is None else str(kind))
+        architectures = config.get("architectures") or [config.get("model_type")]
+        quantisation = config.get("quantization_config") or {}
+        kind = quantisation.get("quant_method") or config.get("torch_dtype") or config.get("dtype")
+        return (None if architectures[0] is None else str(architectures[0])), (None if kind is None else str(kind))
     except (OSError, ValueError, AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder}/config.json cannot be read: {error}") from error
 
 
 def read_description(path: Path) -> str:
-    """The text of a small file beside a model's weights. Raises ValueError if it is too large."""
+    """Read a small file beside a model's weights. Raises ValueError if it is too large."""
     with path.open("rb") as file:
-        content = file.read(LARGEST_DESCRIPTION + 1)
-    if len(content) > LARGEST_DESCRIPTION:
-        raise ValueError(f"it has more than {LARGEST_DESCRIPTION >> 20} MiB")
+        content = file.read(MAX_DESCRIPTION_BYTES + 1)
+    if len(content) > MAX_DESCRIPTION_BYTES:
+        raise ValueError(f"it has more than {MAX_DESCRIPTION_BYTES >> 20} MiB")
     return content.decode("utf-8")

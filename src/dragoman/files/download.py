@@ -1,4 +1,4 @@
-"""Download a model file over HTTP: resumed, checked, and renamed into place in one step.
+"""Downloads a model file over HTTP: resumed, verified, and renamed into place in one step.
 
     .NAME.part         the bytes received so far
     .NAME.part.json    which version of which file they belong to
@@ -10,10 +10,10 @@ Rules
 3. An existing file stays in place until its replacement has been checked.
 4. Of two downloads of one file at the same time, the second waits and uses the result of the first.
 5. Credentials go only to the scheme, host and port they were given for, even after a redirect. Redirects lead only to
-   http and https, and at most `MOST_REDIRECTS` are followed. No file and no message contains credentials
+   http and https, and at most `MAX_REDIRECTS` are followed. No file and no message contains credentials
    or the query of an address.
-6. A download ends: the server must answer within `PATIENCE_SECONDS`, then send at least `LEAST_BYTES` in each such
-   period. The body is no longer than announced, and `SPARE_BYTES` of the disk stay free.
+6. A download ends: the server must answer within `TIMEOUT_SECONDS`, then send at least `MIN_BYTES` in each such
+   period. The body is no longer than announced, and `RESERVED_BYTES` of the disk stay free.
 """
 
 import asyncio
@@ -43,38 +43,38 @@ from dragoman.files.gguf import MAGIC, check_gguf
 log = logging.getLogger("dragoman.files.sources")
 
 Progress = Callable[[str], object]
-PATIENCE_SECONDS = 60.0
-LEAST_BYTES = 64 * 1024
-"""Received in each period of `PATIENCE_SECONDS`, and in an attempt that counts as progress."""
-MOST_REDIRECTS = 10
-LARGEST_PORT = 65_535
-SPARE_BYTES = 256 * 1024 * 1024
+TIMEOUT_SECONDS = 60.0
+MIN_BYTES = 64 * 1024
+"""The minimum in each period of `TIMEOUT_SECONDS`, and in an attempt that counts as progress."""
+MAX_REDIRECTS = 10
+MAX_PORT = 65_535
+RESERVED_BYTES = 256 * 1024 * 1024
 ATTEMPTS = 5
 """In a row without progress."""
-TELL_SECONDS = 5.0
-LONGEST_NAME = 200
+PROGRESS_SECONDS = 5.0
+MAX_NAME_BYTES = 200
 """Bytes of the name of a file or folder. The names of the files beside it are a little longer; 255 is the limit."""
-KEPT_END = 160
-"""Characters that are kept of the end of a longer name."""
-LONGEST_PLACE = 2000
+NAME_SUFFIX_LENGTH = 160
+"""Characters of the end of a longer name that are kept."""
+MAX_PATH_LENGTH = 2000
 """Characters of a path."""
-SHOWN = 60
+MAX_EXCERPT = 60
 """Characters of an unexpected body in an error."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """A file to download. `sha256` and `size` are what it must have, where known. `url` may contain a login."""
+class Download(msgspec.Struct, frozen=True):
+    """A file to download. `sha256` and `size` are the expected values, if known. `url` may contain a login."""
 
     url: str
-    place: Path
+    path: Path
     sha256: str | None = None
     size: int | None = None
     headers: Mapping[str, str] = {}
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """What is known of a file, or of the part of it that is here. `address` is a digest: an address may be secret."""
+class DownloadState(msgspec.Struct, frozen=True):
+    """The stored state of a file or of a partial file. `address` is a digest, because an address may be secret."""
 
     address: str
     version: str | None = None
@@ -83,7 +83,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def split_hash(source: str) -> tuple[str, str | None]:
-    """A source without its `#sha256=...`, and that."""
+    """Split `#sha256=...` from a source."""
     plain, mark, digest = source.partition("#sha256=")
     if mark and not _HASH.fullmatch(digest.lower()):
         raise ConfigError(f"{display_source(plain)}: expected 64 hexadecimal digits after #sha256=")
@@ -91,11 +91,11 @@ def split_hash(source: str) -> tuple[str, str | None]:
 
 
 def display_source(source: str) -> str:
-    """A source for messages: an address without its login and query."""
+    """Return a source for messages: an address without its login and query."""
     try:
         parts = urlsplit(source)
     except ValueError:
-        return "an address that cannot be read"
+        return "an invalid address"
     if not parts.netloc:
         return cut(source)
     query = "..." if parts.query else ""
@@ -104,73 +104,75 @@ def display_source(source: str) -> str:
     return cut(urlunsplit((parts.scheme, login + host, parts.path, query, "")))
 
 
-def is_whole(place: Path) -> bool:
-    """Whether the file is here, in the size in which it was checked."""
-    if not place.is_file():
+def is_complete(path: Path) -> bool:
+    """Whether the file exists with the size that it had when it was verified."""
+    if not path.is_file():
         return False
-    kept = _kept(place)
-    if kept is not None and kept.size is not None and kept.size != place.stat().st_size:
-        log.warning("%s is damaged: it has %d bytes, not %d", place, place.stat().st_size, kept.size)
+    state = _read_state(path)
+    if state is not None and state.size is not None and state.size != path.stat().st_size:
+        log.warning("%s is damaged: it has %d bytes, not %d", path, path.stat().st_size, state.size)
         return False
     return True
 
 
-def is_sound(place: Path, sha256: str | None = None) -> bool:
-    """The same, byte by byte, where its hash is known."""
-    kept = _kept(place)
-    wanted = sha256 or (kept.sha256 if kept else None)
-    return is_whole(place) and (wanted is None or digest_of(place) == wanted)
+def is_intact(path: Path, sha256: str | None = None) -> bool:
+    """Whether the file is complete and has the expected hash, if one is known."""
+    state = _read_state(path)
+    expected = sha256 or (state.sha256 if state else None)
+    return is_complete(path) and (expected is None or hash_file(path) == expected)
 
 
-def digest_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def bring(wanted: Wanted, progress: Progress) -> Path:
-    """The file, in its place. Not for a thread with a running event loop."""
-    wanted.place.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(wanted.place):
-        if is_whole(wanted.place) and is_sound(wanted.place, wanted.sha256):
-            return wanted.place
-        part = _beside(wanted.place, "part")
-        _fill(wanted, part, progress)
-        digest = _checked(wanted, part)
-        part.replace(wanted.place)
-        size = wanted.place.stat().st_size
-        _keep(wanted.place, Kept(_address(wanted.url), sha256=digest, size=size))
-        _beside(part, "json").unlink(missing_ok=True)
-    return wanted.place
+def download_file(download: Download, progress: Progress) -> Path:
+    """Download the file to its path. Do not call this in a thread with a running event loop."""
+    download.path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(download.path):
+        if is_complete(download.path) and is_intact(download.path, download.sha256):
+            return download.path
+        part = _sibling(download.path, "part")
+        _download_part(download, part, progress)
+        digest = _verify(download, part)
+        part.replace(download.path)
+        size = download.path.stat().st_size
+        _write_state(download.path, DownloadState(_hash_url(download.url), sha256=digest, size=size))
+        _sibling(part, "json").unlink(missing_ok=True)
+    return download.path
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    with _beside(place, "lock").open("wb") as lock:
+def _lock(path: Path) -> Iterator[None]:
+    with _sibling(path, "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _fill(wanted: Wanted, part: Path, progress: Progress) -> None:
+def _download_part(download: Download, part: Path, progress: Progress) -> None:
     """Resume until the file is complete. Give up after `ATTEMPTS` without progress."""
     attempts = 0
     while True:
         before = part.stat().st_size if part.is_file() else 0
         try:
-            if asyncio.run(_receive(wanted, part, progress)):
+            if asyncio.run(_receive(download, part, progress)):
                 return
             reason = "the connection ended early"
         except _RetryError as error:
             reason = str(error)
         except TimeoutError:
-            reason = f"the server sent less than {LEAST_BYTES} bytes in {PATIENCE_SECONDS:g} s"
+            reason = f"the server sent less than {MIN_BYTES} bytes in {TIMEOUT_SECONDS:g} s"
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{display_source(wanted.url)} is not a valid address: {error}") from error
+            raise ConfigError(f"{display_source(download.url)} is not a valid address: {error}") from error
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
         after = part.stat().st_size if part.is_file() else 0
-        attempts = 0 if after >= before + LEAST_BYTES else attempts + 1
+        attempts = 0 if after >= before + MIN_BYTES else attempts + 1
         if attempts >= ATTEMPTS:
-            raise ConfigError(f"{display_source(wanted.url)}: {reason}; the part received is kept: try again to resume")
+            raise ConfigError(
+                f"{display_source(download.url)}: {reason}; the part received is kept: try again to resume"
+            )
         time.sleep(min(2.0, 0.1 * 2**attempts))
 
 
@@ -178,115 +180,115 @@ class _RetryError(Exception):
     """A response that may differ at the next attempt."""
 
 
-async def _receive(wanted: Wanted, part: Path, progress: Progress) -> bool:
-    """Whether the file is complete after this attempt."""
-    have, version = _resumable(wanted, part)
+async def _receive(download: Download, part: Path, progress: Progress) -> bool:
+    """Make one attempt. Return whether the file is complete."""
+    offset, version = _find_resume_point(download, part)
     # A compressed body could not be resumed, and could expand to more bytes than announced.
-    headers = {**wanted.headers, "accept-encoding": "identity"}
-    if have and version:
-        headers |= {"range": f"bytes={have}-", "if-range": version}
-    timeout = httpx.Timeout(PATIENCE_SECONDS)
+    headers = {**download.headers, "accept-encoding": "identity"}
+    if offset and version:
+        headers |= {"range": f"bytes={offset}-", "if-range": version}
+    timeout = httpx.Timeout(TIMEOUT_SECONDS)
     async with httpx.AsyncClient(timeout=timeout, verify=ssl.create_default_context()) as client:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            response = await _answer(client, wanted, headers)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            response = await _send_request(client, download, headers)
         try:
-            return await _save(wanted, response, part, have, progress)
+            return await _save(download, response, part, offset, progress)
         finally:
             await response.aclose()
 
 
-def _resumable(wanted: Wanted, part: Path) -> tuple[int, str | None]:
-    """How many bytes of the file are here, and of which version."""
-    known = _kept(part)
-    if known is None or known.address != _address(wanted.url) or not part.is_file():
+def _find_resume_point(download: Download, part: Path) -> tuple[int, str | None]:
+    """Return the number of bytes received so far, and the version they belong to."""
+    known = _read_state(part)
+    if known is None or known.address != _hash_url(download.url) or not part.is_file():
         return 0, None
     return part.stat().st_size, known.version
 
 
-async def _answer(client: httpx.AsyncClient, wanted: Wanted, headers: Mapping[str, str]) -> httpx.Response:
-    """The first response that is not a redirect; its body is not read yet."""
-    login = basic_authorization(urlsplit(wanted.url))
+async def _send_request(client: httpx.AsyncClient, download: Download, headers: Mapping[str, str]) -> httpx.Response:
+    """Follow redirects and return the response, with its body unread."""
+    login = basic_authorization(urlsplit(download.url))
     request = client.build_request(
-        "GET", _without_login(wanted.url), headers={**headers, "authorization": login} if login else headers
+        "GET", _without_login(download.url), headers={**headers, "authorization": login} if login else headers
     )
-    for _ in range(MOST_REDIRECTS + 1):
+    for _ in range(MAX_REDIRECTS + 1):
         response = await client.send(request, auth=None, stream=True, follow_redirects=False)
         following = response.next_request
         if following is None:
             return response
         await response.aclose()
-        if following.url.scheme not in ("http", "https") or (following.url.port or 0) > LARGEST_PORT:
+        if following.url.scheme not in ("http", "https") or (following.url.port or 0) > MAX_PORT:
             target = display_source(response.headers["location"])
             raise ConfigError(
-                f"{display_source(wanted.url)}: the server redirects to {target!a}, which is not an http(s) address"
+                f"{display_source(download.url)}: the server redirects to {target!a}, which is not an http(s) address"
             )
         if _origin(following.url) != _origin(request.url):
             following.headers.pop("authorization", None)
         request = following
-    raise ConfigError(f"{display_source(wanted.url)}: the server redirects more than {MOST_REDIRECTS} times")
+    raise ConfigError(f"{display_source(download.url)}: the server redirects more than {MAX_REDIRECTS} times")
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
-async def _save(wanted: Wanted, response: httpx.Response, part: Path, have: int, progress: Progress) -> bool:
+async def _save(download: Download, response: httpx.Response, part: Path, offset: int, progress: Progress) -> bool:
     if response.status_code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-        return _is_complete(response, part, have)
-    file, total = _open_part(wanted, response, part, have)
+        return _check_unsatisfiable(response, part, offset)
+    file, total = _open_part(download, response, part, offset)
     with file:
         try:
-            await _copy(wanted, response, file, total, progress)
+            await _copy(download, response, file, total, progress)
         finally:
             file.flush()
             os.fsync(file.fileno())
         return total is None or file.tell() == total
 
 
-def _is_complete(response: httpx.Response, part: Path, have: int) -> bool:
-    """Nothing follows the part: it is the whole file, or it belongs to another one and is removed."""
-    if response.headers.get("content-range", "").rpartition("/")[2] == str(have):
+def _check_unsatisfiable(response: httpx.Response, part: Path, offset: int) -> bool:
+    """Return whether the part is the whole file. Otherwise it belongs to another version and is removed."""
+    if response.headers.get("content-range", "").rpartition("/")[2] == str(offset):
         return True
     part.unlink(missing_ok=True)
     return False
 
 
-def _open_part(wanted: Wanted, response: httpx.Response, part: Path, have: int) -> tuple[BinaryIO, int | None]:
-    """The file to write the body to, and its final size if the server announces one."""
+def _open_part(download: Download, response: httpx.Response, part: Path, offset: int) -> tuple[BinaryIO, int | None]:
+    """Open the file for the body. Also return its final size, if the server announces one."""
     if not response.is_success:
-        told = f"the server answered {response.status_code} {response.reason_phrase[:100]}"
+        message = f"the server answered {response.status_code} {response.reason_phrase[:100]}"
         if response.is_server_error:
-            raise _RetryError(told)
-        raise ConfigError(f"{display_source(wanted.url)}: {told}")
-    resumes = response.status_code == http.HTTPStatus.PARTIAL_CONTENT
-    if resumes and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
+            raise _RetryError(message)
+        raise ConfigError(f"{display_source(download.url)}: {message}")
+    is_partial = response.status_code == http.HTTPStatus.PARTIAL_CONTENT
+    if is_partial and not response.headers.get("content-range", "").startswith(f"bytes {offset}-"):
         part.unlink(missing_ok=True)
-        raise _RetryError("the server sent another range than the one asked for")
-    start = have if resumes else 0
+        raise _RetryError("the server sent another range than requested")
+    start = offset if is_partial else 0
     length = response.headers.get("content-length")
     total = start + int(length) if length is not None else None
-    if (total or 0) > (wanted.size or math.inf):
-        raise ConfigError(f"{display_source(wanted.url)}: the server sends {total} bytes, not {wanted.size}")
-    _check_room(part, (total or start) - start)
+    if (total or 0) > (download.size or math.inf):
+        raise ConfigError(f"{display_source(download.url)}: the server sends {total} bytes, not {download.size}")
+    _check_disk_space(part, (total or start) - start)
     version = response.headers.get("etag") or response.headers.get("last-modified")
-    _keep(part, Kept(_address(wanted.url), version=version))
-    return part.open("ab" if resumes else "wb"), total
+    _write_state(part, DownloadState(_hash_url(download.url), version=version))
+    return part.open("ab" if is_partial else "wb"), total
 
 
 async def _copy(
-    wanted: Wanted, response: httpx.Response, file: BinaryIO, total: int | None, progress: Progress
+    download: Download, response: httpx.Response, file: BinaryIO, total: int | None, progress: Progress
 ) -> None:
     blocks = response.aiter_raw()
-    told = time.monotonic()
+    reported_at = time.monotonic()
     head: bytes | None = b"" if file.tell() == 0 else None
     while True:
         received = 0
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while received < LEAST_BYTES:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while received < MIN_BYTES:
                 block = await anext(blocks, None)
                 if block is None:
                     if head is not None:
-                        raise _not_gguf(wanted, response, head)
+                        raise _not_gguf(download, response, head)
                     return
                 received += len(block)
                 if head is not None:
@@ -294,80 +296,80 @@ async def _copy(
                     if len(head) < len(MAGIC):
                         continue
                     if not head.startswith(MAGIC):
-                        raise _not_gguf(wanted, response, head)
+                        raise _not_gguf(download, response, head)
                     block, head = head, None
                 file.write(block)
-                if file.tell() > (wanted.size or math.inf):
+                if file.tell() > (download.size or math.inf):
                     raise ConfigError(
-                        f"{display_source(wanted.url)}: the server sends more than the file's {wanted.size} bytes"
+                        f"{display_source(download.url)}: the server sends more than the file's {download.size} bytes"
                     )
-        _check_room(wanted.place, 0)
-        if time.monotonic() - told > TELL_SECONDS:
-            told = time.monotonic()
+        _check_disk_space(download.path, 0)
+        if time.monotonic() - reported_at > PROGRESS_SECONDS:
+            reported_at = time.monotonic()
             share = f" of {total / 1e6:.0f}" if total else ""
-            progress(f"{file.tell() / 1e6:.0f}{share} MB of {wanted.place.name}")
+            progress(f"{file.tell() / 1e6:.0f}{share} MB of {download.path.name}")
 
 
-def _check_room(part: Path, needed: int) -> None:
+def _check_disk_space(part: Path, needed: int) -> None:
     free = shutil.disk_usage(part.parent).free
-    if needed > free - SPARE_BYTES:
+    if needed > free - RESERVED_BYTES:
         more = f"{needed / 1e6:.0f} MB are needed, " if needed else ""
         raise ConfigError(
-            f"{part.parent}: {more}{free / 1e6:.0f} MB are free, of which {SPARE_BYTES / 1e6:.0f} MB must stay free"
+            f"{part.parent}: {more}{free / 1e6:.0f} MB are free, of which {RESERVED_BYTES / 1e6:.0f} MB must stay free"
         )
 
 
-def _not_gguf(wanted: Wanted, response: httpx.Response, head: bytes) -> ConfigError:
-    """The error for a body that is not GGUF: it says what the server sent instead."""
-    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()[:SHOWN]
-    text = head.lstrip()[:SHOWN].decode("utf-8", "replace")
+def _not_gguf(download: Download, response: httpx.Response, head: bytes) -> ConfigError:
+    """Describe what the server sent instead of a GGUF file."""
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()[:MAX_EXCERPT]
+    text = head.lstrip()[:MAX_EXCERPT].decode("utf-8", "replace")
     if not head:
-        came = "nothing"
+        content = "nothing"
     elif kind == "text/html" or text.lower().startswith(("<!doctype", "<html")):
-        came = "an HTML page; perhaps the file needs a login, or the address is that of a page about it"
+        content = "an HTML page; perhaps the file needs a login, or the address is that of a page about it"
     elif text.startswith("version https://git-lfs"):
-        came = "a Git LFS pointer, not the file it stands for"
+        content = "a Git LFS pointer instead of the file"
     else:
-        came = f"{kind or 'a body of unknown type'} that begins with {text!a}"
-    return ConfigError(f"{display_source(wanted.url)} is not a GGUF file: the server sent {came}")
+        content = f"{kind or 'a body of unknown type'} that begins with {text!a}"
+    return ConfigError(f"{display_source(download.url)} is not a GGUF file: the server sent {content}")
 
 
-def _checked(wanted: Wanted, part: Path) -> str:
-    digest = digest_of(part)
+def _verify(download: Download, part: Path) -> str:
+    digest = hash_file(part)
     size = part.stat().st_size
-    if (wanted.sha256 or digest) != digest or (wanted.size or size) != size:
+    if (download.sha256 or digest) != digest or (download.size or size) != size:
         part.unlink()
-        told = f"expected sha256 {wanted.sha256 or 'any'}, found {digest}"
-        if (wanted.size or size) != size:
-            told = f"expected {wanted.size} bytes, found {size}"
-        raise ConfigError(f"{display_source(wanted.url)} is not the expected file ({told}); it was deleted")
+        difference = f"expected sha256 {download.sha256 or 'any'}, found {digest}"
+        if (download.size or size) != size:
+            difference = f"expected {download.size} bytes, found {size}"
+        raise ConfigError(f"{display_source(download.url)} is not the expected file ({difference}); it was deleted")
     try:
-        check_gguf(part, display_source(wanted.url))
+        check_gguf(part, display_source(download.url))
     except ConfigError as error:
         part.unlink()
         raise ConfigError(f"{error}; it was deleted") from error
     return digest
 
 
-def _beside(place: Path, ending: str) -> Path:
-    return place.with_name(f".{place.name.removeprefix('.')}.{ending}")
+def _sibling(path: Path, ending: str) -> Path:
+    return path.with_name(f".{path.name.removeprefix('.')}.{ending}")
 
 
-def _kept(place: Path) -> Kept | None:
+def _read_state(path: Path) -> DownloadState | None:
     try:
-        return msgspec.json.decode(_beside(place, "json").read_bytes(), type=Kept)
+        return msgspec.json.decode(_sibling(path, "json").read_bytes(), type=DownloadState)
     except (OSError, *DECODE_ERRORS):
         return None
 
 
-def _keep(place: Path, kept: Kept) -> None:
-    fresh = _beside(place, "json.new")
-    fresh.write_bytes(msgspec.json.encode(kept))
-    fresh.replace(_beside(place, "json"))
+def _write_state(path: Path, state: DownloadState) -> None:
+    fresh = _sibling(path, "json.new")
+    fresh.write_bytes(msgspec.json.encode(state))
+    fresh.replace(_sibling(path, "json"))
 
 
-def _address(url: str) -> str:
-    """A digest of the address without its login: a password is short enough to be guessed from a digest."""
+def _hash_url(url: str) -> str:
+    """Hash the address without its login: a short password could be guessed from the hash."""
     return hashlib.sha256(_without_login(url).encode()).hexdigest()
 
 
@@ -376,28 +378,28 @@ def _without_login(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def place_of(url: str, folder: Path) -> Path:
-    """The address as a path: host, then the folders that it names."""
+def local_path(url: str, folder: Path) -> Path:
+    """Return the path for an address: the host, then the directories of its path."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"{display_source(url)} is not a valid address: {error}") from error
-    names = [_safe(name) for name in unquote(parts.path).split("/") if name.strip(". ")]
+    names = [_safe_name(name) for name in unquote(parts.path).split("/") if name.strip(". ")]
     if not host or not names:
         raise ConfigError(f"{display_source(url)}: expected the address of a .gguf file")
     last = names[-1].removesuffix(".gguf")
     if parts.query:
         last += "-" + hashlib.sha256(parts.query.encode()).hexdigest()[:8]
-    place = folder.joinpath(_safe(parts.netloc.rpartition("@")[2]), *names[:-1], f"{last}.gguf")
-    if len(str(place)) > LONGEST_PLACE:
+    path = folder.joinpath(_safe_name(parts.netloc.rpartition("@")[2]), *names[:-1], f"{last}.gguf")
+    if len(str(path)) > MAX_PATH_LENGTH:
         raise ConfigError(f"{display_source(url)}: the address is too long for a path here")
-    return place
+    return path
 
 
-def _safe(name: str) -> str:
-    """A valid file name. A long one keeps its end, which says which part of a model it is."""
+def _safe_name(name: str) -> str:
+    """Return a valid file name. A long name keeps its end, which has the number of a split file."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
-    if len(safe) <= LONGEST_NAME:
+    if len(safe) <= MAX_NAME_BYTES:
         return safe
-    return f"{hashlib.sha256(safe.encode()).hexdigest()[:12]}-{safe[-KEPT_END:]}"
+    return f"{hashlib.sha256(safe.encode()).hexdigest()[:12]}-{safe[-NAME_SUFFIX_LENGTH:]}"

@@ -1,17 +1,17 @@
-"""What a GGUF file says of itself at its beginning, without loading it.
+"""Reads the header of a GGUF file without loading the model.
 
 file   := "GGUF" version:u32 tensors:u64 pairs:u64 pair* tensor* padding data
 pair   := key:text kind:u32 value
 text   := length:u64 bytes
 value  := a number of its kind | text | array
-array  := kind:u32 length:u64 value*                 not kept: vocabularies are all that needs them
+array  := kind:u32 length:u64 value*                 skipped: only vocabularies are arrays
 tensor := name:text dimensions:u32 size:u64* kind:u32 offset:u64          the innermost size first
 
 Rules
 1. A file is read only if it is a regular file. Anything else (a pipe, a device) is refused without waiting for it.
 2. Every count and length is checked against the file's size and the limits below before anything is read. So the time
    and memory for a header are bounded, whatever the file contains.
-3. Where only some keys are wanted, reading stops when they have been found.
+3. If only some keys are requested, reading stops when they have been found.
 """
 
 import math
@@ -49,21 +49,21 @@ BLOCKS = {
     23: ("IQ4_XS", 256, 136),
     30: ("BF16", 1, 2),
 }
-"""The kinds of tensors that are met most: their names, and how many weights are in how many bytes."""
-MOST_DIMENSIONS = 4
-MOST_PAIRS = 10_000
-MOST_TENSORS = 100_000
-MOST_ARRAY_TEXTS = 2_000_000
-"""In all arrays together; the largest vocabularies and their merges have 800,000."""
-LONGEST_KEY = 65_535
-"""Bytes, like the next three."""
-LONGEST_TEXT = 1 << 20
-LARGEST_HEADER = 64 << 20
-BUFFER = 64 * 1024
+"""The common kinds of tensors: name, weights per block, bytes per block."""
+MAX_DIMENSIONS = 4
+MAX_PAIRS = 10_000
+MAX_TENSORS = 100_000
+MAX_ARRAY_TEXTS = 2_000_000
+"""In all arrays together. The largest vocabularies and their merges have 800,000."""
+MAX_KEY_BYTES = 65_535
+
+MAX_TEXT_BYTES = 1 << 20
+MAX_HEADER_BYTES = 64 << 20
+BUFFER_BYTES = 64 * 1024
 _LENGTH = struct.Struct("<Q")
 DEFAULT_ALIGNMENT = 32
 PART = re.compile(r"(?P<stem>.+)-(?P<at>\d{5})-of-(?P<of>\d{5})")
-"""The name of one of several files that are one model."""
+"""The name of one file of a split model."""
 
 Value = str | int | float | bool
 T = TypeVar("T")
@@ -82,17 +82,17 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Zero where the kind is not known."""
+        """Zero if the kind is unknown."""
         _, weights, size = BLOCKS.get(self.kind, ("", 1, 0))
         return self.elements // weights * size
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """Where everything is in a file."""
+    """The header of a file, with the positions of its parts."""
 
     metadata: Mapping[str, Value]
     places: Mapping[str, int]
-    """Where the values of the metadata begin."""
+    """Offsets of the metadata values."""
     tensors: tuple[Tensor, ...]
     pairs_end: int
     data_start: int
@@ -100,12 +100,12 @@ class Outline(msgspec.Struct, frozen=True):
 
 
 def read_metadata(path: Path, keys: Collection[str] | None = None) -> dict[str, Value]:
-    """All pairs except arrays. With `keys`, reading stops when all of them have been found."""
+    """Read all pairs except arrays. With `keys`, reading stops when all of them have been found."""
     return _read(path, lambda reader: reader.pairs(keys))
 
 
 def check_gguf(path: Path, name: str) -> None:
-    """Raise a ConfigError that calls the file `name` if it is not a valid GGUF file."""
+    """Raise a ConfigError if the file, called `name` in the message, is not a valid GGUF file."""
     try:
         read_outline(path)
     except ConfigError as error:
@@ -114,14 +114,14 @@ def check_gguf(path: Path, name: str) -> None:
 
 
 def read_outline(path: Path) -> Outline:
-    return _read(path, _Reader.outline)
+    return _read(path, _HeaderReader.outline)
 
 
-def _read(path: Path, what: "Callable[[_Reader], T]") -> T:
+def _read(path: Path, action: "Callable[[_HeaderReader], T]") -> T:
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=BUFFER) as file:
-            return what(_Reader(file))
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=BUFFER_BYTES) as file:
+            return action(_HeaderReader(file))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -129,7 +129,7 @@ def _read(path: Path, what: "Callable[[_Reader], T]") -> T:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of the model whose first file this is."""
+    """Return all files of the model whose first file this is."""
     part = PART.fullmatch(path.stem)
     if part is None:
         return [path]
@@ -137,7 +137,7 @@ def parts_of(path: Path) -> list[Path]:
     return [path.with_name(f"{part['stem']}-{at:05}-of-{of:05}{path.suffix}") for at in range(1, of + 1)]
 
 
-class _Reader:
+class _HeaderReader:
     def __init__(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -162,9 +162,9 @@ class _Reader:
         return Outline(metadata, self.places, tensors, pairs_end, data_start, alignment)
 
     def _tensor(self) -> Tensor:
-        name = self._text(LONGEST_KEY)
+        name = self._text(MAX_KEY_BYTES)
         dimensions = int(self._number("<I"))
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"the tensor {cut(name)} has {dimensions} dimensions")
         sizes = tuple([int(self._number("<Q")) for _ in range(dimensions)])
         return Tensor(name, sizes, int(self._number("<I")), int(self._number("<Q")))
@@ -175,37 +175,37 @@ class _Reader:
         version = self._number("<I")
         if version not in VERSIONS:
             raise ValueError(f"version {version} is unknown")
-        self.tensors = self._count("tensors", MOST_TENSORS)
+        self.tensors = self._count("tensors", MAX_TENSORS)
         found: dict[str, Value] = {}
-        for _ in range(self._count("pairs of metadata", MOST_PAIRS)):
-            key = self._text(LONGEST_KEY)
+        for _ in range(self._count("pairs of metadata", MAX_PAIRS)):
+            key = self._text(MAX_KEY_BYTES)
             kind = int(self._number("<I"))
-            place = self.at
+            position = self.at
             value = self._value(kind)
             if value is not None:
                 found[key] = value
-                self.places[key] = place
-            if keys is not None and all(wanted in found for wanted in keys):
+                self.places[key] = position
+            if keys is not None and all(name in found for name in keys):
                 break
         return found
 
     def _value(self, kind: int) -> Value | None:
-        """A value that is kept; None for an array, which is skipped."""
+        """Read a number or a text. Skip an array and return None."""
         if kind == TEXT:
-            return self._text(LONGEST_TEXT)
+            return self._text(MAX_TEXT_BYTES)
         if kind != ARRAY:
-            return self._number(_form(kind))
+            return self._number(_struct_format(kind))
         inner, length = int(self._number("<I")), int(self._number("<Q"))
         if inner == TEXT:
             self._skip_texts(length)
         else:
-            self._skip(length * struct.calcsize(_form(inner)))
+            self._skip(length * struct.calcsize(_struct_format(inner)))
         return None
 
     def _skip_texts(self, count: int) -> None:
         self.array_texts += count
-        if self.array_texts > MOST_ARRAY_TEXTS:
-            raise ValueError(f"its arrays have more than {MOST_ARRAY_TEXTS} texts")
+        if self.array_texts > MAX_ARRAY_TEXTS:
+            raise ValueError(f"its arrays have more than {MAX_ARRAY_TEXTS} texts")
         for _ in range(count):
             (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size))
             self._skip(length)
@@ -242,11 +242,11 @@ class _Reader:
         self.at += length
         if self.at > self.size:
             raise ValueError("it is cut off")
-        if self.at > LARGEST_HEADER:
-            raise ValueError(f"its header has more than {LARGEST_HEADER >> 20} MiB")
+        if self.at > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {MAX_HEADER_BYTES >> 20} MiB")
 
 
-def _form(kind: int) -> str:
+def _struct_format(kind: int) -> str:
     if kind not in NUMBERS:
         raise ValueError(f"a value has the unknown kind {kind}")
     return NUMBERS[kind]

@@ -1,9 +1,9 @@
-"""Files of the Hugging Face hub, or of another that speaks like it ($HF_ENDPOINT).
+"""Finds files on the Hugging Face hub, or on a compatible one ($HF_ENDPOINT).
 
     source := "hf:" org "/" repo ["/" path of a .gguf] ["@" revision]
 
-The hub says where a file is and what its hash is; bringing it is `download`'s work. Where the repository has one .gguf,
-its path can be left out.
+The hub provides the address and the hash of a file; `download` downloads it. The path may be omitted if the repository
+has one .gguf file.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dragoman.core.errors import ConfigError, quote
-from dragoman.files.download import LONGEST_NAME, Wanted
+from dragoman.files.download import MAX_NAME_BYTES, Download
 
 T = TypeVar("T")
 PREFIX = "hf:"
@@ -22,49 +22,49 @@ _SOURCE = re.compile(
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-def place_of(source: str, folder: Path) -> Path | None:
-    """Where the file is kept; None where only the hub knows which one is meant."""
-    repo, file, revision = _parsed(source)
+def local_path(source: str, folder: Path) -> Path | None:
+    """Return the path of the file on disk; None if the hub must be asked which file is meant."""
+    repo, file, revision = _parse(source)
     if file is None:
-        here = sorted((folder / repo).glob("*.gguf"))
-        return here[0] if len(here) == 1 else None
-    kept = folder / repo / file
-    return kept if revision is None else kept.with_name(f"{kept.stem}@{revision.replace('/', '_')}.gguf")
+        present = sorted((folder / repo).glob("*.gguf"))
+        return present[0] if len(present) == 1 else None
+    path = folder / repo / file
+    return path if revision is None else path.with_name(f"{path.stem}@{revision.replace('/', '_')}.gguf")
 
 
-def wanted(source: str, folder: Path) -> Wanted:
-    """What to bring, as the hub says."""
-    hub = _hub()
-    repo, file, revision = _parsed(source)
+def find_file(source: str, folder: Path) -> Download:
+    """Ask the hub for the address, the size and the hash of a file."""
+    hub = _import_hub()
+    repo, file, revision = _parse(source)
     if file is None:
-        file = _only_file(hub, repo, revision)
+        file = _find_only_file(hub, repo, revision)
     url = hub.hf_hub_url(repo, file, revision=revision)
-    found = _asked(source, lambda: hub.get_hf_file_metadata(url))
-    place = place_of(f"hf:{repo}/{file}" + (f"@{revision}" if revision else ""), folder)
-    assert place is not None
-    sha256 = found.etag if found.etag and _HASH.fullmatch(found.etag) else None
-    return Wanted(url, place, sha256, found.size, hub.utils.build_hf_headers())
+    metadata = _call_hub(source, lambda: hub.get_hf_file_metadata(url))
+    path = local_path(f"hf:{repo}/{file}" + (f"@{revision}" if revision else ""), folder)
+    assert path is not None
+    sha256 = metadata.etag if metadata.etag and _HASH.fullmatch(metadata.etag) else None
+    return Download(url, path, sha256, metadata.size, hub.utils.build_hf_headers())
 
 
-def _only_file(hub: Any, repo: str, revision: str | None) -> str:
-    names = _asked(f"hf:{repo}", lambda: hub.HfApi().list_repo_files(repo, revision=revision))
-    found = [name for name in names if name.endswith(".gguf")]
-    if len(found) == 1:
-        return str(found[0])
-    shown = ", ".join(found[:10]) or "none"
-    raise ConfigError(f"hf:{repo}: name one of its .gguf files, as hf:{repo}/FILE; there are: {shown}")
+def _find_only_file(hub: Any, repo: str, revision: str | None) -> str:
+    names = _call_hub(f"hf:{repo}", lambda: hub.HfApi().list_repo_files(repo, revision=revision))
+    files = [name for name in names if name.endswith(".gguf")]
+    if len(files) == 1:
+        return str(files[0])
+    available = ", ".join(files[:10]) or "none"
+    raise ConfigError(f"hf:{repo}: name one of its .gguf files, as hf:{repo}/FILE; available: {available}")
 
 
-def _parsed(source: str) -> tuple[str, str | None, str | None]:
+def _parse(source: str) -> tuple[str, str | None, str | None]:
     parsed = _SOURCE.fullmatch(source)
     if parsed is None or ".." in source or (parsed["file"] and not parsed["file"].endswith(".gguf")):
         raise ConfigError(f"{quote(source)} is not a source; write hf:ORG/REPO/FILE.gguf")
-    if any(len(name.encode()) > LONGEST_NAME for name in source.split("/")):
-        raise ConfigError(f"{quote(source)}: a name in it is longer than {LONGEST_NAME} bytes")
+    if any(len(name.encode()) > MAX_NAME_BYTES for name in source.split("/")):
+        raise ConfigError(f"{quote(source)}: a name in it is longer than {MAX_NAME_BYTES} bytes")
     return parsed["repo"], parsed["file"], parsed["revision"]
 
 
-def _hub() -> Any:
+def _import_hub() -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.utils
@@ -73,9 +73,9 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _asked(source: str, ask: Callable[[], T]) -> T:
+def _call_hub(source: str, call: Callable[[], T]) -> T:
     try:
-        return ask()
+        return call()
     except Exception as error:
-        words = str(error).strip().splitlines()
-        raise ConfigError(f"{source}: the hub says: {words[0] if words else type(error).__name__}") from error
+        lines = str(error).strip().splitlines()
+        raise ConfigError(f"{source}: the hub answered: {lines[0] if lines else type(error).__name__}") from error

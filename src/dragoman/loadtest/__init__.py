@@ -1,13 +1,13 @@
-"""Load on any server of OpenAI's chat completions, and what it was seen to do. `dragoman bench` shows it.
+"""Load tests for any server of the OpenAI chat completions API. Used by `dragoman bench`.
 
-    target      one server: what it takes, one streamed request, what came when
-    connection  HTTP/1.1, quick enough not to be what is measured
-    prompts     texts of a wanted number of tokens that have a wanted share in common
-    sweep       so many requests at once, then more
-    figures     from what was seen to percentiles and rates
-    report      the figures as text, with what one has to know to read them
-    plot        the figures as an SVG picture
+    target      the server under test: sends one streamed request and records arrival times
+    connection  a fast HTTP/1.1 client
+    prompts     prompts with a given number of tokens and a given shared prefix
+    sweep       runs the load at each concurrency level
+    figures     percentiles and rates
+    report      the figures as text
+    plot        the figures as SVG
 
-1. Tokens are those that the server counts in its usage, never pieces of a stream.
-2. A request either has figures or is an error with its words; none is left out.
+1. Token counts come from the usage that the server reports, never from the number of stream pieces.
+2. Every request has either figures or an error message.
 """

@@ -1,4 +1,7 @@
-"""From what was asked and seen of each request to the figures of a level. Times are seconds."""
+"""Computes the figures of a load test from its samples. All times are in seconds.
+
+The field names are those of the file that `dragoman bench --json` writes.
+"""
 
 import itertools
 import statistics
@@ -10,21 +13,21 @@ import msgspec
 REQUESTS_PER_CLIENT = 4
 
 
-class Plan(msgspec.Struct, frozen=True):
+class LoadPlan(msgspec.Struct, frozen=True):
     concurrency: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
     shared: float
     requests: int | None
-    """Of each level; None is a few per client."""
+    """Per level; None means `REQUESTS_PER_CLIENT` for each client."""
     seed: int
 
     def requests_at(self, concurrency: int) -> int:
         return self.requests or concurrency * REQUESTS_PER_CLIENT
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens as the server counts them; `cached` only where it tells."""
+class SampleUsage(msgspec.Struct, frozen=True):
+    """Tokens as the server counts them; `cached` is None if the server does not report it."""
 
     prompt: int
     output: int
@@ -32,12 +35,12 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One request. `arrivals` has the time of every piece of the reply, from when the request was sent; those that come
-    in one read come at the same time."""
+    """One request. `arrivals` has the time from the request to each piece of the reply. Pieces of one read have the
+    same time."""
 
     seconds: float
     arrivals: tuple[float, ...] = ()
-    usage: Usage | None = None
+    usage: SampleUsage | None = None
     status: int | None = None
     error: str | None = None
 
@@ -47,7 +50,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Level(msgspec.Struct, frozen=True):
-    """What so many requests at once gave. A figure that nothing was seen of is None."""
+    """The figures at one concurrency. A figure without data is None."""
 
     concurrency: int
     requests: int
@@ -58,36 +61,36 @@ class Level(msgspec.Struct, frozen=True):
     gap_p50: float | None
     gap_p99: float | None
     token_p50: float | None
-    """Seconds per token of one reply after its first, from the usage: not the gaps where a piece has several tokens."""
+    """Seconds per token after the first, by the usage. Differs from the gap if a piece has several tokens."""
     tokens_per_piece: float | None
     output_tokens_per_second: float
     requests_per_second: float
     prompt_tokens: float | None
-    """Of one request; so are the next two."""
+    """The mean per request, as for the next two."""
     output_tokens: float | None
     cached_tokens: float | None
     late_p95: float | None
-    """By how much this program itself was late: figures of this size say nothing of the server."""
+    """Scheduling delay of the load generator itself. Smaller differences are not meaningful."""
 
     @property
     def failed(self) -> int:
         return sum(self.errors.values())
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredLevel(msgspec.Struct, frozen=True):
     figures: Level
     samples: tuple[Sample, ...]
 
 
-class Result(msgspec.Struct, frozen=True):
+class LoadResult(msgspec.Struct, frozen=True):
     url: str
     model: str
-    plan: Plan
-    levels: tuple[Measured, ...]
+    plan: LoadPlan
+    levels: tuple[MeasuredLevel, ...]
     refused: tuple[str, ...] = ()
-    """Fields that the server does not take."""
+    """Request fields that the server rejects."""
     uncounted: bool = False
-    """The server does not count what it is sent: prompts have that many words."""
+    """The server reports no prompt tokens, so `prompt_tokens` are words."""
 
     @property
     def figures(self) -> list[Level]:
@@ -95,17 +98,17 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Between the two values next to it, in proportion."""
+    """Return the percentile with linear interpolation."""
     if not values:
         return None
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def summary(concurrency: int, samples: Sequence[Sample], seconds: float, late: Sequence[float]) -> Level:
+def summarize(concurrency: int, samples: Sequence[Sample], seconds: float, late: Sequence[float]) -> Level:
     answered = [sample for sample in samples if sample.error is None]
     usages = [sample.usage for sample in answered if sample.usage is not None]
     cached = [usage.cached for usage in usages if usage.cached is not None]

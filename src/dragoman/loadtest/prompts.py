@@ -1,13 +1,12 @@
-"""Texts that have a wanted number of tokens and a wanted share in common, for a tokenizer that is only known by counts.
+"""Generates prompts with a given number of tokens and a given shared prefix, for an unknown tokenizer.
 
     text := HEAD common-words own-words
 
-How many words a number of tokens is, two texts tell that the server counts: the longer has as many tokens more as its
-words have. The words are short and frequent, most of them one token in any vocabulary.
+The server counts the tokens of two texts. The difference gives the tokens per word. The words are short and frequent,
+so that most of them are one token in any vocabulary.
 
-1. Texts with the same seed have their common words in common. Of as many as there are WORDS each goes on with another
-   one, by its number in the order of the seed; after that first words come again, and the words after them do not.
-2. A text that was used for counting is none of these.
+1. Prompts of one seed share their common words. The first own word differs for as many prompts as there are WORDS.
+2. The texts used for counting are not used as prompts.
 """
 
 import random
@@ -16,7 +15,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 HEAD = "Write a very long story in which each of these words appears, one after the other:"
-"""Where a server cannot be told to write on, its model at least has a reason to."""
+"""Asks for a long reply, for servers without a minimum length."""
 COMMON_WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one
 you were all her she there would their we him been has when who will no more if out so up said what its about than
@@ -29,14 +28,14 @@ high upon school every does got number until always away something fact less wat
 enough far took head yet better set nothing night end why called eyes find going look asked later next knew give
 """
 WORDS = tuple(COMMON_WORDS.split())
-LITTLE = 1
-"""Words of the shorter of the two texts that are counted."""
-AT_MOST = 512
-"""Words that the longer has more; of a short prompt as few as leave it shorter than what is wanted, which fits."""
+SHORT_TEXT_WORDS = 1
+"""Words of the shorter of the two counted texts."""
+MAX_EXTRA_WORDS = 512
+"""Additional words of the longer one. It stays shorter than the prompts, so that it fits into the context."""
 
 
-class Measure(msgspec.Struct, frozen=True):
-    """How a server counts: tokens = fixed + words * per_word."""
+class TokenRatio(msgspec.Struct, frozen=True):
+    """tokens = fixed + words * per_word"""
 
     fixed: float
     per_word: float
@@ -45,18 +44,18 @@ class Measure(msgspec.Struct, frozen=True):
         return round((tokens - self.fixed) / self.per_word)
 
 
-async def measure(count: Callable[[str], Awaitable[int]], tokens: int, seed: int) -> Measure | None:
-    """How the server behind `count` counts texts of up to about so many tokens; None if more words are not more."""
-    little = await count(_counted(seed, LITTLE))
-    more = max(1, min((tokens - little) // 2, AT_MOST))
-    much = await count(_counted(seed, LITTLE + more))
-    if much <= little:
+async def measure(count: Callable[[str], Awaitable[int]], tokens: int, seed: int) -> TokenRatio | None:
+    """Measure the tokens per word with texts of at most `tokens` tokens. None if the server does not count."""
+    short = await count(_counting_text(seed, SHORT_TEXT_WORDS))
+    extra_words = max(1, min((tokens - short) // 2, MAX_EXTRA_WORDS))
+    long = await count(_counting_text(seed, SHORT_TEXT_WORDS + extra_words))
+    if long <= short:
         return None
-    per_word = (much - little) / more
-    return Measure(little - LITTLE * per_word, per_word)
+    per_word = (long - short) / extra_words
+    return TokenRatio(short - SHORT_TEXT_WORDS * per_word, per_word)
 
 
-def _counted(seed: int, words: int) -> str:
+def _counting_text(seed: int, words: int) -> str:
     return " ".join([HEAD, *random.Random(f"{seed} counted").choices(WORDS, k=words)])
 
 

@@ -1,11 +1,11 @@
-"""So many requests at once, then more: each client asks again as soon as it is answered.
+"""Runs a load test at one concurrency level after another.
 
-1. Count: how many words the wanted tokens are.
-2. Warm up: one request of the wanted size that nobody counts. It also puts what the prompts have in common into the
-   server's cache, and tells how many tokens they really have.
-3. Each level: as many clients as it has concurrency take the next prompt from one pile until there is none.
+1. Count: measure the tokens per word.
+2. Warm up: send one request of the full size, which is not measured. It fills the server's cache with the shared
+   prefix and gives the exact number of prompt tokens.
+3. Each level: `concurrency` clients send one request after another until all requests of the level are sent.
 
-No prompt is asked twice, in no level, unless all of it is in common. What was measured before an interruption is kept.
+A prompt is never sent twice, unless all of it is shared. An interrupted run keeps the figures measured so far.
 """
 
 import asyncio
@@ -14,84 +14,83 @@ import time
 from collections.abc import Callable, Iterator
 
 from dragoman.core.errors import ConfigError
-from dragoman.loadtest.figures import Measured, Plan, Result, Sample, summary
-from dragoman.loadtest.prompts import Measure, Prompts, measure
+from dragoman.loadtest.figures import LoadPlan, LoadResult, MeasuredLevel, Sample, summarize
+from dragoman.loadtest.prompts import Prompts, TokenRatio, measure
 from dragoman.loadtest.target import LENGTH_FIELDS, Target
 
-NEAR = 0.01
-"""The share by which a prompt may differ from the wanted length without being made anew."""
-
-BEAT_SECONDS = 0.01
+LENGTH_TOLERANCE = 0.01
+"""Prompts whose length is off by more than this share are generated again."""
+PROBE_SECONDS = 0.01
 
 
 class Sweep:
-    def __init__(self, target: Target, plan: Plan, tell: Callable[[str], None]) -> None:
+    def __init__(self, target: Target, plan: LoadPlan, progress: Callable[[str], None]) -> None:
         self.target = target
         self.plan = plan
-        self.tell = tell
-        self.levels: list[Measured] = []
+        self.progress = progress
+        self.levels: list[MeasuredLevel] = []
         self.uncounted = False
         self.numbers = itertools.count(1)
 
     async def run(self) -> None:
         await self.target.choose_model()
-        prompts = await self._prompts()
+        prompts = await self._prepare_prompts()
         for concurrency in self.plan.concurrency:
-            self.tell(f"{self.plan.requests_at(concurrency)} requests, {concurrency} at once")
-            await self._level(concurrency, prompts)
+            self.progress(f"{self.plan.requests_at(concurrency)} requests, {concurrency} at once")
+            await self._run_level(concurrency, prompts)
 
-    async def _prompts(self) -> Prompts:
-        wanted = self.plan.prompt_tokens
-        found = await measure(self.target.count, wanted, self.plan.seed)
-        self.tell(f"warming up {self.target.model}")
-        self.uncounted = found is None
-        counting = found or Measure(fixed=0, per_word=1)
-        words = counting.words(wanted)
+    async def _prepare_prompts(self) -> Prompts:
+        tokens = self.plan.prompt_tokens
+        measured = await measure(self.target.count_tokens, tokens, self.plan.seed)
+        self.progress(f"warming up {self.target.model}")
+        self.uncounted = measured is None
+        ratio = measured or TokenRatio(fixed=0, per_word=1)
+        words = ratio.words(tokens)
         if words < 1:
-            least = round(counting.fixed + counting.per_word) + 1
-            raise ConfigError(f"--prompt {wanted}: the shortest prompt has {least} tokens with this model")
-        prompts, tokens = await self._warmed_up(words)
-        missing = 0 if self.uncounted else wanted - tokens
-        if abs(missing) > wanted * NEAR:
-            prompts, _ = await self._warmed_up(max(1, words + round(missing / counting.per_word)))
+            shortest = round(ratio.fixed + ratio.per_word) + 1
+            raise ConfigError(f"--prompt {tokens}: the shortest prompt has {shortest} tokens with this model")
+        prompts, actual = await self._warm_up(words)
+        missing = 0 if self.uncounted else tokens - actual
+        if abs(missing) > tokens * LENGTH_TOLERANCE:
+            prompts, _ = await self._warm_up(max(1, words + round(missing / ratio.per_word)))
         return prompts
 
-    async def _warmed_up(self, words: int) -> tuple[Prompts, int]:
-        """Prompts of so many words, and how many tokens one of them has."""
+    async def _warm_up(self, words: int) -> tuple[Prompts, int]:
+        """Return prompts with this many words, and the number of tokens of one of them."""
         prompts = Prompts(self.plan.seed, words, self.plan.shared)
-        sample = await self.target.ask_first(prompts.text(0), self.plan.output_tokens)
+        sample = await self.target.send_first(prompts.text(0), self.plan.output_tokens)
         return prompts, sample.usage.prompt if sample.usage is not None else 0
 
-    async def _level(self, concurrency: int, prompts: Prompts) -> None:
-        pile = itertools.islice(self.numbers, self.plan.requests_at(concurrency))
-        seen: list[Sample] = []
-        late: list[float] = []
-        own_clock = asyncio.create_task(_lateness(late))
-        begun = time.perf_counter()
+    async def _run_level(self, concurrency: int, prompts: Prompts) -> None:
+        numbers = itertools.islice(self.numbers, self.plan.requests_at(concurrency))
+        samples: list[Sample] = []
+        delays: list[float] = []
+        probe = asyncio.create_task(_measure_delay(delays))
+        start = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as clients:
                 for _ in range(concurrency):
-                    clients.create_task(self._client(pile, prompts, seen))
+                    clients.create_task(self._run_client(numbers, prompts, samples))
         finally:
-            own_clock.cancel()
-            if seen:
-                seconds = time.perf_counter() - begun
-                self.levels.append(Measured(summary(concurrency, seen, seconds, late), tuple(seen)))
+            probe.cancel()
+            if samples:
+                seconds = time.perf_counter() - start
+                self.levels.append(MeasuredLevel(summarize(concurrency, samples, seconds, delays), tuple(samples)))
 
-    async def _client(self, pile: Iterator[int], prompts: Prompts, seen: list[Sample]) -> None:
-        for number in pile:
-            sample = await self.target.ask(prompts.text(number), self.plan.output_tokens)
-            seen.append(sample)
+    async def _run_client(self, numbers: Iterator[int], prompts: Prompts, samples: list[Sample]) -> None:
+        for number in numbers:
+            sample = await self.target.send(prompts.text(number), self.plan.output_tokens)
+            samples.append(sample)
 
-    def result(self) -> Result:
+    def result(self) -> LoadResult:
         refused = tuple(name for name in LENGTH_FIELDS if name not in self.target.length_fields)
         model = self.target.model or ""
-        return Result(self.target.url, model, self.plan, tuple(self.levels), refused, self.uncounted)
+        return LoadResult(self.target.url, model, self.plan, tuple(self.levels), refused, self.uncounted)
 
 
-async def _lateness(late: list[float]) -> None:
-    """By how much this program itself comes too late to what it wants to do, again and again."""
+async def _measure_delay(delays: list[float]) -> None:
+    """Record how late this program's own timers fire."""
     while True:
-        due = time.perf_counter() + BEAT_SECONDS
-        await asyncio.sleep(BEAT_SECONDS)
-        late.append(time.perf_counter() - due)
+        due = time.perf_counter() + PROBE_SECONDS
+        await asyncio.sleep(PROBE_SECONDS)
+        delays.append(time.perf_counter() - due)

@@ -1,9 +1,9 @@
-"""One server under load: what it is asked, and what came when.
+"""Sends requests to the server under test and records when the pieces of each reply arrive.
 
-Of each frame only what is measured is parsed: whether it brings something of the reply, the finish reason, the usage,
-an error. A reply is whole when its finish reason and its usage have come.
+Only the measured parts of a frame are parsed: output, finish reason, usage, error. A reply is complete when its finish
+reason and its usage have arrived.
 
-Fields that only some servers know are sent until a 400 (or 422) names them; then they are left out.
+Optional fields are sent until the server rejects them by name with a 400 or 422.
 """
 
 import time
@@ -12,24 +12,24 @@ from typing import Any
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS, ConfigError
-from dragoman.loadtest.connection import Broken, Connections, Feed
-from dragoman.loadtest.figures import Sample, Usage
+from dragoman.loadtest.connection import ConnectionFailed, Connections
+from dragoman.loadtest.figures import Sample, SampleUsage
 
 LENGTH_FIELDS = ("ignore_eos", "min_tokens")
-"""They keep a reply from ending before it has the wanted length."""
-REFUSALS = (400, 422)
-WORDS_OF_AN_ERROR = 300
+"""Optional fields that keep a reply from ending early."""
+REJECTED_STATUSES = (400, 422)
+MAX_ERROR_LENGTH = 300
 
 
-class Delta(msgspec.Struct, frozen=True):
+class FrameDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: Any = None
 
 
-class Choice(msgspec.Struct, frozen=True):
-    delta: Delta | None = None
+class FrameChoice(msgspec.Struct, frozen=True):
+    delta: FrameDelta | None = None
     finish_reason: str | None = None
 
 
@@ -43,85 +43,81 @@ class WireUsage(msgspec.Struct, frozen=True):
     prompt_tokens_details: CachedTokens | None = None
 
 
-class Frame(msgspec.Struct, frozen=True):
-    choices: tuple[Choice, ...] | None = None
+class ChatFrame(msgspec.Struct, frozen=True):
+    choices: tuple[FrameChoice, ...] | None = None
     usage: WireUsage | None = None
     error: Any = None
 
 
-class ListedModel(msgspec.Struct, frozen=True):
+class ModelEntry(msgspec.Struct, frozen=True):
     id: str
 
 
-class Listing(msgspec.Struct, frozen=True):
-    data: tuple[ListedModel, ...]
+class ModelList(msgspec.Struct, frozen=True):
+    data: tuple[ModelEntry, ...]
 
 
-FRAMES = msgspec.json.Decoder(Frame)
+FRAMES = msgspec.json.Decoder(ChatFrame)
 
 
-class Reading:
-    """A stream as it comes in, without any input or output of its own."""
+class StreamParser:
+    """Parses a stream of server-sent events, without I/O."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []
-        self.usage: Usage | None = None
+        self.usage: SampleUsage | None = None
         self.finished = False
         self.error: str | None = None
-        self.streams = False
-        """Whether a frame has come."""
+        self.has_frames = False
         self.rest = b""
 
     def feed(self, data: bytes, at: float) -> None:
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and (frame := line[5:].strip()) != b"[DONE]":
-                self._frame(frame, at)
+                self._read_frame(frame, at)
 
-    def fault(self) -> str | None:
-        """What is wrong with the stream now that it has ended."""
+    def find_error(self) -> str | None:
+        """Return the error of a stream that has ended."""
         if self.error is not None:
             return self.error
         if not self.finished:
-            return "the stream broke off" if self.arrivals else "no stream came back"
-        return "the stream told no usage" if self.usage is None else None
+            return "the stream was cut off" if self.arrivals else "the reply is not a stream"
+        return "the stream has no usage" if self.usage is None else None
 
-    def _frame(self, data: bytes, at: float) -> None:
-        self.streams = True
+    def _read_frame(self, data: bytes, at: float) -> None:
+        self.has_frames = True
         try:
             frame = FRAMES.decode(data)
         except DECODE_ERRORS as error:
-            self.error = self.error or f"a frame that is none of chat completions: {error}"
+            self.error = self.error or f"malformed chat completion frame: {error}"
             return
         if frame.error is not None:
-            self.error = self.error or words_in(frame.error)
-        if frame.usage is not None:
-            self.usage = _usage(frame.usage)
+            self.error = self.error or extract_message(frame.error)
+        if (usage := frame.usage) is not None:
+            details = usage.prompt_tokens_details
+            cached = details.cached_tokens if details else None
+            self.usage = SampleUsage(usage.prompt_tokens, usage.completion_tokens, cached)
         for choice in frame.choices or ():
-            # Some servers have an empty reason until there is one.
+            # Some servers send an empty finish reason before the end.
             self.finished |= bool(choice.finish_reason)
             delta = choice.delta
             if delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls):
                 self.arrivals.append(at)
 
 
-def _usage(wire: WireUsage) -> Usage:
-    details = wire.prompt_tokens_details
-    return Usage(wire.prompt_tokens, wire.completion_tokens, details.cached_tokens if details else None)
-
-
-def words_of(body: bytes) -> str:
-    """The message of an error body, whichever shape it has; else the body itself."""
+def read_error(body: bytes) -> str:
+    """Return the message of an error body of any known shape, or else the body itself."""
     try:
-        return words_in(msgspec.json.decode(body))
+        return extract_message(msgspec.json.decode(body))
     except DECODE_ERRORS:
-        return words_in(body.decode(errors="replace"))
+        return extract_message(body.decode(errors="replace"))
 
 
-def words_in(found: Any) -> str:
-    while isinstance(found, dict):
-        found = next((found[name] for name in ("error", "message", "detail") if found.get(name)), str(found))
-    return " ".join(str(found).split())[:WORDS_OF_AN_ERROR]
+def extract_message(value: Any) -> str:
+    while isinstance(value, dict):
+        value = next((value[name] for name in ("error", "message", "detail") if value.get(name)), str(value))
+    return " ".join(str(value).split())[:MAX_ERROR_LENGTH]
 
 
 class Target:
@@ -132,52 +128,54 @@ class Target:
         self.connections = Connections(url, key, silence_seconds)
 
     async def choose_model(self) -> str:
-        """The model to ask: the first that is listed, unless one was named."""
+        """Use the first listed model, unless one was named."""
         if self.model is None:
             body = bytearray()
             try:
-                status = await self.connections.ask(self.connections.request("GET", "models"), _collecting(body))
-            except Broken as error:
-                raise self._refused(None, str(error)) from error
+                request = self.connections.request("GET", "models")
+                status = await self.connections.ask(request, lambda data, _: body.extend(data))
+            except ConnectionFailed as error:
+                raise self._config_error(None, str(error)) from error
             if status != 200:
-                raise self._refused(status, f"{status} {words_of(bytes(body))}")
-            self.model = self._first(bytes(body))
+                raise self._config_error(status, f"{status} {read_error(bytes(body))}")
+            self.model = self._first_model(bytes(body))
         return self.model
 
-    async def count(self, text: str) -> int:
-        """The tokens of a prompt with this text. On the way it is learned which fields the server takes."""
-        sample = await self.ask_first(text, 1)
+    async def count_tokens(self, text: str) -> int:
+        """Return the tokens of a prompt with this text. Also finds out which fields the server accepts."""
+        sample = await self.send_first(text, 1)
         assert sample.usage is not None
         return sample.usage.prompt
 
-    async def ask_first(self, text: str, tokens: int) -> Sample:
-        """As `ask`, for a time when nothing is measured yet: an error is one of whoever gave the flags."""
-        while (sample := await self.ask(text, tokens)).error is not None:
-            refused = [name for name in self.length_fields if sample.status in REFUSALS and name in sample.error]
-            if not refused:
-                raise self._refused(sample.status, sample.error)
-            self.length_fields = tuple(name for name in self.length_fields if name not in refused)
+    async def send_first(self, text: str, tokens: int) -> Sample:
+        """Like `send`, before the measurement: an error is raised as an error of the flags."""
+        while (sample := await self.send(text, tokens)).error is not None:
+            is_rejected = sample.status in REJECTED_STATUSES
+            rejected = [name for name in self.length_fields if is_rejected and name in sample.error]
+            if not rejected:
+                raise self._config_error(sample.status, sample.error)
+            self.length_fields = tuple(name for name in self.length_fields if name not in rejected)
         return sample
 
-    async def ask(self, text: str, tokens: int) -> Sample:
-        body = msgspec.json.encode(self._body(text, tokens))
+    async def send(self, text: str, tokens: int) -> Sample:
+        body = msgspec.json.encode(self._build_body(text, tokens))
         request = self.connections.request("POST", "chat/completions", body)
-        reading, status, received = Reading(), None, bytearray()
-        begun = time.perf_counter()
+        parser, status, received = StreamParser(), None, bytearray()
+        start = time.perf_counter()
 
         def feed(data: bytes, at: float) -> None:
-            reading.feed(data, at - begun)
-            if not reading.streams:
+            parser.feed(data, at - start)
+            if not parser.has_frames:
                 received.extend(data)
 
         try:
             status = await self.connections.ask(request, feed)
-            error = reading.fault() if status == 200 else f"{status} {words_of(bytes(received))}"
-        except Broken as failure:
+            error = parser.find_error() if status == 200 else f"{status} {read_error(bytes(received))}"
+        except ConnectionFailed as failure:
             error = str(failure)
-        return Sample(time.perf_counter() - begun, tuple(reading.arrivals), reading.usage, status, error)
+        return Sample(time.perf_counter() - start, tuple(parser.arrivals), parser.usage, status, error)
 
-    def _body(self, text: str, tokens: int) -> dict[str, Any]:
+    def _build_body(self, text: str, tokens: int) -> dict[str, Any]:
         lengths = {"ignore_eos": True, "min_tokens": tokens}
         return {
             "model": self.model,
@@ -188,30 +186,23 @@ class Target:
             **{name: lengths[name] for name in self.length_fields},
         }
 
-    def _first(self, body: bytes) -> str:
+    def _first_model(self, body: bytes) -> str:
         try:
-            listing = msgspec.json.decode(body, type=Listing)
+            listing = msgspec.json.decode(body, type=ModelList)
         except DECODE_ERRORS as error:
-            raise ConfigError(f"--url {self.url}: what answers there is no list of models") from error
+            raise ConfigError(f"--url {self.url}: the answer is not a list of models") from error
         if not listing.data:
-            raise ConfigError(f"--url {self.url}: no model is listed there; name one with --model")
+            raise ConfigError(f"--url {self.url}: the server lists no models; give --model")
         return listing.data[0].id
 
-    def _refused(self, status: int | None, words: str) -> ConfigError:
+    def _config_error(self, status: int | None, message: str) -> ConfigError:
         if status is None:
-            return ConfigError(f"--url {self.url}: no answer: {words}")
+            return ConfigError(f"--url {self.url}: no answer: {message}")
         if status == 200:
-            return ConfigError(f"--url {self.url}: {words}")
-        if status in REFUSALS:
-            return ConfigError(f"the server answered {words}")
-        if status == 404 and self.model is not None and self.model in words:
-            return ConfigError(f"--model {self.model}: the server answered {words}")
-        way_out = "; give --api-key" if status == 401 else ""
-        return ConfigError(f"--url {self.url}: the server answered {words}{way_out}")
-
-
-def _collecting(body: bytearray) -> Feed:
-    def feed(data: bytes, _: float) -> None:
-        body.extend(data)
-
-    return feed
+            return ConfigError(f"--url {self.url}: {message}")
+        if status in REJECTED_STATUSES:
+            return ConfigError(f"the server answered {message}")
+        if status == 404 and self.model is not None and self.model in message:
+            return ConfigError(f"--model {self.model}: the server answered {message}")
+        hint = "; give --api-key" if status == 401 else ""
+        return ConfigError(f"--url {self.url}: the server answered {message}{hint}")

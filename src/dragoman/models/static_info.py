@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.config.locations import Mistake
+from dragoman.config.diagnostics import Mistake
 from dragoman.config.model_spec import ModelSpec
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class

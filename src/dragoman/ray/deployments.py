@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from dragoman.config.loading import Flags, load_settings
 from dragoman.config.model_spec import ModelSpec
-from dragoman.config.ray_options import Replicas
+from dragoman.config.sections import Replicas
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.config.locations import Mistake
+from dragoman.config.diagnostics import Mistake
 from dragoman.config.sections import Keys, Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
