@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.binding import Context, LlamaModel
 
 PROMPT = 12
 
@@ -37,7 +37,7 @@ def decode(context: Context, tokens: list[int], positions: list[int], sequences:
 def main() -> None:
     path, threads, tokens, *rows = sys.argv[1:]
     counts = [int(count) for count in rows]
-    model = Model(Path(path))
+    model = LlamaModel(Path(path))
     most = max(*counts, PROMPT)
     context = Context(model, sequences=max(counts), length=512, rows=most, outputs=most, threads=int(threads))
     speed(context, 1, 8)

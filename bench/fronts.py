@@ -23,7 +23,7 @@ from tools.ports import free_port
 
 from bench.frontend import Caller, Stream, cpu_seconds, run, served_until_ready
 from dragoman.core.engine import Engine, ModelInfo
-from dragoman.core.event_queue import Mailbox
+from dragoman.core.event_queue import EventQueue
 from dragoman.core.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.core.request import GenerationRequest
 
@@ -37,12 +37,12 @@ class Stepping(Engine):
     """Every running request gets its next token in the same moment."""
 
     Options = SteppingOptions
-    streams_events = True
+    emits_events = True
 
     def __init__(self, name: str, options: SteppingOptions) -> None:
         self.name = name
         self.options = options
-        self._running: set[Mailbox] = set()
+        self._running: set[EventQueue] = set()
         self._stepping: asyncio.Task[None] | None = None
 
     @classmethod
@@ -70,7 +70,7 @@ class Stepping(Engine):
                 mailbox.put([TextDelta("word")])
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Sequence[Event]]:
-        mailbox, made = Mailbox(), 0
+        mailbox, made = EventQueue(), 0
         wanted = self.options.tokens if request.max_tokens is None else request.max_tokens
         self._running.add(mailbox)
         try:

@@ -21,7 +21,7 @@ STUB_SERVER = """
 import sys
 from dragoman.cli import main
 from dragoman.server import serve
-def run(settings, engines=(), reread=None, warnings=()):
+def run(settings, engines=(), reload_settings=None, warnings=()):
     names = [model.name for model in settings.models]
     print(names, settings.host, settings.port, list(settings.api_keys), settings.default, dict(settings.aliases))
     print([info.name for engine in engines for info in engine.models()], settings.strict, settings.event_log)
@@ -40,7 +40,7 @@ def environment(folder: Path) -> dict[str, str]:
     run = folder / "home/run"
     run.parent.mkdir(exist_ok=True)
     if not run.is_symlink():
-        run.symlink_to(sources.home() / "run")
+        run.symlink_to(sources.home_directory() / "run")
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(("DRAGOMAN", "HTTP"))}
     return inherited | {
         "PYTHONPATH": str(SOURCE),

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dragoman.client.call import PROTOCOLS, Exchange
+from dragoman.client.call import PROTOCOLS, ClientCall
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import Choice, Collection
@@ -28,7 +28,7 @@ def replay(
     headers: dict[str, str] | None = None,
     check_calls: bool = True,
 ) -> list[Event]:
-    exchange = Exchange(PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids())
+    exchange = ClientCall(PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids())
     exchange.head(status, headers or {})
     events = [event for piece in pieces for event in exchange.feed(piece)]
     for last in exchange.end():

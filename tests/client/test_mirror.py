@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.client.call import PROTOCOLS, Exchange
+from dragoman.client.call import PROTOCOLS, ClientCall
 from dragoman.core.errors import DragomanError, EngineFailed, UnsupportedParameter
 from dragoman.core.events import (
     Event,
@@ -43,7 +43,7 @@ from dragoman.core.request import (
 from dragoman.protocols import responses
 from dragoman.protocols.messages.blocks import sign
 from dragoman.protocols.registry import PROTOCOLS as SERVED
-from dragoman.protocols.responses.decode import Question, decode, read
+from dragoman.protocols.responses.decode import ResponseRequest, decode, parse
 from tests.client.replay import REQUEST, collect, replay
 from tests.support.cuttings import cut_bytes, cuttings
 
@@ -91,7 +91,7 @@ def served(protocol: str, body: dict[str, Any]) -> GenerationRequest:
     data = json.dumps(body).encode()
     if protocol != "responses":
         return SERVED[protocol].decode(data)
-    question: Question = decode(read(data))
+    question: ResponseRequest = decode(parse(data))
     return question.request
 
 
@@ -113,7 +113,7 @@ def compared(request: GenerationRequest) -> Any:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_round_trip(protocol: str, name: str) -> None:
     request = REQUESTS[name]
-    body = Exchange(PROTOCOLS[protocol], request, stream=True).body
+    body = ClientCall(PROTOCOLS[protocol], request, stream=True).body
     found = served(protocol, body)
     expected = request
     if name == "no thinking" and protocol == "responses":
@@ -127,10 +127,10 @@ def test_field_that_only_some_protocols_support(name: str) -> None:
     value = ONLY_CHAT[name]
     with_it = {"sampling": value} if isinstance(value, Sampling) else {"constraint": value}
     request = GenerationRequest(messages=HISTORY[:2], **with_it)
-    assert compared(served("chat", Exchange(PROTOCOLS["chat"], request, stream=False).body)) == compared(request)
+    assert compared(served("chat", ClientCall(PROTOCOLS["chat"], request, stream=False).body)) == compared(request)
     if name != "json":
         with pytest.raises(UnsupportedParameter):
-            Exchange(PROTOCOLS["messages"], request, stream=False)
+            ClientCall(PROTOCOLS["messages"], request, stream=False)
 
 
 def test_messages_omits_reasoning_without_signature() -> None:
@@ -151,8 +151,8 @@ def test_inline_images() -> None:
 def encoder(protocol: str) -> Any:
     if protocol != "responses":
         return SERVED[protocol].encoder(REQUEST, 0)
-    question = decode(read(json.dumps({"input": "hello"}).encode()))
-    return responses.Telling(question.shown, lambda: 0.0).encoder(REQUEST, 0)
+    question = decode(parse(json.dumps({"input": "hello"}).encode()))
+    return responses.ResponseWriter(question.shown, lambda: 0.0).encoder(REQUEST, 0)
 
 
 PIECES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

@@ -8,7 +8,7 @@ import msgspec
 import pydantic
 import pytest
 
-from dragoman.client.python_types import output_type_of, tool_of
+from dragoman.client.python_types import output_type_of, tool_from_function
 from dragoman.core.request import Image, Text, ToolCall
 
 
@@ -36,7 +36,7 @@ Person.model_rebuild()
 
 
 def call(function: Any, arguments: str) -> tuple[str, bool]:
-    result = tool_of(function).run(ToolCall("a", function.__name__, arguments))
+    result = tool_from_function(function).run(ToolCall("a", function.__name__, arguments))
     assert result.call_id == "a"
     return "".join(part.text for part in result.content if isinstance(part, Text)), result.is_error
 
@@ -98,7 +98,7 @@ def weather(city: str, unit: Literal["C", "F"] = "C", days: Annotated[int, "How 
 
 
 def test_function_as_tool() -> None:
-    tool = tool_of(weather).tool
+    tool = tool_from_function(weather).tool
     assert (tool.name, tool.description) == ("weather", "The weather of a city.\n\nFrom the best sources.")
     assert tool.parameters == {
         "type": "object",
@@ -123,7 +123,7 @@ def test_rest_style_docstring() -> None:
         """
         return a + b
 
-    tool = tool_of(add).tool
+    tool = tool_from_function(add).tool
     assert tool.description == "Adds."
     assert tool.parameters is not None
     assert [field["description"] for field in tool.parameters["properties"].values()] == ["the one", "the other"]
@@ -134,7 +134,7 @@ def test_argument_types() -> None:
     def visit(place: Place, person: Person, notes: list[str] = ["x"], anything: Any = None) -> dict[str, Any]:  # noqa: B006
         return {"place": place, "person": person, "notes": notes, "anything": anything}
 
-    tool = tool_of(visit).tool
+    tool = tool_from_function(visit).tool
     assert tool.parameters is not None
     assert {"Place", "Home"} <= set(tool.parameters["$defs"])
     found, failed = call(
@@ -164,7 +164,7 @@ def test_image_results() -> None:
     def look() -> Image:
         return Image(b"png", "image/png")
 
-    assert tool_of(look).run(ToolCall("a", "look", "")).content == (Image(b"png", "image/png"),)
+    assert tool_from_function(look).run(ToolCall("a", "look", "")).content == (Image(b"png", "image/png"),)
 
 
 def test_async_functions() -> None:
@@ -173,17 +173,17 @@ def test_async_functions() -> None:
         return "waited"
 
     assert call(wait, '{"seconds": 0}') == ("waited", False)
-    result = asyncio.run(tool_of(wait).run_async(ToolCall("a", "wait", '{"seconds": 0}')))
+    result = asyncio.run(tool_from_function(wait).run_async(ToolCall("a", "wait", '{"seconds": 0}')))
     assert result.content == (Text("waited"),)
-    assert asyncio.run(tool_of(wait).run_async(ToolCall("a", "wait", "{}"))).is_error
+    assert asyncio.run(tool_from_function(wait).run_async(ToolCall("a", "wait", "{}"))).is_error
 
 
 @pytest.mark.parametrize("function", [lambda: 1, lambda *a: 1])
 def test_invalid_tool_functions(function: Any) -> None:
     with pytest.raises(TypeError):
-        tool_of(function)
+        tool_from_function(function)
 
     def spread(*things: int) -> None: ...
 
     with pytest.raises(TypeError, match="things"):
-        tool_of(spread)
+        tool_from_function(spread)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dragoman.config.quantities import duration, shown_size, size
+from dragoman.config.quantities import format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from dragoman.config.quantities import duration, shown_size, size
     [("5", 5), (5, 5), (0.5, 0.5), ("90s", 90), ("10m", 600), ("2 h", 7200), ("1d", 86400), ("forever", math.inf)],
 )
 def test_durations(text: object, seconds: float) -> None:
-    assert duration(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_durations(text: object, seconds: float) -> None:
     [(5, 5), ("5B", 5), ("1kb", 1000), ("1 KiB", 1024), ("12GiB", 12 * 2**30), ("2tb", 2 * 10**12)],
 )
 def test_sizes(text: object, size_in_bytes: int) -> None:
-    assert size(text) == size_in_bytes
+    assert parse_size(text) == size_in_bytes
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_sizes(text: object, size_in_bytes: int) -> None:
     [(5, "5 B"), (2048, "2.0 KiB"), (150 * 2**20, "150 MiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2.0 TiB")],
 )
 def test_formatted_sizes(count: int, text: str) -> None:
-    assert shown_size(count) == text
+    assert format_size(count) == text

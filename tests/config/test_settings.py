@@ -104,8 +104,8 @@ def test_entry_on_another_line_is_the_same_model() -> None:
     texts = ("models: {a: a.gguf}", "port: 1\nmodels: {a: a.gguf}", "models: {a: b.gguf}")
     first, moved, other = (load(text).models[0] for text in texts)
     assert first != moved
-    assert first.same_but_for_place(moved)
-    assert not first.same_but_for_place(other)
+    assert first.equals_except_location(moved)
+    assert not first.equals_except_location(other)
 
 
 def test_other_top_level_settings() -> None:

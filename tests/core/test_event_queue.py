@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.core.event_queue import Mailbox
+from dragoman.core.event_queue import EventQueue
 from dragoman.core.events import Event, TextDelta
 
 
@@ -16,7 +16,7 @@ def deltas(*texts: str) -> Sequence[Event]:
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=20))
 def test_events_arrive_in_order(steps: list[tuple[int, bool]]) -> None:
     async def scenario() -> None:
-        mailbox = Mailbox()
+        mailbox = EventQueue()
         sent: list[Event] = []
 
         async def write() -> None:
@@ -41,7 +41,7 @@ def test_events_arrive_in_order(steps: list[tuple[int, bool]]) -> None:
 
 def test_failure_follows_earlier_events() -> None:
     async def scenario() -> None:
-        mailbox = Mailbox()
+        mailbox = EventQueue()
         mailbox.put(deltas("a"))
         mailbox.fail(ValueError("boom"))
         assert await mailbox.take() == list(deltas("a"))
@@ -54,7 +54,7 @@ def test_failure_follows_earlier_events() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_end_wakes_a_waiting_reader(fails: bool) -> None:
     async def scenario() -> None:
-        mailbox = Mailbox()
+        mailbox = EventQueue()
         reader = asyncio.create_task(asyncio.wait_for(mailbox.take(), 5))
         await asyncio.sleep(0)
         mailbox.put(())
@@ -73,7 +73,7 @@ def test_end_wakes_a_waiting_reader(fails: bool) -> None:
 
 def test_cancelled_take_loses_no_events() -> None:
     async def scenario() -> None:
-        mailbox = Mailbox()
+        mailbox = EventQueue()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(mailbox.take(), 0.01)
         mailbox.put(deltas("a"))

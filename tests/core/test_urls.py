@@ -4,7 +4,7 @@ import pytest
 
 from dragoman.client.planner import request_headers
 from dragoman.core.errors import ConfigError
-from dragoman.core.urls import public, site
+from dragoman.core.urls import parse_address, remove_credentials
 from dragoman.loadtest.connection import Connections
 
 
@@ -21,7 +21,7 @@ from dragoman.loadtest.connection import Connections
     ],
 )
 def test_api_of_an_address(url: str, api: str, root: str) -> None:
-    found = site(url)
+    found = parse_address(url)
     assert (found.api, found.root) == (api, root)
     # The load test uses the same API path.
     asked = Connections(url, None, 1.0)
@@ -31,27 +31,27 @@ def test_api_of_an_address(url: str, api: str, root: str) -> None:
 @pytest.mark.parametrize("url", ["h:80", "ftp://h", "http://", "http://h:99999", "http://[h"])
 def test_invalid_addresses(url: str) -> None:
     with pytest.raises(ConfigError, match="expected an address such as http"):
-        site(url)
+        parse_address(url)
 
 
 @pytest.mark.parametrize("url", ["http://h/v1?x=1", "http://h?key=secret", "http://h/v1#x"])
 def test_query_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="must not contain") as caught:
-        site(url)
+        parse_address(url)
     assert "secret" not in str(caught.value)
 
 
 def test_credentials_are_sent_only_in_a_header() -> None:
-    found = site("http://me%40here:p%3Aw@h/v1")
+    found = parse_address("http://me%40here:p%3Aw@h/v1")
     assert "p%3Aw" not in found.api + found.root
     # "me@here:p:w"
     assert request_headers(found, "key", "chat")["authorization"] == "Basic bWVAaGVyZTpwOnc="
     assert b"\r\nauthorization: Basic bWVAaGVyZTpwOnc=\r\n" in Connections("http://me%40here:p%3Aw@h", "k", 1).request(
         "GET", ""
     )
-    assert request_headers(site("http://h"), "key", "chat")["authorization"] == "Bearer key"
+    assert request_headers(parse_address("http://h"), "key", "chat")["authorization"] == "Bearer key"
     with pytest.raises(ConfigError) as refusal:
-        site("ftp://me:pw@h")
+        parse_address("ftp://me:pw@h")
     assert "pw" not in str(refusal.value)
 
 
@@ -66,4 +66,4 @@ def test_credentials_are_sent_only_in_a_header() -> None:
     ],
 )
 def test_credentials_are_removed_from_text(text: str, shown: str) -> None:
-    assert public(text) == shown
+    assert remove_credentials(text) == shown

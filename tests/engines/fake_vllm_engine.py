@@ -15,7 +15,7 @@ from dragoman.core.request import (
     Text,
 )
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.pipeline.event_stream import run
+from dragoman.pipeline.event_stream import stream_events
 
 STAND_IN = Path(__file__).parent / "fakevllm"
 IM_START, IM_END = 256, 257
@@ -51,7 +51,7 @@ NOT_ONE = JsonSchema(
 
 
 async def events(made: WorkerEngine, request: GenerationRequest) -> list[Event]:
-    return [event async for batch in run(made, request) for event in batch]
+    return [event async for batch in stream_events(made, request) for event in batch]
 
 
 def text_of(said: Sequence[Event]) -> str:

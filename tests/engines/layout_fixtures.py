@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dragoman.engines.llama.tuning import layout
-from dragoman.engines.llama.tuning.layout import LayoutChoice, prepared
+from dragoman.engines.llama.tuning.layout import LayoutChoice, prepare_model_file
 from dragoman.files.gguf import Outline, Tensor, read_outline
 
 LAYERS = 4
@@ -63,7 +63,7 @@ def tried_home(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAGOMAN_HOME", str(home))
         accept_all(patch)
-        assert prepared(small).name == "Q8_0.gguf"
+        assert prepare_model_file(small).name == "Q8_0.gguf"
     return home
 
 

@@ -1,8 +1,8 @@
 """Runs the llama scheduler with a model of the decoder's memory: lists of tokens."""
 
-from dragoman.engines.llama.prefix_tree import Prefixes, _Node
+from dragoman.engines.llama.prefix_tree import PrefixTree, _Node
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Chunk, Job, Plan, Scheduler
-from dragoman.engines.llama.sequences import WORTH, Clear, Copy, PinnedPrefix, Trim
+from dragoman.engines.llama.sequences import MIN_SHARED_TOKENS, Clear, Copy, PinnedPrefix, Trim
 
 WRONG = 77
 Cell = tuple[int, str]
@@ -34,7 +34,7 @@ class Memory:
         return [token for token, _ in self.sequences[sequence]]
 
 
-def text_of(tree: Prefixes, holder: int) -> list[int]:
+def text_of(tree: PrefixTree, holder: int) -> list[int]:
     tokens: list[int] = []
     node: _Node | None = tree.ends[holder]
     while node is not None:
@@ -131,7 +131,7 @@ class SchedulerModel:
         after = self.covered()
         assert len(after) <= len(self.scheduler.sequences.cache) // 2
         for pin, length in after.items():
-            assert length >= before[pin] or before[pin] < WORTH, "a pinned prefix was evicted"
+            assert length >= before[pin] or before[pin] < MIN_SHARED_TOKENS, "a pinned prefix was evicted"
 
     def check_memory(self) -> None:
         scheduler, sequences = self.scheduler, self.scheduler.sequences

@@ -19,8 +19,8 @@ from dragoman.core.request import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.ipc.worker_engine import WorkerEngine, options_of
-from dragoman.pipeline.event_stream import call, run
+from dragoman.ipc.worker_engine import WorkerEngine, dump_options
+from dragoman.pipeline.event_stream import call_engine, stream_events
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
 from tests.pipeline.test_generate import whole
 from tests.support.serving import serving
@@ -96,8 +96,8 @@ class Subject:
     def count_running(self) -> int:
         """The number of running generations, as far as it is known."""
         if isinstance(self.engine, WorkerEngine):
-            assert self.engine._child is not None
-            return len(self.engine._child.streams)
+            assert self.engine._worker is not None
+            return len(self.engine._worker.streams)
         if isinstance(self.engine, UpstreamEngine):
             return self.engine.states()[0].running
         return self.engine.live if isinstance(self.engine, CustomAsyncEngine | CustomEngine) else 0
@@ -108,7 +108,7 @@ def scripted(path: Path) -> Engine:
 
 
 def scripted_in_a_worker(path: Path) -> Engine:
-    return WorkerEngine("scripted", "scripted", options_of(ScriptedOptions(context=CONTEXT, tokens_per_second=100)))
+    return WorkerEngine("scripted", "scripted", dump_options(ScriptedOptions(context=CONTEXT, tokens_per_second=100)))
 
 
 def llama_in_a_worker(path: Path) -> Engine:
@@ -165,7 +165,7 @@ def ask(text: str, **fields: Any) -> GenerationRequest:
 
 
 async def events(engine: Engine, request: GenerationRequest) -> list[Event]:
-    return [event for batch in [batch async for batch in run(engine, request)] for event in batch]
+    return [event for batch in [batch async for batch in stream_events(engine, request)] for event in batch]
 
 
 async def choice(engine: Engine, request: GenerationRequest) -> Choice:
@@ -178,7 +178,7 @@ def deltas(said: Sequence[Event]) -> list[TextDelta]:
 
 def test_stream_begins_with_started_and_ends_with_one_finished(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
-        stream = run(engine, ask("Say hello to the world."))
+        stream = stream_events(engine, ask("Say hello to the world."))
         batches = [batch async for batch in stream]
         assert all(batches)
         said = [event for batch in batches for event in batch]
@@ -258,7 +258,7 @@ def test_closing_a_stream_frees_its_slot(subject: Subject) -> None:
 
     async def test(engine: Engine) -> None:
         for _ in range(2):
-            streams = [run(engine, ask(LONG, max_tokens=None)) for _ in range(SLOTS)]
+            streams = [stream_events(engine, ask(LONG, max_tokens=None)) for _ in range(SLOTS)]
             for stream in streams:
                 await anext(stream)
             assert isinstance(engine, ScriptedEngine) or subject.count_running() == SLOTS
@@ -275,7 +275,7 @@ def test_closing_a_stream_frees_its_slot(subject: Subject) -> None:
 def test_cancelling_the_reader_frees_its_slot(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         async def read() -> None:
-            async with aclosing(run(engine, ask(LONG, max_tokens=None))) as stream:
+            async with aclosing(stream_events(engine, ask(LONG, max_tokens=None))) as stream:
                 async for _ in stream:
                     pass
             await asyncio.Event().wait()  # a fast engine may have finished already
@@ -330,13 +330,13 @@ def test_tokenize_if_supported(subject: Subject) -> None:
         text = "Grüße, 世界 😀\n <|im_end|>"
         if "tokenize" not in engine.supports():
             with pytest.raises(NotSupported):
-                await call(engine.tokenize, text, False)
+                await call_engine(engine.tokenize, text, False)
             return
-        tokens: Sequence[int] = await call(engine.tokenize, text, False)
-        assert await call(engine.detokenize, tokens) == text
-        assert len(await call(engine.tokenize, text, True)) < len(tokens)
+        tokens: Sequence[int] = await call_engine(engine.tokenize, text, False)
+        assert await call_engine(engine.detokenize, tokens) == text
+        assert len(await call_engine(engine.tokenize, text, True)) < len(tokens)
         with pytest.raises(BadRequest):
-            await call(engine.detokenize, [2**31 - 1])
+            await call_engine(engine.detokenize, [2**31 - 1])
 
     subject.run_test(test)
 
@@ -345,10 +345,10 @@ def test_embed_if_supported(subject: Subject) -> None:
     async def test(engine: Engine) -> None:
         if "embeddings" not in engine.supports():
             with pytest.raises(NotSupported):
-                await call(engine.embed, ["a"])
+                await call_engine(engine.embed, ["a"])
             return
         inputs = ["The cat sleeps.", (7, 8, 9), "The cat sleeps.", "Taxes rise."]
-        first, ids, second, other = await call(engine.embed, inputs)
+        first, ids, second, other = await call_engine(engine.embed, inputs)
         assert first.dimensions == ids.dimensions == other.dimensions > 8
         assert all(math.hypot(*made.values) == pytest.approx(1, abs=1e-5) for made in (first, ids, other))
         assert first.likeness(second) == pytest.approx(1, abs=1e-3)
@@ -356,8 +356,8 @@ def test_embed_if_supported(subject: Subject) -> None:
         assert (first.tokens if isinstance(engine, UpstreamEngine) else ids.tokens) >= 3
         assert first.likeness(other) < 0.99
         with pytest.raises(ContextTooLong):
-            await call(engine.embed, ["fine", OVERLONG])
-        assert len(await call(engine.embed, ["fine"])) == 1
+            await call_engine(engine.embed, ["fine", OVERLONG])
+        assert len(await call_engine(engine.embed, ["fine"])) == 1
 
     subject.run_test(test)
 

@@ -10,7 +10,7 @@ from dragoman.core.request import Logprobs
 from dragoman.engines.llama.adapters import AdapterOptions
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.pace import Pace
+from dragoman.engines.llama.pace import StepPace
 from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
 from tests.engines.adapters import write_adapter
 from tests.engines.running import FRANCE, Run, chat, collect, completion
@@ -64,7 +64,7 @@ def test_prefixes_are_not_shared_between_adapters(with_engine: Run, adapter: Pat
     with_engine(test, slots=2, context=128, adapters={"strong": str(adapter)})
 
 
-class RecordingPace(Pace):
+class RecordingPace(StepPace):
     def __init__(self, steps: list[int]) -> None:
         super().__init__(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
         self.steps = steps

@@ -390,9 +390,9 @@ THINKING = """\
 def test_thinking_that_the_prompt_has_opened(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        intake, model = engine.loaded.intake, engine.loaded.intake.model
-        intake.template = ChatTemplate(
-            THINKING, bos="<|im_start|>", eos="<|im_end|>", control=model.control, format=intake.format
+        request_builder, model = engine.loaded.request_builder, engine.loaded.request_builder.model
+        request_builder.template = ChatTemplate(
+            THINKING, bos="<|im_start|>", eos="<|im_end|>", control=model.control, format=request_builder.format
         )
         schema = closed(n=SMALL)
         for thinking in (Thinking(budget_tokens=6), Thinking(effort="none")):

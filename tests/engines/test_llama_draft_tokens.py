@@ -7,14 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engines.llama.speculation import GRAM, MAX_AHEAD, MIN_JOB_SPEED, Cost, DraftLookup, worthwhile
+from dragoman.engines.llama.speculation import (
+    GRAM,
+    MAX_AHEAD,
+    MIN_JOB_SPEED,
+    DraftLookup,
+    StepCost,
+    choose_draft_counts,
+)
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
 CPU, GPU = (0.0066, 0.0051), (0.02, 0.0001)
 
 
-def cost_of(fixed: float, row: float) -> Cost:
-    cost = Cost()
+def cost_of(fixed: float, row: float) -> StepCost:
+    cost = StepCost()
     cost.fixed, cost.row = fixed, row
     return cost
 
@@ -32,7 +39,7 @@ def test_guess_continues_an_earlier_match(prompt: list[int], reply: list[int]) -
     text = prompt + reply
     assert lookup.tokens == text
     matches = [at for at in range(GRAM, len(text)) if text[at - GRAM : at] == text[-GRAM:]]
-    assert bool(lookup.hopes(9)) == bool(matches)
+    assert bool(lookup.draft_chances(9)) == bool(matches)
     if matches:
         assert lookup.match in matches
         guessed = lookup.guess(9)
@@ -41,10 +48,10 @@ def test_guess_continues_an_earlier_match(prompt: list[int], reply: list[int]) -
 
 @given(prompt=TEXTS, reply=TEXTS, most=st.integers(-1, 9))
 def test_probabilities_decrease_and_respect_the_limit(prompt: list[int], reply: list[int], most: int) -> None:
-    hopes = read(prompt, reply).hopes(most)
-    assert len(hopes) <= max(min(most, MAX_AHEAD), 0)
-    assert hopes == sorted(hopes, reverse=True)
-    assert all(0 <= hope <= 1 for hope in hopes)
+    draft_chances = read(prompt, reply).draft_chances(most)
+    assert len(draft_chances) <= max(min(most, MAX_AHEAD), 0)
+    assert draft_chances == sorted(draft_chances, reverse=True)
+    assert all(0 <= hope <= 1 for hope in draft_chances)
 
 
 def test_confirmed_match_is_kept_despite_a_later_one() -> None:
@@ -62,7 +69,7 @@ def test_hit_rates_are_learnt_without_drafts() -> None:
     rng = random.Random(1)
     prompt = [rng.randrange(1000) for _ in range(300)]
     copying = read(prompt, prompt[20:60])
-    assert copying.hopes(1)[0] > 0.9
+    assert copying.draft_chances(1)[0] > 0.9
     misled = (token for at in range(60) for token in (1, 2, 3, 100 + at))
     astray = read([], list(misled))
     assert astray.new_match_rate.value < 0.1
@@ -75,7 +82,7 @@ def test_constant_time_per_token() -> None:
         begun = time.thread_time()
         for at in range(100_000):
             lookup.append(at * 7919 % 5000)
-            lookup.guess(MAX_AHEAD) if lookup.hopes(MAX_AHEAD) else None
+            lookup.guess(MAX_AHEAD) if lookup.draft_chances(MAX_AHEAD) else None
         times.append(time.thread_time() - begun)
     assert times[1] < 3 * times[0] + 0.1
 
@@ -83,7 +90,7 @@ def test_constant_time_per_token() -> None:
 @pytest.mark.parametrize(("fixed", "row"), [CPU, GPU, (0.0, 0.01), (0.1, 0.0)])
 def test_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> None:
     rng = random.Random(2)
-    cost = Cost()
+    cost = StepCost()
     for _ in range(400):
         rows = rng.choice([1, 1, 2, 5, 8])
         noise = 10 if rng.random() < 0.01 else rng.uniform(0.95, 1.05)
@@ -95,11 +102,11 @@ def test_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> None:
 def test_wrong_row_cost_is_forgotten_without_drafts() -> None:
     certain = [0.98**ahead for ahead in range(1, 8)]
     cost = cost_of(0.0, 0.012)
-    assert worthwhile(cost, {0: certain}, 0.15) == {}
+    assert choose_draft_counts(cost, {0: certain}, 0.15) == {}
     for _ in range(100):
         cost.took(1, 0, 0.012)
     assert cost.seconds(1) == pytest.approx(0.012)
-    assert worthwhile(cost, {0: certain}, 0.15)[0] >= 2
+    assert choose_draft_counts(cost, {0: certain}, 0.15)[0] >= 2
 
 
 def test_busy_machine_does_not_change_the_row_cost() -> None:
@@ -111,27 +118,27 @@ def test_busy_machine_does_not_change_the_row_cost() -> None:
 
 
 def test_no_drafts_before_the_first_measurement() -> None:
-    assert worthwhile(Cost(), {0: [0.9]}, 0.15) == {}
-    assert worthwhile(cost_of(*CPU), {}, 0.15) == {}
+    assert choose_draft_counts(StepCost(), {0: [0.9]}, 0.15) == {}
+    assert choose_draft_counts(cost_of(*CPU), {}, 0.15) == {}
 
 
 def test_unlikely_guess_pays_only_if_rows_are_cheap() -> None:
     certain, doubtful = [0.98**ahead for ahead in range(1, 8)], [0.4**ahead for ahead in range(1, 8)]
-    assert worthwhile(cost_of(*CPU), {0: certain}, 0.15) == {0: 7}
-    assert worthwhile(cost_of(*CPU), {0: doubtful}, 0.15) == {}
-    assert worthwhile(cost_of(*GPU), {0: doubtful}, 0.15)[0] >= 4
+    assert choose_draft_counts(cost_of(*CPU), {0: certain}, 0.15) == {0: 7}
+    assert choose_draft_counts(cost_of(*CPU), {0: doubtful}, 0.15) == {}
+    assert choose_draft_counts(cost_of(*GPU), {0: doubtful}, 0.15)[0] >= 4
 
 
 def test_no_drafts_in_a_full_batch_on_a_cpu() -> None:
     likely = {0: [0.9, 0.8], **{job: [] for job in range(1, 16)}}
-    assert worthwhile(cost_of(*CPU), likely, 0.15) == {}
-    assert worthwhile(cost_of(*GPU), likely, 0.15) == {0: 2}
+    assert choose_draft_counts(cost_of(*CPU), likely, 0.15) == {}
+    assert choose_draft_counts(cost_of(*GPU), likely, 0.15) == {0: 2}
 
 
 def test_drafts_do_not_slow_down_other_jobs() -> None:
     certain = [0.99**ahead for ahead in range(1, 8)]
-    assert worthwhile(cost_of(*CPU), {0: certain, 1: []}, 0.15).get(0, 0) < 2
-    assert worthwhile(cost_of(*CPU), {0: certain, 1: certain}, 0.15) == {0: 7, 1: 7}
+    assert choose_draft_counts(cost_of(*CPU), {0: certain, 1: []}, 0.15).get(0, 0) < 2
+    assert choose_draft_counts(cost_of(*CPU), {0: certain, 1: certain}, 0.15) == {0: 7, 1: 7}
 
 
 HOPES = st.lists(st.floats(0, 1), max_size=7).map(lambda found: sorted(found, reverse=True))
@@ -147,15 +154,15 @@ HOPES = st.lists(st.floats(0, 1), max_size=7).map(lambda found: sorted(found, re
 def test_drafts_pay_in_total_and_cost_each_job_little(
     fixed: float, row: float, texts: list[list[float]], gap: float, most: int
 ) -> None:
-    cost, hopes = cost_of(fixed, row), dict(enumerate(texts))
-    counts = worthwhile(cost, hopes, gap, most)
+    cost, draft_chances = cost_of(fixed, row), dict(enumerate(texts))
+    counts = choose_draft_counts(cost, draft_chances, gap, most)
     drafted = sum(counts.values())
     assert drafted <= most
-    assert all(0 < count <= len(hopes[job]) for job, count in counts.items())
+    assert all(0 < count <= len(draft_chances[job]) for job, count in counts.items())
     if not counts:
         return
     plain, seconds = cost.seconds(len(texts)), cost.seconds(len(texts) + drafted)
-    tokens = {job: 1 + sum(hopes[job][: counts.get(job, 0)]) for job in hopes}
+    tokens = {job: 1 + sum(draft_chances[job][: counts.get(job, 0)]) for job in draft_chances}
     assert sum(tokens.values()) / seconds > len(texts) / plain
     assert min(tokens.values()) / seconds >= MIN_JOB_SPEED / plain * 0.999
     assert len(texts) == 1 or seconds <= max(gap, plain / MIN_JOB_SPEED) * 1.001

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dragoman.core.embeddings import Embedding
 from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported
 from dragoman.engines.llama.binding import Context
-from dragoman.engines.llama.compute_thread import Turns
+from dragoman.engines.llama.compute_thread import ComputeThread
 from dragoman.engines.llama.embedder import MAX_UNCHECKED_BYTES
 from dragoman.engines.llama.engine import EMBEDDING_SEQUENCES, LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
@@ -261,7 +261,7 @@ def test_stream_continues_while_texts_are_embedded(with_engine: Run) -> None:
 
 
 def test_compute_thread_is_fair() -> None:
-    compute_thread, ready = Turns(), threading.Event()
+    compute_thread, ready = ComputeThread(), threading.Event()
     order: list[tuple[str, int]] = []
 
     def compute(caller: str) -> None:

@@ -12,10 +12,10 @@ import pytest
 from dragoman.core.errors import ConfigError, EngineFailed
 from dragoman.core.request import Sampling
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.binding import ABORTED, Model
+from dragoman.engines.llama.binding import ABORTED, LlamaModel
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.pace import Pace
+from dragoman.engines.llama.pace import StepPace
 from tests.engines.running import (
     GREEDY,
     Collected,
@@ -63,7 +63,7 @@ def test_decode_of_a_cancelled_job_is_aborted(with_engine: Run) -> None:
 
         expected = await collect(engine, completion())
         context.decode = recording  # type: ignore[method-assign,assignment]
-        engine.loaded.runner.alone = Pace(60, least=512, most=512)
+        engine.loaded.runner.alone = StepPace(60, least=512, most=512)
         prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 600)))))
         async with asyncio.timeout(60):
             while engine.loaded.runner.sole is None:  # noqa: ASYNC110  (changes in another thread)
@@ -244,7 +244,7 @@ def test_invalid_options(wrong: dict[str, int]) -> None:
 
 
 def test_long_text_is_tokenized_in_parts_with_the_same_result(smollm2_path: Path) -> None:
-    model = Model(smollm2_path)
+    model = LlamaModel(smollm2_path)
     text = "".join(f"<|im_start|>user\nQuestion {at} <|im_<|im_end|>{'x' * (at % 50)}\n" for at in range(600))
     assert model.tokenize(text, special=True) == model._tokenize(text, special=True)
     model.close()

@@ -16,7 +16,13 @@ from dragoman.engines.llama import hardware
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.tuning import layout
-from dragoman.engines.llama.tuning.layout import Layout, in_use, is_settled, prepared, rejection_reason
+from dragoman.engines.llama.tuning.layout import (
+    Layout,
+    chosen_layout,
+    is_layout_known,
+    prepare_model_file,
+    rejection_reason,
+)
 from dragoman.engines.llama.tuning.trial_messages import Quality, Speed, TrialResult
 from tests.engines.layout_fixtures import (
     Recorder,
@@ -40,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("home")
 def test_trial_of_the_real_model(smollm2_path: Path, home: Path) -> None:
     recorder = Recorder()
     before = smollm2_path.read_bytes()
-    path = prepared(smollm2_path, recorder.say, recorder.bar)
+    path = prepare_model_file(smollm2_path, recorder.say, recorder.bar)
     assert path.name == "Q8_0.gguf"
     assert smollm2_path.read_bytes() == before
     choice = read_choice(home)
@@ -59,9 +65,9 @@ def test_trial_of_the_real_model(smollm2_path: Path, home: Path) -> None:
 
 def test_choice_is_remembered(small: Path, q8_copy: Path, home: Path) -> None:
     recorder = Recorder()
-    assert is_settled(small)
-    assert in_use(small) == "Q8_0 for Q4_1"
-    assert prepared(small, recorder.say, recorder.bar) == q8_copy
+    assert is_layout_known(small)
+    assert chosen_layout(small) == "Q8_0 for Q4_1"
+    assert prepare_model_file(small, recorder.say, recorder.bar) == q8_copy
     assert (recorder.lines, recorder.parts) == ([], [])
     assert stored_files(home) == ["Q8_0.gguf", "choice.json", "lock"]
 
@@ -80,40 +86,40 @@ def test_new_trial_on_another_processor_rejects_slower_copy(
     cpuinfo.write_text("model name\t: Abacus 9\nflags\t\t: fpu avx2 fma\n")
     monkeypatch.setattr(hardware, "CPUINFO", cpuinfo)
     assert hardware.processor() == hardware.Processor("Abacus 9", ("avx2", "fma"))
-    assert not is_settled(small)
+    assert not is_layout_known(small)
     monkeypatch.setattr(layout, "MIN_CPU_SHARE", 0)
     monkeypatch.setattr(layout, "MIN_SPEEDUP", 1000)
     recorder = Recorder()
-    assert prepared(small, recorder.say) == small
+    assert prepare_model_file(small, recorder.say) == small
     assert f"{small.name} stays Q4_1: as Q8_0 it is not clearly faster (speed of prompts " in recorder.lines[-1]
     assert stored_files(home) == ["choice.json", "lock"]
-    assert in_use(small) == "as-is"
+    assert chosen_layout(small) == "as-is"
     again = Recorder()
-    assert prepared(small, again.say) == small
+    assert prepare_model_file(small, again.say) == small
     assert again.lines == []
 
 
 def test_no_choice_is_stored_on_a_busy_machine(small: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "MIN_CPU_SHARE", 2)
     recorder = Recorder()
-    assert prepared(small, recorder.say) == small
+    assert prepare_model_file(small, recorder.say) == small
     assert "too busy to measure its speed; loading the model in 30 minutes or later tries" in recorder.lines[-1]
     assert stored_files(home) == ["busy", "lock"]
     again = Recorder()
-    assert prepared(small, again.say) == small
+    assert prepare_model_file(small, again.say) == small
     (line,) = again.lines
     assert line.startswith("small.gguf stays Q4_1: the machine was too busy for a trial; remove ")
-    assert not is_settled(small)
+    assert not is_layout_known(small)
 
 
 def test_new_trial_after_the_busy_delay(small: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "MIN_CPU_SHARE", 2)
-    prepared(small)
+    prepare_model_file(small)
     (busy,) = home.glob("layouts/*/busy")
     before = time.time() - layout.BUSY_SECONDS
     os.utime(busy, (before, before))
     accept_all(monkeypatch)
-    assert prepared(small).name == "Q8_0.gguf"
+    assert prepare_model_file(small).name == "Q8_0.gguf"
     assert stored_files(home) == ["Q8_0.gguf", "choice.json", "lock"]
 
 
@@ -122,10 +128,10 @@ def test_changed_file_needs_a_new_trial(small: Path) -> None:
     stat = small.stat()
     os.utime(small, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     try:
-        assert not is_settled(small)
+        assert not is_layout_known(small)
     finally:
         os.utime(small, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert is_settled(small)
+    assert is_layout_known(small)
 
 
 def mapped_model_files() -> list[str]:
@@ -161,7 +167,7 @@ def test_no_trial_for_fast_layouts_and_invalid_files(minilm_path: Path, tmp_path
     broken.write_bytes(b"GGUF")
     for path in (minilm_path, broken, tmp_path / "none.gguf"):
         recorder = Recorder()
-        assert prepared(path, recorder.say) == path
+        assert prepare_model_file(path, recorder.say) == path
         assert recorder.lines == []
     assert not home.exists()
 
@@ -169,7 +175,7 @@ def test_no_trial_for_fast_layouts_and_invalid_files(minilm_path: Path, tmp_path
 def test_no_trial_for_a_truncated_file(small: Path, tmp_path: Path, home: Path) -> None:
     path = tmp_path / "half.gguf"
     path.write_bytes(small.read_bytes()[:-100_000])
-    assert prepared(path) == path
+    assert prepare_model_file(path) == path
     assert not home.exists()
 
 
@@ -186,7 +192,7 @@ def test_no_trial_if_the_copy_would_be_too_large(
 ) -> None:
     monkeypatch.setattr(layout, rule, value)
     recorder = Recorder()
-    assert prepared(small, recorder.say) == small
+    assert prepare_model_file(small, recorder.say) == small
     (line,) = recorder.lines
     assert line.startswith("small.gguf stays Q4_1: ")
     assert message in line
@@ -197,7 +203,7 @@ def test_unwritable_home_uses_the_original(small: Path, home: Path) -> None:
     home.mkdir()
     (home / "layouts").write_text("not a folder")
     recorder = Recorder()
-    assert prepared(small, recorder.say) == small
+    assert prepare_model_file(small, recorder.say) == small
     (line,) = recorder.lines
     assert line.startswith("small.gguf is used as it is: cannot write to ")
 
@@ -205,15 +211,15 @@ def test_unwritable_home_uses_the_original(small: Path, home: Path) -> None:
 def test_disk_full_during_a_trial(small: Path, home: Path) -> None:
     recorder = Recorder()
     with limit_file_size():
-        assert prepared(small, recorder.say) == small
+        assert prepare_model_file(small, recorder.say) == small
     assert recorder.lines[1:] == ["small.gguf stays Q4_1: File too large"]
     assert stored_files(home) == ["lock"]
-    assert not is_settled(small)
+    assert not is_layout_known(small)
 
 
 def test_killed_trial_is_recorded(small: Path, home: Path) -> None:
     recorder = Recorder()
-    assert prepared(small, recorder.say, kill_trials) == small
+    assert prepare_model_file(small, recorder.say, kill_trials) == small
     assert "could not be tried as Q8_0: the process ended with code -9; remove " in recorder.lines[-1]
     assert stored_files(home) == ["choice.json", "lock"]
 
@@ -221,7 +227,7 @@ def test_killed_trial_is_recorded(small: Path, home: Path) -> None:
 def test_model_that_cannot_be_loaded_is_recorded(smollm2_path: Path, tmp_path: Path, home: Path) -> None:
     path = cut_model(smollm2_path, tmp_path / "lame.gguf", missing="blk.1.ffn_up.weight")
     recorder = Recorder()
-    assert prepared(path, recorder.say) == path
+    assert prepare_model_file(path, recorder.say) == path
     assert "blk.1.ffn_up.weight" in recorder.lines[-1]
     assert stored_files(home) == ["choice.json", "lock"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dragoman.engines.llama.tuning import layout
-from dragoman.engines.llama.tuning.layout import is_settled, prepared
+from dragoman.engines.llama.tuning.layout import is_layout_known, prepare_model_file
 from tests.engines.layout_fixtures import Recorder, kill_trials, limit_file_size, read_choice, stored_files
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -39,7 +39,7 @@ def corrupt_record(q8_copy: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, remove, corrupt_record])
 def test_incomplete_copy_or_record_is_not_settled(small: Path, q8_copy: Path, damage: Callable[[Path], None]) -> None:
     damage(q8_copy)
-    assert not is_settled(small)
+    assert not is_layout_known(small)
 
 
 @pytest.mark.parametrize("damage", [flip_bit, truncate, remove])
@@ -49,7 +49,7 @@ def test_damaged_copy_is_recreated_without_a_trial(
     content, record = q8_copy.read_bytes(), q8_copy.with_name("choice.json").read_bytes()
     damage(q8_copy)
     recorder = Recorder()
-    assert prepared(small, recorder.say, recorder.bar) == q8_copy
+    assert prepare_model_file(small, recorder.say, recorder.bar) == q8_copy
     assert q8_copy.read_bytes() == content
     assert q8_copy.with_name("choice.json").read_bytes() == record
     assert recorder.lines == ["the Q8_0 copy of small.gguf is damaged or missing: making it again ..."]
@@ -69,13 +69,13 @@ def test_choice_survives_if_the_copy_cannot_be_recreated_now(
             undo.enter_context(pytest.MonkeyPatch.context()).setattr(layout, "MIN_FREE_DISK", 1 << 60)
         elif problem == "File too large":
             undo.enter_context(limit_file_size())
-        assert prepared(small, recorder.say, kill_trials if "code" in problem else recorder.bar) == small
+        assert prepare_model_file(small, recorder.say, kill_trials if "code" in problem else recorder.bar) == small
     assert recorder.lines[-1].startswith("small.gguf stays Q4_1: ")
     assert problem in recorder.lines[-1]
     assert not [line for line in recorder.lines if "trying" in line]
     assert stored_files(home) == ["choice.json", "lock"]
     assert q8_copy.with_name("choice.json").read_bytes() == record
-    assert prepared(small) == q8_copy
+    assert prepare_model_file(small) == q8_copy
     assert q8_copy.read_bytes() == content
 
 
@@ -86,6 +86,6 @@ def test_trial_if_the_recreated_copy_differs(small: Path, q8_copy: Path) -> None
     assert digest is not None
     record.write_text(record.read_text().replace(digest.sha256, "0" * 64))
     recorder = Recorder()
-    assert prepared(small, recorder.say, recorder.bar) == q8_copy
+    assert prepare_model_file(small, recorder.say, recorder.bar) == q8_copy
     assert "measuring" in recorder.doing
     assert len(recorder.lines) == 3

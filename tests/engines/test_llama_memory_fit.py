@@ -10,7 +10,7 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Logprobs
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.binding import Context, Kv, Model
+from dragoman.engines.llama.binding import Context, Kv, LlamaModel
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.memory_fit import (
     MIN_DEFAULT_CONTEXT,
@@ -33,13 +33,13 @@ MEAN_TOLERANCE, TOLERANCE = 0.1, 0.5
 
 
 @pytest.fixture(scope="module")
-def model(smollm2_path: Path) -> Iterator[Model]:
-    loaded = Model(smollm2_path)
+def model(smollm2_path: Path) -> Iterator[LlamaModel]:
+    loaded = LlamaModel(smollm2_path)
     yield loaded
     loaded.close()
 
 
-def fit(model: Model, context: int | None, cached: int | None, kv: Kv, slots: int = 4) -> ContextSize:
+def fit(model: LlamaModel, context: int | None, cached: int | None, kv: Kv, slots: int = 4) -> ContextSize:
     return fit_context(model, LlamaOptions("x", slots=slots, context=context, cache_sequences=cached, kv=kv))
 
 
@@ -54,14 +54,14 @@ def fit(model: Model, context: int | None, cached: int | None, kv: Kv, slots: in
     ],
 )
 def test_default_cache_sequences_fit_the_memory(
-    model: Model, monkeypatch: pytest.MonkeyPatch, memory: int, kv: Kv, cached: int
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, memory: int, kv: Kv, cached: int
 ) -> None:
     monkeypatch.setattr(hardware, "memory", lambda: memory)
     assert fit(model, 64, None, kv) == ContextSize(64, 4, cached)
     assert fit(model, 64, 3, kv).cached == 3
 
 
-def test_bytes_per_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_per_token(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert KvShape(layers=30, heads=9, kv_heads=3, width=576).token_bytes("f16") == HALF
     # The file may set widths of keys and values that differ from the default.
     widths = {"llama.attention.key_length": "128", "llama.attention.value_length": "96"}
@@ -70,7 +70,7 @@ def test_bytes_per_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv_bytes_per_token(model, "f16") == shape.token_bytes("f16") == 30 * 3 * 224 * 2
 
 
-def test_default_context_fits_the_memory(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_context_fits_the_memory(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (kv_bytes_per_token(model, "f16"), kv_bytes_per_token(model, "q8_0")) == (HALF, EIGHTH)
     monkeypatch.setattr(hardware, "memory", lambda: 4 * 4 * 5000 * HALF)
     assert fit(model, None, None, "f16").length == MIN_DEFAULT_CONTEXT
@@ -80,7 +80,7 @@ def test_default_context_fits_the_memory(model: Model, monkeypatch: pytest.Monke
     assert fit(model, 8192, 4, "q8_0").sequences == 8
 
 
-def test_context_takes_the_expected_memory(model: Model) -> None:
+def test_context_takes_the_expected_memory(model: LlamaModel) -> None:
     def allocated(kv: Kv) -> int:
         before = _resident()
         context = Context(model, sequences=4, length=4096, rows=8, outputs=4, threads=1, kv=kv)

@@ -5,7 +5,7 @@ from itertools import takewhile
 
 import pytest
 
-from dragoman.engines.llama.prefix_tree import Prefixes, _Node
+from dragoman.engines.llama.prefix_tree import PrefixTree, _Node
 
 SCHEDULES = 2000
 
@@ -33,7 +33,7 @@ class Table:
         return len(text) - max(others, default=0)
 
 
-def check(tree: Prefixes, table: Table) -> None:
+def check(tree: PrefixTree, table: Table) -> None:
     assert tree.ends.keys() == table.texts.keys()
     assert tree.roots.keys() == {salt for salt, _ in table.texts.values()}
     for salt, root in tree.roots.items():
@@ -53,7 +53,7 @@ def count(node: _Node) -> int:
     return 1 + sum(count(child) for child in node.children.values())
 
 
-def random_change(rng: random.Random, tree: Prefixes, table: Table, texts: list[list[int]]) -> None:
+def random_change(rng: random.Random, tree: PrefixTree, table: Table, texts: list[list[int]]) -> None:
     holder, salt = rng.randrange(8), rng.choice(["", "", "other"])
     text = rng.choice(texts)[: rng.randrange(40)]
     text += [rng.randrange(3) for _ in range(rng.randrange(4))]
@@ -80,7 +80,7 @@ def test_random_changes(part: int) -> None:
     for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
         rng = random.Random(seed)
         texts = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
-        tree, table = Prefixes(), Table()
+        tree, table = PrefixTree(), Table()
         for _ in range(rng.randrange(25)):
             random_change(rng, tree, table, texts)
             check(tree, table)
@@ -91,14 +91,14 @@ def test_random_changes(part: int) -> None:
 
 
 def test_drop_of_an_unknown_holder() -> None:
-    tree = Prefixes()
+    tree = PrefixTree()
     tree.drop(3)
     assert tree.longest((1, 2)) == (0, frozenset())
     assert tree.exclusive_length(3) == 0
 
 
 def test_shared_prefix_and_exclusive_end() -> None:
-    tree = Prefixes()
+    tree = PrefixTree()
     tree.hold(1, (1, 2, 3, 4, 5))
     tree.hold(2, (1, 2, 3, 7))
     tree.hold(3, (1, 2, 3), salt="other")

@@ -7,7 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 
-from dragoman.engines.llama.binding import Model
+from dragoman.engines.llama.binding import LlamaModel
 from dragoman.engines.llama.tuning.layout import SLOW_TYPES
 from dragoman.engines.llama.tuning.requantize import requantize
 from dragoman.files.gguf import read_metadata
@@ -54,7 +54,7 @@ def test_metadata_is_unchanged_except_file_type(both: tuple[GGUFReader, GGUFRead
 
 
 def test_tokenizer_is_unchanged(small: Path, made: Path) -> None:
-    old, new = Model(small), Model(made)
+    old, new = LlamaModel(small), LlamaModel(made)
     text = "Größe 12.5, <|im_start|>user\n  def f(x): return x\n🙂"
     for special in (False, True):
         assert new.tokenize(text, special) == old.tokenize(text, special)
@@ -71,7 +71,7 @@ def test_output_is_deterministic(small: Path, made: Path, tmp_path: Path) -> Non
 
 
 def test_weights_are_mapped_from_the_file(made: Path) -> None:
-    model = Model(made)
+    model = LlamaModel(made)
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("needs Linux")

@@ -14,7 +14,7 @@ import pytest
 
 from dragoman.core.request import GenerationRequest, Logprobs
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.sequences import WORTH
+from dragoman.engines.llama.sequences import MIN_SHARED_TOKENS
 from tests.engines.running import Collected, Run, collect, completion, wait_until_idle
 
 TIE = 0.03
@@ -89,11 +89,11 @@ def test_replies_do_not_depend_on_the_schedule(with_halves: Run, seed: int) -> N
         together = await asyncio.gather(
             *(later(engine, request, delay) for request, delay in zip(requests, delays, strict=True))
         )
-        assert sum(answer.started.cached_tokens for answer in together) >= WORTH
+        assert sum(answer.started.cached_tokens for answer in together) >= MIN_SHARED_TOKENS
         assert_same(alone, list(together))
         order = rng.sample(range(len(requests)), len(requests))
         again = {at: await collect(engine, requests[at]) for at in order}
-        assert all(answer.started.cached_tokens >= WORTH for answer in again.values())
+        assert all(answer.started.cached_tokens >= MIN_SHARED_TOKENS for answer in again.values())
         assert_same(alone, [again[at] for at in range(len(requests))])
 
     with_halves(test, slots=3, context=256)

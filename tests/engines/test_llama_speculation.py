@@ -33,7 +33,7 @@ def runner_of(engine: LlamaEngine) -> Runner:
 def speculate(engine: LlamaEngine, is_drafting: bool) -> None:
     """Switch drafts on or off, even for requests with a seed."""
     assert engine.loaded is not None
-    engine.loaded.intake.drafts = lambda request: is_drafting  # type: ignore[method-assign]
+    engine.loaded.request_builder.drafts = lambda request: is_drafting  # type: ignore[method-assign]
 
 
 def make_rows_free(engine: LlamaEngine) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dragoman.core.request import Thinking
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.reply_limits import Budget
+from dragoman.engines.reply_limits import ThinkingBudget
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import Tags, reasoning_tags
 from dragoman.prompt import ChatTemplate
@@ -15,8 +15,8 @@ from tests.engines.running import Run, chat
 PAIRS = reasoning_tags(FORMATS["json"])
 
 
-def budget(tokens: int, opened: Tags | None) -> Budget:
-    return Budget(tokens, PAIRS, lambda tags: [PAIRS.index(tags)], opened)
+def budget(tokens: int, opened: Tags | None) -> ThinkingBudget:
+    return ThinkingBudget(tokens, PAIRS, lambda tags: [PAIRS.index(tags)], opened)
 
 
 @given(st.sampled_from(PAIRS), st.sampled_from(PAIRS), st.lists(st.integers(1, 40)))
@@ -46,13 +46,13 @@ def test_closing_tag_matches_the_opening_tag(opened: Tags) -> None:
 def test_engine_closes_reasoning_opened_by_the_prompt(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        intake, model = engine.loaded.intake, engine.loaded.intake.model
-        intake.format = FORMATS["kimi"]
-        intake.template = ChatTemplate(
-            "{{ messages[0].content }}◁think▷\n", bos="", eos="", control=model.control, format=intake.format
+        request_builder, model = engine.loaded.request_builder, engine.loaded.request_builder.model
+        request_builder.format = FORMATS["kimi"]
+        request_builder.template = ChatTemplate(
+            "{{ messages[0].content }}◁think▷\n", bos="", eos="", control=model.control, format=request_builder.format
         )
         request = chat("x", thinking=Thinking(effort="none"))
-        made = intake.generation(request, intake.read(request))
+        made = request_builder.generation(request, request_builder.read(request))
         assert made.budget is not None
         assert model.detokenize(made.budget.closing) == "\n◁/think▷\n\n"
         made.close()
@@ -63,7 +63,7 @@ def test_engine_closes_reasoning_opened_by_the_prompt(with_engine: Run) -> None:
 def test_enabled_thinking_overrides_effort(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
         assert engine.loaded is not None
-        intake = engine.loaded.intake
+        request_builder = engine.loaded.request_builder
         for thinking, tokens in (
             (Thinking(enabled=True, effort="none"), None),
             (Thinking(enabled=True, effort="none", budget_tokens=9), 9),
@@ -71,7 +71,7 @@ def test_enabled_thinking_overrides_effort(with_engine: Run) -> None:
             (Thinking(enabled=False, effort="high"), 0),
         ):
             request = chat("x", thinking=thinking)
-            found = intake.generation(request, intake.read(request)).budget
+            found = request_builder.generation(request, request_builder.read(request)).budget
             assert (None if found is None else found.left) == tokens
 
     with_engine(test)

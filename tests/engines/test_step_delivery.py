@@ -11,11 +11,11 @@ from dragoman.core.engine import Engine
 from dragoman.core.errors import BadRequest, EngineDied, EngineFailed
 from dragoman.core.events import Event, Finished, Started, TextDelta
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.step_delivery import Portion, SteppingEngine
+from dragoman.engines.step_delivery import RequestUpdate, SteppingEngine
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.ipc.worker_main import Child
-from dragoman.ipc.worker_messages import HEADER, Cancel, Generate, Progress, Step, decode_to_parent
-from dragoman.pipeline.event_stream import run
+from dragoman.ipc.worker_main import WorkerServer
+from dragoman.ipc.worker_messages import HEADER, CancelRequest, Generate, GenerationProgress, Step, decode_to_parent
+from dragoman.pipeline.event_stream import stream_events
 
 STEP_SECONDS = 0.005
 
@@ -50,19 +50,19 @@ class Spelling(SteppingEngine):
             if portions := [self._portion(key, letters) for key, letters in list(self.left.items())]:
                 self.receiver.take(portions)
 
-    def _portion(self, key: int, letters: list[str]) -> Portion:
+    def _portion(self, key: int, letters: list[str]) -> RequestUpdate:
         if not letters:
             self.drop(key)
-            return Portion(key, (Finished(),), ended=True)
+            return RequestUpdate(key, (Finished(),), ended=True)
         letter = letters.pop(0)
         if letter == "!":
             self.drop(key)
-            return Portion(key, ended=True, error=EngineFailed("no shouting"))
+            return RequestUpdate(key, ended=True, error=EngineFailed("no shouting"))
         if letter == "?":
             self.receiver.lose("killed by a test")
         if letter == "#":
-            return Portion(key, (TextDelta("\ud83d"),))
-        return Portion(key, (TextDelta(letter),) if letter else (Started(),))
+            return RequestUpdate(key, (TextDelta("\ud83d"),))
+        return RequestUpdate(key, (TextDelta(letter),) if letter else (Started(),))
 
 
 def in_process() -> Engine:
@@ -94,7 +94,7 @@ WithEngine = Callable[[Callable[[Engine], Awaitable[None]]], None]
 
 
 async def spell(engine: Engine, prompt: str) -> list[Event]:
-    return [event async for batch in run(engine, GenerationRequest(prompts=(prompt,))) for event in batch]
+    return [event async for batch in stream_events(engine, GenerationRequest(prompts=(prompt,))) for event in batch]
 
 
 def letters(word: str) -> list[Event]:
@@ -123,7 +123,7 @@ def test_error_of_one_request_does_not_affect_others(with_engine: WithEngine) ->
 
 def test_abandoned_request_is_dropped(with_engine: WithEngine) -> None:
     async def test(engine: Engine) -> None:
-        async with aclosing(run(engine, GenerationRequest(prompts=("a" * 10**6,)))) as stream:
+        async with aclosing(stream_events(engine, GenerationRequest(prompts=("a" * 10**6,)))) as stream:
             await anext(stream)
         reader = asyncio.create_task(spell(engine, "b" * 10**6))
         await asyncio.sleep(0.05)
@@ -133,8 +133,8 @@ def test_abandoned_request_is_dropped(with_engine: WithEngine) -> None:
         if isinstance(engine, Spelling):
             assert not engine.left
         elif isinstance(engine, WorkerEngine):
-            assert engine._child is not None
-            assert not engine._child.streams
+            assert engine._worker is not None
+            assert not engine._worker.streams
 
     with_engine(test)
 
@@ -150,18 +150,18 @@ def test_event_that_cannot_be_serialized_fails_its_own_request() -> None:
                 results = await asyncio.gather(*(spell(engine, word) for word in words), return_exceptions=True)
                 assert [results[at] for at in (0, 2, 5)] == [letters(words[at]) for at in (0, 2, 5)]
                 assert [type(results[at]) for at in (1, 3, 4)] == [EngineFailed] * 3
-                assert engine._child is not None
-                assert not engine._child.busy
+                assert engine._worker is not None
+                assert not engine._worker.busy
         finally:
             await engine.stop()
 
     asyncio.run(test())
 
 
-def read_progress(output: io.BytesIO) -> list[Progress]:
+def read_progress(output: io.BytesIO) -> list[GenerationProgress]:
     """Decode everything that a child has written."""
     body = output.getvalue()
-    progress: list[Progress] = []
+    progress: list[GenerationProgress] = []
     while body:
         (length,) = HEADER.unpack_from(body)
         step = decode_to_parent(body[HEADER.size : HEADER.size + length])
@@ -177,15 +177,15 @@ def test_early_cancel_is_acknowledged(turns: int) -> None:
 
     async def test() -> None:
         engine, output = Spelling(), io.BytesIO()
-        child = Child(engine, output)
+        child = WorkerServer(engine, output)
         await engine.start()
         child.handle(Generate(1, GenerationRequest(prompts=("abc",))))
         for _ in range(turns):
             await asyncio.sleep(0)
-        child.handle(Cancel(1))
+        child.handle(CancelRequest(1))
         await asyncio.sleep(10 * STEP_SECONDS)
         await engine.stop()
-        assert read_progress(output) == [Progress(1, ended=True)]
+        assert read_progress(output) == [GenerationProgress(1, ended=True)]
         assert not engine.left
 
     asyncio.run(test())

@@ -17,8 +17,8 @@ from dragoman.core.events import Started, TextDelta
 from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.pipeline.event_stream import run
-from dragoman.server.auth.admin_token import HEADER
+from dragoman.pipeline.event_stream import stream_events
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
 from dragoman.server.factory import create_app
 from dragoman.server.telemetry.eventlog import describe_run
 from tests.engines.upstream_app import ask, ask_all, sent, upstream_app
@@ -58,7 +58,7 @@ def test_password_in_url_is_sent_only_to_the_server(server: BadServer, caplog: p
 
     async def talk() -> list[str]:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-        headers = {HEADER: app.admin_token}
+        headers = {ADMIN_TOKEN_HEADER: app.admin_token}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
             body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
             assert [(await client.post(CHAT, json=body)).status_code for _ in range(2)] == [200, 502]
@@ -342,7 +342,7 @@ def test_closing_the_stream_closes_the_connection(server: BadServer) -> None:
 
     async def leave() -> None:
         engine = UpstreamEngine("m", UpstreamOptions(url=server.url, protocol="chat", health_seconds=0))
-        events = run(engine, GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),)))
+        events = stream_events(engine, GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),)))
         first = await anext(events)
         assert [type(event) for event in first] == [Started, TextDelta]
         assert engine.states()[0].running == 1
@@ -400,7 +400,9 @@ def test_backpressure_of_a_slow_reader(server: BadServer) -> None:
     async def read_slowly() -> int:
         engine = UpstreamEngine("m", UpstreamOptions(url=server.url, protocol="chat", health_seconds=0))
         size = 0
-        async for batch in run(engine, GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))):
+        async for batch in stream_events(
+            engine, GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
+        ):
             size += sum(len(event.text) for event in batch if isinstance(event, TextDelta))
             await asyncio.sleep(0.02)
         await engine.stop()

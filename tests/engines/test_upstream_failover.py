@@ -17,9 +17,9 @@ from dragoman.core.request import Delivery, GenerationRequest, Message, Text
 from dragoman.engines.upstream import engine as upstream
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.pipeline.event_stream import run
+from dragoman.pipeline.event_stream import stream_events
 from dragoman.server.app import App
-from dragoman.server.auth.admin_token import HEADER
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
 from tests.engines.upstream_app import upstream_app
 from tests.support.bad_server import GREETING, HELLO, BadServer, whole
 from tests.support.serving import Running, serving
@@ -46,7 +46,7 @@ async def collect_text(engine: UpstreamEngine) -> tuple[str, bool]:
     """Return the text of one generation, and whether it is complete."""
     text, complete = "", False
     with suppress(DragomanError):
-        async for batch in run(engine, REQUEST):
+        async for batch in stream_events(engine, REQUEST):
             text += "".join(event.text for event in batch if isinstance(event, TextDelta))
             complete = complete or isinstance(batch[-1], Finished)
     return text, complete
@@ -88,7 +88,7 @@ def test_server_started_late_becomes_available() -> None:
         engine = UpstreamEngine("m", options)
         await engine.start()
         with pytest.raises((Unavailable, Unreachable)):
-            await anext(run(engine, REQUEST))
+            await anext(stream_events(engine, REQUEST))
         async with await asyncio.start_server(serve_greeting, "127.0.0.1", port):
             async with asyncio.timeout(60):
                 while engine.states()[0].state != "up":  # noqa: ASYNC110 (servers are probed periodically)
@@ -165,7 +165,9 @@ def send_admin_request(app: App, method: str, path: str, **fields: object) -> ht
             await client.post(
                 "/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "x"}]}
             )
-            answer = await client.request(method, path, json=fields or None, headers={HEADER: app.admin_token})
+            answer = await client.request(
+                method, path, json=fields or None, headers={ADMIN_TOKEN_HEADER: app.admin_token}
+            )
         await app.stop()
         return answer
 

@@ -73,8 +73,8 @@ def test_via_header_is_extended_if_valid() -> None:
 
 
 def test_number_of_hops_is_limited() -> None:
-    loop_guard.arrive(b",".join([b"a" * 16] * (loop_guard.MAX_HOPS + 1)))
+    loop_guard.store_path_header(b",".join([b"a" * 16] * (loop_guard.MAX_HOPS + 1)))
     with pytest.raises(LoopDetected):
         loop_guard.check("b" * 16, "m")
-    loop_guard.arrive(None)
+    loop_guard.store_path_header(None)
     loop_guard.check("b" * 16, "m")

@@ -13,10 +13,10 @@ from dragoman.engines.upstream.pool import (
     RECENT_SECONDS,
     SLACK,
     SLACK_SHARE,
-    Pool,
-    Spot,
+    PoolMember,
+    ServerPool,
 )
-from dragoman.engines.upstream.prefix_index import BLOCK, PrefixIndex, chain
+from dragoman.engines.upstream.prefix_index import BLOCK, PrefixIndex, hash_prefixes
 
 
 class Clock:
@@ -26,9 +26,9 @@ class Clock:
         return self.now
 
 
-def pool(*spots: Spot) -> tuple[Pool, Clock]:
+def pool(*members: PoolMember) -> tuple[ServerPool, Clock]:
     clock = Clock()
-    return Pool(spots or [Spot() for _ in range(3)], clock), clock
+    return ServerPool(members or [PoolMember() for _ in range(3)], clock), clock
 
 
 def build_request(*texts: str, principal: str = "a", tools: Sequence[Tool] = ()) -> GenerationRequest:
@@ -47,21 +47,24 @@ LONG = "All about the sea. " * 200
 
 
 def test_prompts_with_a_common_prefix_share_links() -> None:
-    first, second = chain(build_request(LONG, "What is a tide?")), chain(build_request(LONG, "What is a wave? " * 50))
+    first, second = (
+        hash_prefixes(build_request(LONG, "What is a tide?")),
+        hash_prefixes(build_request(LONG, "What is a wave? " * 50)),
+    )
     assert shared(first, second) >= len(LONG) // BLOCK - 1
-    longer = chain(build_request(LONG, "What is a tide?", "Water that " * 50, "And then?"))
+    longer = hash_prefixes(build_request(LONG, "What is a tide?", "Water that " * 50, "And then?"))
     assert shared(first, longer) >= len(first) - 1
 
 
 def test_other_principal_or_tools_share_no_links() -> None:
-    first = chain(build_request(LONG))
-    assert shared(first, chain(build_request(LONG, principal="b"))) == 0
-    assert shared(first, chain(build_request(LONG, tools=[Tool("f", "x" * BLOCK)]))) == 0
+    first = hash_prefixes(build_request(LONG))
+    assert shared(first, hash_prefixes(build_request(LONG, principal="b"))) == 0
+    assert shared(first, hash_prefixes(build_request(LONG, tools=[Tool("f", "x" * BLOCK)]))) == 0
 
 
 @given(st.text(max_size=2000), st.text(max_size=500), st.text(max_size=500))
 def test_chain_depends_only_on_the_prompt(start: str, one: str, two: str) -> None:
-    first, second = chain(build_request(start + one)), chain(build_request(start + two))
+    first, second = hash_prefixes(build_request(start + one)), hash_prefixes(build_request(start + two))
     assert shared(first, second) >= (len(start.encode()) // BLOCK) - 1
     if one == two:
         assert first == second
@@ -70,29 +73,29 @@ def test_chain_depends_only_on_the_prompt(start: str, one: str, two: str) -> Non
 def test_conversation_stays_on_its_server() -> None:
     servers, _ = pool()
     opening = build_request(LONG, "hello")
-    first = servers.choose(chain(opening))
+    first = servers.choose(hash_prefixes(opening))
     assert first is not None
     servers.ended(first)
     for _ in range(10):
-        other = servers.choose(chain(build_request("x" * 3000 + str(_))))
+        other = servers.choose(hash_prefixes(build_request("x" * 3000 + str(_))))
         assert other is not None
-        at = servers.choose(chain(build_request(LONG, "hello", "Good morning.", "and?")))
+        at = servers.choose(hash_prefixes(build_request(LONG, "hello", "Good morning.", "and?")))
         assert at == first
         servers.ended(first)
 
 
 def test_load_is_balanced_despite_known_prefix() -> None:
     servers, _ = pool()
-    links = chain(build_request(LONG))
+    links = hash_prefixes(build_request(LONG))
     chosen = [servers.choose(links) for _ in range(30)]
     assert set(chosen) == {0, 1, 2}
-    loads = [spot.load for spot in servers.spots]
+    loads = [spot.load for spot in servers.members]
     assert max(loads) - min(loads) <= max(SLACK, min(loads) * SLACK_SHARE) + 1
 
 
 def test_restored_server_has_lost_its_prefixes() -> None:
-    servers, clock = pool(Spot(), Spot())
-    links = chain(build_request(LONG))
+    servers, clock = pool(PoolMember(), PoolMember())
+    links = hash_prefixes(build_request(LONG))
     first = servers.choose(links)
     assert first is not None
     servers.ended(first)
@@ -107,16 +110,16 @@ def test_restored_server_has_lost_its_prefixes() -> None:
 
 
 def test_requests_are_distributed_by_weight() -> None:
-    servers, _ = pool(Spot(weight=1), Spot(weight=3))
+    servers, _ = pool(PoolMember(weight=1), PoolMember(weight=3))
     for _ in range(400):
         at = servers.choose()
         assert at is not None
         servers.ended(at)
-    assert 280 <= servers.spots[1].served * 3 <= 320
+    assert 280 <= servers.members[1].served * 3 <= 320
 
 
 def test_higher_rank_is_used_only_as_fallback() -> None:
-    servers, clock = pool(Spot(), Spot(rank=1))
+    servers, clock = pool(PoolMember(), PoolMember(rank=1))
     assert servers.choose() == 0
     servers.record_failure(0, is_unreachable=True)
     assert servers.choose() == 1
@@ -128,7 +131,7 @@ def test_higher_rank_is_used_only_as_fallback() -> None:
 
 
 def test_suspension_after_consecutive_failures_doubles() -> None:
-    servers, clock = pool(Spot())
+    servers, clock = pool(PoolMember())
     for _ in range(MAX_FAILURES - 1):
         servers.record_failure(0, is_unreachable=False)
     servers.record_success(0)
@@ -148,11 +151,11 @@ def test_suspension_after_consecutive_failures_doubles() -> None:
 
 
 def test_slow_probes_suspend_only_an_idle_server_with_alternatives() -> None:
-    alone, clock = pool(Spot())
+    alone, clock = pool(PoolMember())
     for _ in range(2 * MAX_FAILURES):
         alone.record_slow_probe(0)
     assert alone.choose() == 0
-    servers, clock = pool(Spot(), Spot())
+    servers, clock = pool(PoolMember(), PoolMember())
     for _ in range(MAX_FAILURES - 1):
         servers.record_slow_probe(0)
     assert servers.state(0) == "up"
@@ -176,7 +179,7 @@ def test_slow_probes_suspend_only_an_idle_server_with_alternatives() -> None:
 
 
 def test_overloaded_server_is_paused() -> None:
-    servers, clock = pool(Spot(), Spot())
+    servers, clock = pool(PoolMember(), PoolMember())
     servers.pause(0, 5)
     assert [servers.choose() for _ in range(3)] == [1, 1, 1]
     assert servers.state(0) == "resting"
@@ -185,7 +188,7 @@ def test_overloaded_server_is_paused() -> None:
 
 
 def test_drained_server_gets_no_new_requests() -> None:
-    servers, _ = pool(Spot(), Spot())
+    servers, _ = pool(PoolMember(), PoolMember())
     assert servers.choose() == 0
     servers.drain(0, True)
     assert servers.state(0) == "draining"
@@ -198,10 +201,10 @@ def test_drained_server_gets_no_new_requests() -> None:
 
 def test_prefix_index_is_bounded_and_evicts_the_oldest() -> None:
     index = PrefixIndex(max_links=50)
-    first = chain(build_request("a" * BLOCK * 5))
+    first = hash_prefixes(build_request("a" * BLOCK * 5))
     index.add(first, 0, 0)
     for number in range(20):
-        index.add(chain(build_request(f"{number}" * BLOCK * 3)), 1, 0)
+        index.add(hash_prefixes(build_request(f"{number}" * BLOCK * 3)), 1, 0)
         index.add(first[:2], 0, 0)
         assert len(index) <= 50
     assert index.find_longest(first, {0: 0, 1: 0}) == ([0], 2)
@@ -213,23 +216,25 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.pool = Pool([Spot(), Spot(2.0), Spot(1.0, 1)], self.clock, PrefixIndex(max_links=40))
+        self.pool = ServerPool(
+            [PoolMember(), PoolMember(2.0), PoolMember(1.0, 1)], self.clock, PrefixIndex(max_links=40)
+        )
         self.running: list[int] = []
 
     @rule(prompt=st.integers(0, 5), without=st.sets(st.integers(0, 2)))
     def begin(self, prompt: int, without: set[int]) -> None:
         available = [
-            at for at, spot in enumerate(self.pool.spots) if spot.is_available(self.clock.now) and at not in without
+            at for at, spot in enumerate(self.pool.members) if spot.is_available(self.clock.now) and at not in without
         ]
-        ranks = [self.pool.spots[at].rank for at in available]
-        loads = [spot.load for spot in self.pool.spots]
-        at = self.pool.choose(chain(build_request(str(prompt) * 2000)), without)
+        ranks = [self.pool.members[at].rank for at in available]
+        loads = [spot.load for spot in self.pool.members]
+        at = self.pool.choose(hash_prefixes(build_request(str(prompt) * 2000)), without)
         if at is None:
             assert not available
             return
         assert at in available
-        assert self.pool.spots[at].rank == min(ranks)
-        least = min(loads[other] for other in available if self.pool.spots[other].rank == min(ranks))
+        assert self.pool.members[at].rank == min(ranks)
+        least = min(loads[other] for other in available if self.pool.members[other].rank == min(ranks))
         assert loads[at] <= least + max(SLACK, least * SLACK_SHARE)
         self.running.append(at)
 
@@ -265,11 +270,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        assert [spot.running for spot in self.pool.spots] == [self.running.count(at) for at in range(3)]
+        assert [spot.running for spot in self.pool.members] == [self.running.count(at) for at in range(3)]
 
     @invariant()
     def suspensions_are_bounded(self) -> None:
-        assert all(spot.suspended_until <= self.clock.now + MAX_SUSPENSION_SECONDS for spot in self.pool.spots)
+        assert all(spot.suspended_until <= self.clock.now + MAX_SUSPENSION_SECONDS for spot in self.pool.members)
         assert self.pool.seconds_until_available() >= 1
 
 

@@ -336,8 +336,8 @@ def test_nan_embedding_fails_only_its_request() -> None:
         results = await asyncio.gather(*(made.embed(texts) for texts in batches), return_exceptions=True)
         assert [type(result) for result in results] == [tuple, EngineFailed, EngineFailed, tuple]
         assert len(await made.embed(["abba"])) == 1
-        assert made._child is not None
-        assert not made._child.busy
+        assert made._worker is not None
+        assert not made._worker.busy
 
     with_engine(test, args={"runner": "pooling"})
 

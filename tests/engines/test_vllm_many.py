@@ -10,7 +10,7 @@ import pytest
 from dragoman.core.errors import EngineDied
 from dragoman.core.events import Finished
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.pipeline.event_stream import run
+from dragoman.pipeline.event_stream import stream_events
 from tests.engines.fake_vllm_engine import (
     chat,
     engine,
@@ -43,7 +43,7 @@ def test_cancelling_streams_leaves_others_intact() -> None:
 
     async def test(made: WorkerEngine) -> None:
         async def leave_after(batches: int) -> None:
-            async with aclosing(run(made, chat("count 999", max_tokens=3000))) as stream:
+            async with aclosing(stream_events(made, chat("count 999", max_tokens=3000))) as stream:
                 for _ in range(batches):
                     await anext(stream)
 
@@ -58,8 +58,8 @@ def test_cancelling_streams_leaves_others_intact() -> None:
         # If a cancelled stream still held a slot, this request would wait for half a minute.
         assert text_of(await asyncio.wait_for(events(made, chat("count 3")), 20)) == numbers(3)
         assert made.kv_used is not None
-        assert made._child is not None
-        assert not made._child.streams
+        assert made._worker is not None
+        assert not made._worker.streams
 
     with_engine(test, args={"steps_per_second": 100, "max_num_seqs": 384})
 

@@ -27,7 +27,7 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.pipeline.event_stream import run
+from dragoman.pipeline.event_stream import stream_events
 from tests.engines.fake_vllm_engine import helpers_of
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
 
@@ -71,7 +71,7 @@ def chat(text: str, **fields: Any) -> GenerationRequest:
 
 
 async def events(engine: WorkerEngine, request: GenerationRequest) -> list[Event]:
-    return [event async for batch in run(engine, request) for event in batch]
+    return [event async for batch in stream_events(engine, request) for event in batch]
 
 
 def text_of(said: Sequence[Event]) -> str:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from dragoman.engines.vllm.engine import VllmEngine
 from dragoman.engines.vllm.vllm_api import StepOutput
-from dragoman.grammar.schema_check import warnings
+from dragoman.grammar.schema_check import find_violations
 
 T = TypeVar("T")
 BELL = "\a"
@@ -24,7 +24,7 @@ class Faulty(VllmEngine):
         super()._process_step(outputs)
 
     async def _run_in_pool(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
-        if function is warnings:
+        if function is find_violations:
             raise KeyError("injected fault")
         return await super()._run_in_pool(function, *arguments, pool=pool)
 

@@ -11,7 +11,7 @@ import pytest
 
 from dragoman.core.errors import ConfigError
 from dragoman.files import discovery as discovery_module
-from dragoman.files.discovery import Discovery, Found, names_in
+from dragoman.files.discovery import DiscoveredModel, Discovery, list_names
 from dragoman.files.gguf import Value, read_metadata
 from tests.files.test_gguf import gguf, header, pair, sparse, text
 
@@ -103,8 +103,8 @@ REQUESTED = {
 
 
 def test_names_without_opening_files(folder: Path) -> None:
-    assert {"tiny", "broken", "org/hf-model", "org/split/split.q6_k"} <= names_in([folder])
-    assert not {"out", "away/secret", "half"} & names_in([folder])
+    assert {"tiny", "broken", "org/hf-model", "org/split/split.q6_k"} <= list_names([folder])
+    assert not {"out", "away/secret", "half"} & list_names([folder])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_second_scan_sees_new_and_removed_files(folder: Path, discovery: Discove
     (folder / "Big-Q8_0.gguf").unlink()
     discovery.look()
     tiny = discovery.found["tiny"]
-    assert isinstance(tiny, Found)
+    assert isinstance(tiny, DiscoveredModel)
     assert (tiny.architecture, tiny.quantisation) == ("phi3", "Q8_0")
     assert "new" in discovery.found
     assert "big-q8_0" not in discovery.found
@@ -165,7 +165,7 @@ def test_links_in_a_circle_list_each_model_once(tmp_path: Path) -> None:
     (tmp_path / "a-link.gguf").symlink_to(tmp_path / "org/deep/m.gguf")
     (tmp_path / "hard.gguf").hardlink_to(tmp_path / "org/deep/m.gguf")
     assert names(tmp_path) == ["hard"]
-    assert names_in([tmp_path, tmp_path / "org"]) == {"hard"}
+    assert list_names([tmp_path, tmp_path / "org"]) == {"hard"}
 
 
 def test_file_outside_of_the_listing_is_listed_under_its_link(tmp_path: Path) -> None:

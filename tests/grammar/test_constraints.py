@@ -22,17 +22,17 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.formats import FORMATS
-from dragoman.grammar.constraints import MAX_CONCURRENT, MAX_PER_CALLER, Constrained, Constraints
+from dragoman.grammar.constraints import MAX_CONCURRENT, MAX_PER_CALLER, CompiledConstraint, ConstraintCompiler
 from tests.grammar.matching import END, speaker
 
 LEAST = -(2**63)
 DEADLINE_SECONDS = 60.0
 
 
-def with_constraints(test: Callable[[Constraints], Awaitable[None]]) -> None:
+def with_constraints(test: Callable[[ConstraintCompiler], Awaitable[None]]) -> None:
     async def main() -> None:
         pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-        reply_grammar = Constraints(
+        reply_grammar = ConstraintCompiler(
             speaker(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode())
         )
         try:
@@ -43,7 +43,9 @@ def with_constraints(test: Callable[[Constraints], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def constrain(constraints: Constraints, constraint: Constraint | None, **fields: Any) -> Constrained | None:
+async def constrain(
+    constraints: ConstraintCompiler, constraint: Constraint | None, **fields: Any
+) -> CompiledConstraint | None:
     asked = (Asked("constraint", "response_format"),)
     request = GenerationRequest(**{"constraint": constraint, "asked": asked, **fields})
     return await constraints.constrain(request, thinks=False, opened=False)
@@ -54,13 +56,13 @@ def patterns(count: int) -> JsonSchema:
     return JsonSchema({"type": "string", "allOf": [{"pattern": f"a.*b{i}"} for i in range(count)]})
 
 
-def server_pid(constraints: Constraints) -> int:
+def server_pid(constraints: ConstraintCompiler) -> int:
     pid = constraints.trials.pid
     assert pid is not None
     return pid
 
 
-def running_trials(constraints: Constraints) -> list[str]:
+def running_trials(constraints: ConstraintCompiler) -> list[str]:
     """Return the process ids of running trials."""
     command = ["pgrep", "-P", str(server_pid(constraints))]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
@@ -91,7 +93,7 @@ async def until(condition: Callable[[], object]) -> None:
     ],
 )
 def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], path: str) -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         found = await constrain(constraints, JsonSchema(schema))
         assert found is not None
         assert f"response_format.{path}" in found.shape.relaxed
@@ -107,7 +109,7 @@ def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str,
 
 @pytest.mark.parametrize("value", [2**53, -(2**53), 0, -5, 2.5, 1e-300])
 def test_exact_numbers_are_enforced(value: float) -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         found = await constrain(constraints, JsonSchema({"const": value}))
         assert found is not None
         assert found.shape.relaxed == ()
@@ -137,7 +139,7 @@ TOO_COMPLEX: dict[str, Constraint] = {
 
 @pytest.mark.parametrize("name", TOO_COMPLEX)
 def test_constraint_beyond_the_limits_of_a_trial_is_refused(name: str) -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         with pytest.raises(InvalidSchema, match="too complex") as raised:
             await constrain(constraints, TOO_COMPLEX[name])
         assert raised.value.param == "response_format"
@@ -211,7 +213,7 @@ HOSTILE: dict[str, Constraint] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_constraint_is_refused_or_enforced(name: str) -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         try:
             found = await constrain(constraints, HOSTILE[name])
             guide = None if found is None else found.guide
@@ -229,7 +231,7 @@ def test_hostile_constraint_is_refused_or_enforced(name: str) -> None:
 
 
 def test_cancelled_request_ends_its_trial() -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         await constrain(constraints, Regex("a"))
         hostile = asyncio.create_task(constrain(constraints, patterns(60)))
         await until(lambda: running_trials(constraints))
@@ -242,7 +244,7 @@ def test_cancelled_request_ends_its_trial() -> None:
 
 
 def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         await constrain(constraints, Regex("a"))
         hostile = [asyncio.create_task(constrain(constraints, patterns(40 + i), principal="mallory")) for i in range(8)]
         await until(lambda: running_trials(constraints))
@@ -259,7 +261,7 @@ def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
 
 
 def test_known_constraint_needs_no_trial() -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         schema = JsonSchema({"type": "object"})
         first = await constrain(constraints, schema)
         os.kill(server_pid(constraints), signal.SIGSTOP)
@@ -276,7 +278,7 @@ def test_known_constraint_needs_no_trial() -> None:
 
 
 def test_dead_trial_server_is_replaced() -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         await constrain(constraints, Regex("a"))
         before = server_pid(constraints)
         os.kill(before, signal.SIGKILL)
@@ -287,7 +289,7 @@ def test_dead_trial_server_is_replaced() -> None:
 
 
 def test_trial_server_ends_with_its_engine() -> None:
-    async def test(constraints: Constraints) -> None:
+    async def test(constraints: ConstraintCompiler) -> None:
         await constrain(constraints, Regex("a"))
         pid = server_pid(constraints)
         await constraints.close()

@@ -15,7 +15,7 @@ from dragoman.core.request import Constraint, GenerationRequest, Grammar, JsonSc
 from dragoman.formats import FORMATS
 from dragoman.grammar import masks
 from dragoman.grammar.masks import MAX_GRAMMARS, GrammarCache, Guide
-from dragoman.grammar.reply_grammar import Shape, build_reply_grammar
+from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
 from dragoman.grammar.schema import json_directive
 from dragoman.grammar.trial_server import CPU_SECONDS
 from tests.grammar.matching import END, speaker, tokenizer, tokens
@@ -27,7 +27,7 @@ def grammars() -> GrammarCache:
     return GrammarCache(tokenizer())
 
 
-def shaped(kind: str, **fields: Any) -> Shape:
+def shaped(kind: str, **fields: Any) -> ReplyGrammar:
     found = build_reply_grammar(GenerationRequest(**fields), speaker(FORMATS[kind]), opened=False)
     assert found is not None
     return found

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from dragoman.core.errors import BadRequest, InvalidSchema
 from dragoman.core.request import GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex, Tool, ToolChoice
 from dragoman.formats import FORMATS
-from dragoman.grammar.reply_grammar import Shape, build_reply_grammar
-from dragoman.grammar.schema_check import warnings
+from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
+from dragoman.grammar.schema_check import find_violations
 from tests.grammar.matching import accepts, follows, matcher, speaker, tokens
 
 WEATHER = Tool(
@@ -166,7 +166,9 @@ SPEAKING = {name: FORMATS[name] for name in FORMATS if name != "plain"}
 BARE = {"llama3", "pythonic", "json", "plain"}
 
 
-def reply(kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any) -> Shape:
+def reply(
+    kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any
+) -> ReplyGrammar:
     request = GenerationRequest(**{"tools": (WEATHER, TIME), **fields})
     found = build_reply_grammar(request, speaker(FORMATS[kind], control=control, thinks=thinks), opened=opened)
     assert found is not None
@@ -383,7 +385,7 @@ def test_string_keywords_of_tagged_arguments_are_checked(kind: str, call: str, c
             reader = matcher(reply_grammar.grammar, markers(kind, control))
             ids = tokens(call.format(value), markers(kind, control))
             assert reader.try_consume_tokens(ids) == len(ids)
-            assert (warnings(reply_grammar.checks, reader.get_captures()) == ()) is fine
+            assert (find_violations(reply_grammar.checks, reader.get_captures()) == ()) is fine
 
 
 def test_invalid_constraints_are_rejected() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dragoman.core.errors import InvalidSchema
 from dragoman.grammar.schema import ENFORCED, META_KEYWORDS, UNENFORCED, prepare_schema
-from dragoman.grammar.schema_check import Check, warnings
+from dragoman.grammar.schema_check import SchemaCheck, find_violations
 
 CASES = [
     ({"type": "array", "uniqueItems": True}, b"[1, 2]", b"[1, 1]"),
@@ -27,22 +27,22 @@ CASES = [
 
 @pytest.mark.parametrize(("schema", "good", "bad"), CASES, ids=[str(case[0])[:50] for case in CASES])
 def test_unenforced_keywords_are_checked(schema: dict[str, Any], good: bytes, bad: bytes) -> None:
-    check = Check("answer", schema, "response_format.json_schema.schema")
-    assert warnings([check], [("answer", good), ("other", bad)]) == ()
-    (message,) = warnings([check], [("answer", bad)])
+    check = SchemaCheck("answer", schema, "response_format.json_schema.schema")
+    assert find_violations([check], [("answer", good), ("other", bad)]) == ()
+    (message,) = find_violations([check], [("answer", bad)])
     assert message.startswith("the reply does not match response_format.json_schema.schema: ")
 
 
 def test_slow_pattern_counts_as_match() -> None:
-    check = Check("answer", {"pattern": "^(?=a)(a|aa)+$"}, "here")
+    check = SchemaCheck("answer", {"pattern": "^(?=a)(a|aa)+$"}, "here")
     start = time.process_time()
-    assert warnings([check], [("answer", b'"' + b"a" * 60 + b'!"')]) == ()
+    assert find_violations([check], [("answer", b'"' + b"a" * 60 + b'!"')]) == ()
     assert time.process_time() - start < 4
 
 
 def test_uncheckable_reply_has_no_warning() -> None:
-    check = Check("answer", {"$ref": "http://127.0.0.1:9/schema"}, "here")
-    assert warnings([check], [("answer", b"1"), ("answer", b'{"cut')]) == ()
+    check = SchemaCheck("answer", {"$ref": "http://127.0.0.1:9/schema"}, "here")
+    assert find_violations([check], [("answer", b"1"), ("answer", b'{"cut')]) == ()
 
 
 WORD = "a" * 60 + "!"
@@ -62,7 +62,7 @@ BRANCHES = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in ran
 def test_time_limit_covers_the_whole_reply(schema: dict[str, Any], value: Any) -> None:
     text = json.dumps(value).encode()
     start = time.process_time()
-    assert warnings([Check("answer", schema, "here")], [("answer", text)] * 3) == ()
+    assert find_violations([SchemaCheck("answer", schema, "here")], [("answer", text)] * 3) == ()
     assert time.process_time() - start < 3
 
 
@@ -74,16 +74,16 @@ def test_boolean_schemas_in_every_draft(draft: str) -> None:
         "properties": {"a": True},
         "not": {"enum": [1]},
     }
-    check = Check("answer", schema, "here")
-    assert warnings([check], [("answer", b"[1]"), ("answer", b'{"a": 1}')]) == ()
-    assert len(warnings([check], [("answer", b"1")])) == 1
+    check = SchemaCheck("answer", schema, "here")
+    assert find_violations([check], [("answer", b"[1]"), ("answer", b'{"a": 1}')]) == ()
+    assert len(find_violations([check], [("answer", b"1")])) == 1
 
 
 def test_unique_items_compares_values() -> None:
-    check = Check("answer", {"uniqueItems": True}, "here")
-    assert warnings([check], [("answer", b'[1, true, "1", 1.5, [1], {"a": 1, "b": 2}]')]) == ()
-    assert len(warnings([check], [("answer", b"[1, 1.0]")])) == 1
-    assert len(warnings([check], [("answer", b'[{"a": 1, "b": 2}, {"b": 2, "a": 1}]')])) == 1
+    check = SchemaCheck("answer", {"uniqueItems": True}, "here")
+    assert find_violations([check], [("answer", b'[1, true, "1", 1.5, [1], {"a": 1, "b": 2}]')]) == ()
+    assert len(find_violations([check], [("answer", b"[1, 1.0]")])) == 1
+    assert len(find_violations([check], [("answer", b'[{"a": 1, "b": 2}, {"b": 2, "a": 1}]')])) == 1
 
 
 odd: st.SearchStrategy[Any] = st.sampled_from(
@@ -103,4 +103,4 @@ def test_every_accepted_schema_can_be_checked(schema: dict[str, Any], value: Any
         full_schema = prepare_schema(schema, "here").full_schema
     except InvalidSchema:
         return
-    warnings([Check("answer", full_schema, "here")], [("answer", json.dumps(value).encode())])
+    find_violations([SchemaCheck("answer", full_schema, "here")], [("answer", json.dumps(value).encode())])

@@ -12,7 +12,7 @@ import numpy as np
 
 from dragoman.core.embeddings import Embedding as Made
 from dragoman.core.embeddings import Input
-from dragoman.core.engine import Engine, ModelInfo, Output, Rendered
+from dragoman.core.engine import Engine, ModelInfo, Output, RenderedPrompt
 from dragoman.core.errors import BadRequest, ConfigError
 from dragoman.core.events import Finished, TextDelta
 from dragoman.core.request import GenerationRequest
@@ -58,13 +58,13 @@ class Obedient(Engine):
             yield [TextDelta(f"{at} ", tokens=(at,))]
             await asyncio.sleep(0.01 if command == "slowly" else 0)
 
-    def render(self, request: GenerationRequest) -> Rendered:
+    def render(self, request: GenerationRequest) -> RenderedPrompt:
         command, _, rest = request.last_user_text.partition(" ")
         if command == "refuse":
             raise BadRequest(rest, param="messages[0]")
         if command == "raise":
             raise RuntimeError(rest)
-        return Rendered(f"{request.tools[0].name}: {rest}", (1, 2), "hermes")
+        return RenderedPrompt(f"{request.tools[0].name}: {rest}", (1, 2), "hermes")
 
     def tokenize(self, text: str, special: bool) -> Sequence[int]:
         if text == "numpy":

@@ -8,7 +8,7 @@ import pytest
 
 from dragoman.core.errors import EngineDied
 from dragoman.core.events import Finished, TextDelta
-from dragoman.ipc.worker_messages import PackedStep, Progress, pack, unpack
+from dragoman.ipc.worker_messages import GenerationProgress, PackedStep, pack, unpack
 from tests.ipc.test_worker import ask, events, run, worker
 
 FORWARDED_KEY = 2 << 32
@@ -17,15 +17,15 @@ FORWARDED_KEY = 2 << 32
 
 class RecordingSink:
     def __init__(self) -> None:
-        self.received: dict[int, list[Progress]] = {}
+        self.received: dict[int, list[GenerationProgress]] = {}
 
     def put(self, progress: msgspec.Raw) -> None:
         part = unpack(progress)
         self.received.setdefault(part.id, []).append(part)
 
-    async def until_ended(self, key: int) -> list[Progress]:
+    async def until_ended(self, key: int) -> list[GenerationProgress]:
         async with asyncio.timeout(60):
-            while not self.received.get(key, [Progress(key)])[-1].ended:  # noqa: ASYNC110 (another process reports)
+            while not self.received.get(key, [GenerationProgress(key)])[-1].ended:  # noqa: ASYNC110 (another process reports)
                 await asyncio.sleep(0.01)
         return self.received[key]
 
@@ -50,13 +50,13 @@ def test_complete_reply_does_not_keep_the_worker_busy() -> None:
         await engine.start()
         first, sink = engine.pid, RecordingSink()
         await engine.forward(sink, FORWARDED_KEY, packed("slowly 5"))
-        assert engine._child is not None
-        assert engine._child.busy
+        assert engine._worker is not None
+        assert engine._worker.busy
         parts = await sink.until_ended(FORWARDED_KEY)
         said = [event for part in parts for event in part.events]
         assert [event.text for event in said if isinstance(event, TextDelta)] == [f"{at} " for at in range(5)]
         assert isinstance(said[-1], Finished)
-        assert not engine._child.busy
+        assert not engine._worker.busy
         await asyncio.sleep(1.5)
         assert engine.pid == first
         engine.stop_forwarding(FORWARDED_KEY, ended=True)
@@ -75,7 +75,7 @@ def test_stop_forwarding_cancels_and_a_death_fails_the_others() -> None:
             await engine.forward(sink, key, packed("slowly 10000"))
         await asyncio.sleep(0.1)
         engine.stop_forwarding(FORWARDED_KEY, ended=False)
-        child = engine._child
+        child = engine._worker
         assert child is not None
         assert set(child.forwarded) == {FORWARDED_KEY + 1}
         await child.kill()
@@ -113,9 +113,9 @@ def test_output_without_a_reader_is_not_decoded(caplog: pytest.LogCaptureFixture
 
     async def scenario() -> None:
         await engine.start()
-        assert engine._child is not None
+        assert engine._worker is not None
         wrong: Any = None
-        engine._child.deliver(PackedStep((pack(Progress(FORWARDED_KEY, (TextDelta(wrong),))),)))
+        engine._worker.deliver(PackedStep((pack(GenerationProgress(FORWARDED_KEY, (TextDelta(wrong),))),)))
 
     run(engine, scenario())
     assert not caplog.messages

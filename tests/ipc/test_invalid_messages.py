@@ -25,8 +25,8 @@ def test_unencodable_events_fail_only_their_request(what: str) -> None:
             *(7, EngineFailed),
             *(7, EngineFailed),
         ]
-        assert engine._child is not None
-        assert not engine._child.busy
+        assert engine._worker is not None
+        assert not engine._worker.busy
 
     run(engine, scenario())
 
@@ -54,8 +54,8 @@ def test_undecodable_events_fail_only_their_request(what: str, caplog: pytest.Lo
             *(22, EngineFailed),
             *(22, EngineFailed),
         ]
-        assert engine._child is not None
-        assert not engine._child.busy
+        assert engine._worker is not None
+        assert not engine._worker.busy
         assert engine.pid == first
 
     run(engine, scenario())
@@ -113,8 +113,8 @@ def test_unencodable_request_is_a_bad_request() -> None:
                 await anext(engine.generate(wrong))
         with pytest.raises(BadRequest, match="cannot be passed to the engine"):
             await engine.detokenize([10**30])
-        assert engine._child is not None
-        assert not engine._child.busy
+        assert engine._worker is not None
+        assert not engine._worker.busy
         assert len(await events(engine, "count 2")) == 4
 
     run(engine, scenario())

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import uvloop
 
-from dragoman.core.engine import Rendered
+from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import (
     BadRequest,
     ConfigError,
@@ -90,7 +90,7 @@ def test_render() -> None:
 
     async def scenario() -> None:
         request = msgspec.structs.replace(ask("show this"), tools=(Tool("f", parameters={"a": [1, None]}),))
-        assert await engine.render(request) == Rendered("f: this", (1, 2), "hermes")
+        assert await engine.render(request) == RenderedPrompt("f: this", (1, 2), "hermes")
         with pytest.raises(BadRequest) as refused:
             await engine.render(ask("refuse not like that"))
         assert (refused.value.message, refused.value.param) == ("not like that", "messages[0]")
@@ -143,7 +143,7 @@ def test_closing_the_stream_cancels_the_generation() -> None:
         stream = engine.generate(ask("slowly 100000"))
         await anext(stream)
         await stream.aclose()
-        child = engine._child
+        child = engine._worker
         assert child is not None
         for _ in range(1200):
             if not child.streams:
@@ -165,8 +165,8 @@ def test_cancel_before_the_first_event() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert len(await events(engine, "count 2")) == 4
-        assert engine._child is not None
-        assert not engine._child.streams
+        assert engine._worker is not None
+        assert not engine._worker.streams
 
     run(engine, scenario())
 
@@ -264,7 +264,7 @@ def test_requests_to_a_dying_worker_raise_engine_died(loop: Any) -> None:
 
     async def scenario() -> None:
         await engine.start()
-        child = engine._child
+        child = engine._worker
         assert child is not None
         assert engine.pid is not None
         opened = engine.generate(ask("slowly 1000"))
@@ -278,7 +278,7 @@ def test_requests_to_a_dying_worker_raise_engine_died(loop: Any) -> None:
             await engine.tokenize("x", False)
         await opened.aclose()
         async with asyncio.timeout(60):
-            while engine._child is child:  # noqa: ASYNC110 (it ends in another process)
+            while engine._worker is child:  # noqa: ASYNC110 (it ends in another process)
                 await asyncio.sleep(0.01)
         assert len(await events(engine, "count 2")) == 4
         await engine.stop()
@@ -292,7 +292,7 @@ def test_request_to_a_dead_worker_raises_engine_died() -> None:
 
     async def scenario() -> None:
         await engine.start()
-        child = engine._child
+        child = engine._worker
         assert child is not None
         await child.kill()
         child.fail_pending()

@@ -165,8 +165,8 @@ def test_retry_after_estimates_the_queue() -> None:
 def test_extra_release_is_ignored() -> None:
     admission = Admission(2, 10, 10)
     one, other = Slots(admission, "a"), Slots(admission, "b")
-    assert one.take_first()
-    assert other.take_first()
+    assert one.try_acquire_first()
+    assert other.try_acquire_first()
     one.give_back()
     one.give_back()
     one.close()
@@ -201,15 +201,15 @@ def test_free_slot_goes_to_the_principal_that_holds_the_fewest() -> None:
 def test_last_slot_is_reserved_for_recent_principals() -> None:
     async def scenario() -> None:
         admission, log, release = Admission(3, 10, 60), list[str](), asyncio.Event()
-        assert admission.enter_now("b")
+        assert admission.try_enter("b")
         admission.leave("b")
-        assert admission.enter_now("a")
-        assert admission.enter_now("a")
+        assert admission.try_enter("a")
+        assert admission.try_enter("a")
         waiting = asyncio.create_task(hold(admission, "a", log, release, "a3"))
         await turn()
         assert (log, admission.running) == ([], 2)
-        assert admission.enter_now("b"), "the reserved slot"
-        assert not admission.enter_now("c")
+        assert admission.try_enter("b"), "the reserved slot"
+        assert not admission.try_enter("c")
         admission.leave("b")
         await turn()
         assert (log, admission.running) == ([], 2)
@@ -225,10 +225,10 @@ def test_reservation_of_the_last_slot_expires(monkeypatch: pytest.MonkeyPatch) -
 
     async def scenario() -> None:
         admission = Admission(2, 10, 60)
-        assert admission.enter_now("b")
+        assert admission.try_enter("b")
         admission.leave("b")
-        assert admission.enter_now("a")
-        assert not admission.enter_now("a")
+        assert admission.try_enter("a")
+        assert not admission.try_enter("a")
         await admission.enter("a")
         assert admission.running == 2
 
@@ -237,7 +237,7 @@ def test_reservation_of_the_last_slot_expires(monkeypatch: pytest.MonkeyPatch) -
 
 def test_single_principal_has_all_slots() -> None:
     admission = Admission(3, 10, 60)
-    assert [admission.enter_now("a") for _ in range(4)] == [True, True, True, False]
+    assert [admission.try_enter("a") for _ in range(4)] == [True, True, True, False]
 
 
 def test_full_queue_accepts_one_request_of_another_principal() -> None:

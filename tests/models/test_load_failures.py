@@ -11,7 +11,7 @@ from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed, ModelLoading
 from dragoman.core.request import GenerationRequest
-from dragoman.models import Catalog, Host
+from dragoman.models import Catalog, ModelHost
 from dragoman.models.model_host import BuildEngine, OnEngineLost
 
 EXPLODING = ModelSpec("m", "tests.support.engines:Exploding")
@@ -24,7 +24,7 @@ def settings(spec: ModelSpec, limits: Limits = NO_WAIT, memory: int | None = Non
     return Settings(models=(spec,), models_dir=(), limits=limits, memory=memory)
 
 
-async def settled(host: Host) -> str:
+async def settled(host: ModelHost) -> str:
     async with asyncio.timeout(60):
         while host.state in ("waiting", "loading"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -132,12 +132,12 @@ def test_failed_model_is_retried_after_growing_pauses(
     async def scenario() -> None:
         catalog = Catalog(settings(EXPLODING))
         host = catalog.resolve("m").host
-        host.load_again()
+        host.retry_load()
         assert host.state == "cold"
         host.load()
         async with asyncio.timeout(60):
             while len(caplog.records) < 5:
-                host.load_again()
+                host.retry_load()
                 await asyncio.sleep(0.01)
         await catalog.stop()
 
@@ -179,16 +179,16 @@ class SlowEngine(Engine):
         yield "here"
 
 
-async def refused_for(host: Host) -> float:
+async def refused_for(host: ModelHost) -> float:
     with pytest.raises(ModelFailed) as raised:
         await host.enter()
     return raised.value.retry_after or 0
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[SlowEngine, Catalog, Host]:
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[SlowEngine, Catalog, ModelHost]:
     engine = SlowEngine(seconds)
     monkeypatch.setattr("dragoman.models.model_host.time", engine)
-    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), make_of=engine.build_engine)
+    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), engine_factory=engine.build_engine)
     return engine, catalog, catalog.resolve("m").host
 
 

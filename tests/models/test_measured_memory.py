@@ -60,7 +60,7 @@ def test_model_grown_beyond_the_budget_is_loaded_again_after_a_restart(
                 size = 1100
                 await host.measure()
                 assert catalog.lifecycle.seat(host).admits
-                catalog.lifecycle.dismiss(host)
+                catalog.lifecycle.request_unload(host)
                 async with asyncio.timeout(60):
                     while host.state != "cold":  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
@@ -81,7 +81,7 @@ def test_engine_lost_during_measurement_fails_the_load(monkeypatch: pytest.Monke
     callbacks: list[OnEngineLost] = []
     has_gone = threading.Event()
 
-    def make_of(spec: ModelSpec, limits: Limits) -> BuildEngine:
+    def engine_factory(spec: ModelSpec, limits: Limits) -> BuildEngine:
         async def build(on_lost: OnEngineLost) -> Engine:
             callbacks.append(on_lost)
             return Plain()
@@ -102,7 +102,7 @@ def test_engine_lost_during_measurement_fails_the_load(monkeypatch: pytest.Monke
             return 100
 
         monkeypatch.setattr(SESSION_MEMORY, measure)
-        catalog = Catalog(SETTINGS, make_of=make_of)
+        catalog = Catalog(SETTINGS, engine_factory=engine_factory)
         host = catalog.resolve("m").host
         with pytest.raises(ModelFailed):
             await host.ready()

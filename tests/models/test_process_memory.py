@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from dragoman.models import process_memory
-from dragoman.models.process_memory import resident, session_memory
+from dragoman.models.process_memory import resident_memory, session_memory
 
 MEBI = 2**20
 FAMILY = """
@@ -55,13 +55,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resident_memory() -> None:
-    assert 5 * MEBI < resident(os.getpid()) < 2**34
-    assert resident(None) == resident(2**30) == 0
+    assert 5 * MEBI < resident_memory(os.getpid()) < 2**34
+    assert resident_memory(None) == resident_memory(2**30) == 0
 
 
 def test_single_process_counts_its_resident_memory() -> None:
     with family(0) as pid:
-        assert session_memory(pid) == resident(pid) > 64 * MEBI
+        assert session_memory(pid) == resident_memory(pid) > 64 * MEBI
     assert session_memory(None) == session_memory(2**30) == 0
 
 

@@ -12,7 +12,7 @@ from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import Event, Finished, Started, TextDelta
 from dragoman.core.request import GenerationRequest
-from dragoman.pipeline.event_stream import MAX_BACKLOG, call, run
+from dragoman.pipeline.event_stream import MAX_BACKLOG, call_engine, stream_events
 
 REQUEST = GenerationRequest(id="1")
 
@@ -20,7 +20,7 @@ REQUEST = GenerationRequest(id="1")
 def batches(engine: Engine) -> list[Sequence[Event]]:
     async def collected() -> list[Sequence[Event]]:
         async with asyncio.timeout(60):
-            return [batch async for batch in run(engine, REQUEST)]
+            return [batch async for batch in stream_events(engine, REQUEST)]
 
     return asyncio.run(collected())
 
@@ -81,7 +81,7 @@ def test_abandoned_generator_without_output_is_closed() -> None:
                 closed.set()
 
     async def scenario() -> None:
-        stream = run(Silent(), REQUEST)
+        stream = stream_events(Silent(), REQUEST)
         await anext(stream)
         await stream.aclose()
 
@@ -131,9 +131,9 @@ def test_call_plain_and_async_methods() -> None:
     async def scenario() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found: int = await call(later, 1)
+            found: int = await call_engine(later, 1)
             assert found == threading.get_ident()
-            assert await call(threading.get_ident) != threading.get_ident()
+            assert await call_engine(threading.get_ident) != threading.get_ident()
 
     asyncio.run(scenario())
 

@@ -15,7 +15,7 @@ from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import Asked, GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
 from dragoman.models.admission import Admission, Slots
-from dragoman.pipeline.generate import check, check_limits, generate
+from dragoman.pipeline.generate import check_features, check_limits, generate
 
 NO_LIMIT = Slots(Admission(None, 0, 1), "alice")
 CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
@@ -263,13 +263,13 @@ def test_unsupported_parameters_are_ignored_or_rejected() -> None:
     request = GenerationRequest(
         model="m", asked=(Asked("chat", "messages"), Asked("temperature", "temperature"), Asked("unknown", "foo"))
     )
-    assert check(request.model, request.asked, frozenset({"chat", "temperature"}), strict=False) == ("foo",)
-    assert check(request.model, request.asked, frozenset({"chat"}), strict=False) == ("temperature", "foo")
+    assert check_features(request.model, request.asked, frozenset({"chat", "temperature"}), strict=False) == ("foo",)
+    assert check_features(request.model, request.asked, frozenset({"chat"}), strict=False) == ("temperature", "foo")
     with pytest.raises(UnsupportedParameter) as refused:
-        check(request.model, request.asked, frozenset({"chat"}), strict=True)
+        check_features(request.model, request.asked, frozenset({"chat"}), strict=True)
     assert refused.value.param == "temperature"
     with pytest.raises(NotSupported) as missing:
-        check(request.model, request.asked, frozenset(), strict=False)
+        check_features(request.model, request.asked, frozenset(), strict=False)
     assert (missing.value.status, missing.value.param) == (501, "messages")
 
 

@@ -20,7 +20,7 @@ from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from dragoman.pipeline import split as split_module
 from dragoman.pipeline.count import CountStage
-from dragoman.pipeline.split import SplitStage, begins_in_thought, is_quoted
+from dragoman.pipeline.split import SplitStage, is_quoted, starts_inside_reasoning
 from dragoman.pipeline.stop import StopStage
 from dragoman.pipeline.text_buffer import MAX_GAP, TextBuffer
 from tests.formats.cases import OUTPUTS, TOOLS
@@ -257,7 +257,7 @@ def test_reply_that_starts_inside_reasoning() -> None:
     ],
 )
 def test_begins_in_thought(output: str, inside: bool) -> None:
-    assert begins_in_thought(FORMATS["hermes"], output) is inside
+    assert starts_inside_reasoning(FORMATS["hermes"], output) is inside
 
 
 # Rule 6: tokens.

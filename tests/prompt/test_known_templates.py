@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dragoman.core.request import GenerationRequest, Message, Reasoning, Text, Tool, ToolCall, ToolResult
-from dragoman.formats import FORMATS, detect
+from dragoman.formats import FORMATS, detect_format
 from dragoman.prompt import ChatTemplate, Prompt
 
 FOLDER = Path(__file__).parent / "templates"
@@ -134,7 +134,7 @@ def format_calls(name: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"chatml"}))
 def test_format_is_detected_from_template(name: str) -> None:
-    assert detect(source(name)) == CASES[name].format
+    assert detect_format(source(name)) == CASES[name].format
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,7 @@ from dragoman.core.events import Event, TextDelta
 from dragoman.protocols.chat import client as chat
 from dragoman.protocols.client.frame_template import FIRST_LESSONS, FrameTemplate
 from dragoman.protocols.messages import client as messages
-from dragoman.protocols.sse import Decoder, Frame
+from dragoman.protocols.sse import SseDecoder, SseFrame
 from tests.client.replay import delta, end_chunk, frames, replay
 from tests.support.cuttings import cut_bytes, cuttings
 
@@ -63,8 +63,8 @@ def test_events_do_not_depend_on_chunks(protocol: str, texts: list[str], togethe
 
 
 def learnt(first: bytes, plain: Any = None) -> FrameTemplate:
-    template = FrameTemplate(plain or chat.Reader().plain)
-    template.learn(first, Decoder().feed(first)[0])
+    template = FrameTemplate(plain or chat.ChatReader().plain)
+    template.learn(first, SseDecoder().feed(first)[0])
     return template
 
 
@@ -73,7 +73,7 @@ def test_template_reads_the_text() -> None:
     assert template.match(chunk("lo")) == ["lo"]
     assert template.match(chunk("")) == [""]
     assert template.match(chunk("lo") + chunk('"\n') + chunk("}")) == ["lo", '"\n', "}"]
-    assert learnt(block("Hel"), messages.Reader().plain).match(block("lo") + block("!")) == ["lo", "!"]
+    assert learnt(block("Hel"), messages.MessagesReader().plain).match(block("lo") + block("!")) == ["lo", "!"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_other_chunks_do_not_match(piece: bytes) -> None:
 def test_text_that_also_occurs_elsewhere_is_not_learnt() -> None:
     """The model has the same name as the text, and the text is escaped: the match is not the text."""
     frame = chunk("abc").replace(b'"content": "abc"', rb'"content": "\u0061bc"')
-    assert Decoder().feed(frame) == [Frame(frame[6:-2].decode())]
+    assert SseDecoder().feed(frame) == [SseFrame(frame[6:-2].decode())]
     template = learnt(frame)
     assert template.match(frame) is None
     assert template.match(frame.replace(b'"model": "abc"', b'"model": "xyz"')) is None
@@ -114,15 +114,15 @@ def test_frame_with_more_than_text_is_not_learnt() -> None:
 def test_learning_stops() -> None:
     asked: list[str] = []
 
-    def plain(frame: Frame) -> str | None:
+    def plain(frame: SseFrame) -> str | None:
         asked.append(frame.data)
-        return chat.Reader().plain(frame)
+        return chat.ChatReader().plain(frame)
 
     template = FrameTemplate(plain)
     for number in range(100):
         piece = chunk("x", obfuscation=f"{number:x}")
         assert template.match(piece) is None
-        template.learn(piece, Decoder().feed(piece)[0])
+        template.learn(piece, SseDecoder().feed(piece)[0])
     assert len(asked) <= 2 * FIRST_LESSONS
 
 
@@ -131,5 +131,5 @@ def test_new_template_is_learnt_when_the_timestamp_changes() -> None:
     for created in range(200):
         piece = chunk("lo", created=created)
         if template.match(piece) is None:
-            template.learn(piece, Decoder().feed(piece)[0])
+            template.learn(piece, SseDecoder().feed(piece)[0])
         assert all(template.match(piece) == ["lo"] for _ in range(20)), json.loads(piece[6:])

@@ -29,7 +29,7 @@ UNUSUAL: list[Any] = [
 
 
 def decode_response(body: bytes) -> object:
-    return responses.decode(responses.read(body))
+    return responses.decode(responses.parse(body))
 
 
 DECODERS: dict[str, Callable[[bytes], object]] = {

@@ -1,9 +1,9 @@
 import pytest
 
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.protocols import messages, openai
 
-RATES = [Rate("requests", 60, 59, 1.25), Rate("tokens", 1000, 0, 61.0)]
+RATES = [RateLimitState("requests", 60, 59, 1.25), RateLimitState("tokens", 1000, 0, 61.0)]
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ RATES = [Rate("requests", 60, 59, 1.25), Rate("tokens", 1000, 0, 61.0)]
     [(0, b"0ms"), (0.0201, b"21ms"), (1, b"1s"), (1.25, b"1.25s"), (60, b"1m0s"), (361.5, b"6m1.5s")],
 )
 def test_openai_durations(seconds: float, text: bytes) -> None:
-    headers = dict(openai.rate_headers([Rate("requests", 60, 59, seconds)]))
+    headers = dict(openai.rate_headers([RateLimitState("requests", 60, 59, seconds)]))
     assert headers[b"x-ratelimit-reset-requests"] == text
 
 

@@ -24,14 +24,14 @@ from dragoman.core.request import (
     ToolResult,
 )
 from dragoman.protocols.registry import PROTOCOLS
-from dragoman.protocols.responses import Question, decode, read
+from dragoman.protocols.responses import ResponseRequest, decode, parse
 from dragoman.protocols.responses.parts import seal
 
 HELLO = {"role": "user", "content": "hello"}
 
 
-def question(**fields: Any) -> Question:
-    return decode(read(json.dumps({"input": "hello", **fields}).encode()))
+def question(**fields: Any) -> ResponseRequest:
+    return decode(parse(json.dumps({"input": "hello", **fields}).encode()))
 
 
 def request(**fields: Any) -> GenerationRequest:
@@ -327,12 +327,12 @@ def test_tool_search_output_without_a_call() -> None:
 
 def test_item_limit_includes_stored_items() -> None:
     with pytest.raises(BadRequest) as caught:
-        decode(read(json.dumps({"input": [HELLO]}).encode()), [HELLO] * 16_384)
+        decode(parse(json.dumps({"input": [HELLO]}).encode()), [HELLO] * 16_384)
     assert caught.value.param == "input"
 
 
 def test_item_references() -> None:
-    asking = read(json.dumps({"input": [{"type": "item_reference", "id": "fc_1"}, {"id": "msg_1"}, OUTPUT]}).encode())
+    asking = parse(json.dumps({"input": [{"type": "item_reference", "id": "fc_1"}, {"id": "msg_1"}, OUTPUT]}).encode())
     assert asking.references == ("fc_1", "msg_1")
     decoded = decode(
         asking, [{"type": "message", "role": "user", "content": "earlier"}], {"fc_1": CALL, "msg_1": HELLO}

@@ -24,7 +24,7 @@ from dragoman.core.events import (
 )
 from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols.responses import Shown, Telling
+from dragoman.protocols.responses import ResponseContext, ResponseWriter
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.parts import seal
 from tests.protocols.response_events import accumulated, read
@@ -37,15 +37,15 @@ CLIENT_TOOLS = {
     "c": ClientTool("custom", "c"),
     "shell": ClientTool("shell", "shell"),
 }
-CONTEXT = Shown(echoed=question().shown.echoed, client_tools=CLIENT_TOOLS)
+CONTEXT = ResponseContext(echoed=question().shown.echoed, client_tools=CLIENT_TOOLS)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def telling(context: Shown = CONTEXT) -> Telling:
-    return Telling(context, lambda: 7.5)
+def telling(context: ResponseContext = CONTEXT) -> ResponseWriter:
+    return ResponseWriter(context, lambda: 7.5)
 
 
-def streamed(*events: Event, context: Shown = CONTEXT) -> list[dict[str, Any]]:
+def streamed(*events: Event, context: ResponseContext = CONTEXT) -> list[dict[str, Any]]:
     encoder = telling(context).encoder(REQUEST, 0)
     return read(encoder.feed(0, events) + encoder.end())
 
@@ -56,7 +56,7 @@ def collected(*events: Event) -> Reply:
     return collection.reply()
 
 
-def whole(*events: Event, context: Shown = CONTEXT) -> dict[str, Any]:
+def whole(*events: Event, context: ResponseContext = CONTEXT) -> dict[str, Any]:
     response = telling(context).encode_reply(REQUEST, 0, collected(*events))
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
     return decoded

@@ -8,7 +8,7 @@ import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolCall, ToolChoice
-from dragoman.protocols.responses import decode, read
+from dragoman.protocols.responses import decode, parse
 from dragoman.protocols.responses.calls import SCHEMAS, ClientTool, encode_call
 from tests.protocols.test_responses import HELLO, features, question, request
 
@@ -99,7 +99,7 @@ def test_default_namespace() -> None:
 
 def decoding_seconds(name: str) -> float:
     calls = [{"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}] * 16_000
-    asking = read(json.dumps({"input": calls, "tools": MANY}).encode())
+    asking = parse(json.dumps({"input": calls, "tools": MANY}).encode())
     begun = time.thread_time()
     [message] = decode(asking).request.messages
     seconds = time.thread_time() - begun

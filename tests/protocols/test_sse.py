@@ -4,40 +4,40 @@ import pytest
 from hypothesis import given
 
 from dragoman.protocols import sse
-from dragoman.protocols.sse import Decoder, Frame, FrameTooLong
+from dragoman.protocols.sse import FrameTooLong, SseDecoder, SseFrame
 from tests.support.cuttings import cut_bytes, cuttings
 
 CASES = {
-    b"data: a\n\ndata: b\n\n": [Frame("a"), Frame("b")],
-    b"data: a\r\n\r\ndata: b\r\n\r\n": [Frame("a"), Frame("b")],
-    b"data: a\r\rdata: b\r\r": [Frame("a"), Frame("b")],
-    b"data: a\r\n\ndata: b\n\r\n": [Frame("a"), Frame("b")],
-    b"data:a\n\n": [Frame("a")],
-    b"data:  a\n\n": [Frame(" a")],
-    b"data: a\ndata: b\n\n": [Frame("a\nb")],
-    b"data: a\ndata\ndata: b\n\n": [Frame("a\n\nb")],
-    b": comment\n\n:\n\ndata: a\n\n": [Frame("a")],
-    b"data: a\n: comment\ndata: b\n\n": [Frame("a\nb")],
-    b"event: x\nid: 7\nretry: 10\ndata: a\n\ndata: b\n\n": [Frame("a", "x"), Frame("b")],
-    b"event: nothing\n\ndata: a\n\n": [Frame("a")],
-    b"\xef\xbb\xbfdata: a\n\n": [Frame("a")],
-    b"data: a\n\n\xef\xbb\xbfdata: b\n\n": [Frame("a")],
-    b"data: a": [Frame("a")],
-    b"data: a\n": [Frame("a")],
-    b"data: a\n\ndata: [DONE]": [Frame("a"), Frame("[DONE]")],
-    "data: 😀é\u2028x\n\n".encode(): [Frame("😀é\u2028x")],
-    b"data: \xff\n\n": [Frame("\ufffd")],
-    b"data: a\x0bb\x1cc\n\n": [Frame("a\x0bb\x1cc")],
-    b'error: {"code": 500}\n\n': [Frame('{"code": 500}', "error")],
-    b"data: a\nerror: b\n\n": [Frame("a"), Frame("b", "error")],
+    b"data: a\n\ndata: b\n\n": [SseFrame("a"), SseFrame("b")],
+    b"data: a\r\n\r\ndata: b\r\n\r\n": [SseFrame("a"), SseFrame("b")],
+    b"data: a\r\rdata: b\r\r": [SseFrame("a"), SseFrame("b")],
+    b"data: a\r\n\ndata: b\n\r\n": [SseFrame("a"), SseFrame("b")],
+    b"data:a\n\n": [SseFrame("a")],
+    b"data:  a\n\n": [SseFrame(" a")],
+    b"data: a\ndata: b\n\n": [SseFrame("a\nb")],
+    b"data: a\ndata\ndata: b\n\n": [SseFrame("a\n\nb")],
+    b": comment\n\n:\n\ndata: a\n\n": [SseFrame("a")],
+    b"data: a\n: comment\ndata: b\n\n": [SseFrame("a\nb")],
+    b"event: x\nid: 7\nretry: 10\ndata: a\n\ndata: b\n\n": [SseFrame("a", "x"), SseFrame("b")],
+    b"event: nothing\n\ndata: a\n\n": [SseFrame("a")],
+    b"\xef\xbb\xbfdata: a\n\n": [SseFrame("a")],
+    b"data: a\n\n\xef\xbb\xbfdata: b\n\n": [SseFrame("a")],
+    b"data: a": [SseFrame("a")],
+    b"data: a\n": [SseFrame("a")],
+    b"data: a\n\ndata: [DONE]": [SseFrame("a"), SseFrame("[DONE]")],
+    "data: 😀é\u2028x\n\n".encode(): [SseFrame("😀é\u2028x")],
+    b"data: \xff\n\n": [SseFrame("\ufffd")],
+    b"data: a\x0bb\x1cc\n\n": [SseFrame("a\x0bb\x1cc")],
+    b'error: {"code": 500}\n\n': [SseFrame('{"code": 500}', "error")],
+    b"data: a\nerror: b\n\n": [SseFrame("a"), SseFrame("b", "error")],
     b"\xef\xbb": [],
     b"": [],
     b"\n\n\n": [],
 }
 
 
-def decoded(pieces: list[bytes]) -> list[Frame]:
-    decoder = Decoder()
+def decoded(pieces: list[bytes]) -> list[SseFrame]:
+    decoder = SseDecoder()
     frames = [frame for piece in pieces for frame in decoder.feed(piece)]
     return frames + decoder.end()
 

@@ -15,7 +15,7 @@ import pytest
 
 from dragoman import create_app
 from dragoman.config.settings import Settings
-from dragoman.server.auth.admin_token import HEADER, TokenFile, find_socket_token, find_token
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, TokenFile, find_admin_token, find_socket_admin_token
 from tests.cli.test_cli import SOURCE
 from tests.support.bad_server import BadServer, whole
 from tests.support.engines import Sampled
@@ -49,17 +49,22 @@ def test_local_connection_is_not_enough(tmp_path: Path, home: Path, workers: str
     with serving(tmp_path, config, "--workers", workers) as running, proxy_client(running) as client:
         for method, path in ROUTES:
             words = refused(client.request(method, path), 401)
-            assert HEADER in words
+            assert ADMIN_TOKEN_HEADER in words
             assert str(home) not in words
-        for wrong in ("", "x" * 43, running.operator[HEADER][:-1], running.operator[HEADER] + "x"):
-            refused(client.get("/admin/models", headers={HEADER: wrong}), 401)
+        for wrong in (
+            "",
+            "x" * 43,
+            running.operator[ADMIN_TOKEN_HEADER][:-1],
+            running.operator[ADMIN_TOKEN_HEADER] + "x",
+        ):
+            refused(client.get("/admin/models", headers={ADMIN_TOKEN_HEADER: wrong}), 401)
         assert client.get("/admin/models", headers=running.operator).status_code == 200
         assert client.post("/admin/reload", headers=running.operator).status_code == 200
         # Other routes need no token.
         assert client.get("/v1/models").status_code == client.get("/stats").status_code == 200
         files = list((home / "run").iterdir())
         assert [stat.S_IMODE(file.stat().st_mode) for file in (home / "run", *files)] == [0o700, 0o600]
-        token = running.operator[HEADER]
+        token = running.operator[ADMIN_TOKEN_HEADER]
         assert token not in running.log.read_text() + running.event_log.read_text()
         running.process.send_signal(signal.SIGTERM)
         running.process.wait(60)
@@ -77,7 +82,7 @@ def test_only_the_token_opens_operator_routes_whatever_the_address(
         transport = httpx.ASGITransport(app, client=client)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as asking:
             without = await asking.get("/admin/models")
-            having = await asking.get("/admin/models", headers={HEADER: app.admin_token})
+            having = await asking.get("/admin/models", headers={ADMIN_TOKEN_HEADER: app.admin_token})
         await app.stop()
         return without.status_code, having.status_code
 
@@ -90,7 +95,7 @@ def test_token_is_refused_if_keys_are_configured(tmp_path: Path) -> None:
     async def scenario() -> list[int]:
         app = create_app(Sampled(), settings=settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            token, key = {HEADER: app.admin_token}, {"x-api-key": "sk-0123456789"}
+            token, key = {ADMIN_TOKEN_HEADER: app.admin_token}, {"x-api-key": "sk-0123456789"}
             found = [(await client.get("/admin/models", headers=headers)).status_code for headers in (token, key)]
         await app.stop()
         return found
@@ -153,15 +158,15 @@ def file(home: Path) -> Iterator[TokenFile]:
 def test_each_server_has_its_own_file(file: TokenFile, home: Path) -> None:
     others = [TokenFile("other", "127.0.0.1", 8001, None), TokenFile("third", "::", 8002, None)]
     by_socket = TokenFile("fourth", "127.0.0.1", 0, "some.sock")
-    assert find_token("localhost", 8000) == "secret"
-    assert find_token("127.0.0.1", 8001) == "other"
-    assert find_token("10.0.0.1", 8002) == "third"
-    assert find_token("127.0.0.1", 8003) is None
-    assert find_socket_token("./some.sock") == "fourth"
+    assert find_admin_token("localhost", 8000) == "secret"
+    assert find_admin_token("127.0.0.1", 8001) == "other"
+    assert find_admin_token("10.0.0.1", 8002) == "third"
+    assert find_admin_token("127.0.0.1", 8003) is None
+    assert find_socket_admin_token("./some.sock") == "fourth"
     # A newer server at the same address keeps its own token.
     again = TokenFile("newer", "127.0.0.1", 8000, None)
     file.remove()
-    assert find_token("127.0.0.1", 8000) == "newer"
+    assert find_admin_token("127.0.0.1", 8000) == "newer"
     for made in (*others, by_socket, again):
         made.remove()
     assert list((home / "run").iterdir()) == []
@@ -174,11 +179,11 @@ def test_links_are_not_followed(home: Path, tmp_path: Path) -> None:
     target.chmod(0o600)
     place = home / "run/127.0.0.1_8000.token"
     place.symlink_to(target)
-    assert find_token("127.0.0.1", 8000) is None
+    assert find_admin_token("127.0.0.1", 8000) is None
     made = TokenFile("secret", "127.0.0.1", 8000, None)
     assert target.read_text() == "precious"
     assert not place.is_symlink()
-    assert find_token("127.0.0.1", 8000) == "secret"
+    assert find_admin_token("127.0.0.1", 8000) == "secret"
     made.remove()
     assert target.exists()
 
@@ -202,7 +207,7 @@ def test_symlinked_directory_is_not_used(home: Path, tmp_path: Path) -> None:
 
 def test_token_file_readable_by_others_is_not_sent(file: TokenFile, home: Path) -> None:
     (home / "run/127.0.0.1_8000.token").chmod(0o644)
-    assert find_token("127.0.0.1", 8000) is None
+    assert find_admin_token("127.0.0.1", 8000) is None
 
 
 def test_command_does_not_follow_redirects(tmp_path: Path, home: Path) -> None:

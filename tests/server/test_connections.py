@@ -23,7 +23,7 @@ from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.server.http.proxies import TrustedProxies
 from dragoman.server.http.server import SocketFile, unix_socket
-from dragoman.server.preflight_checks import check_place
+from dragoman.server.preflight_checks import check_listen_address
 from tests.support.serving import Running, serving, serving_at
 from tests.support.talking import CHAT, HELLO, ask, eventually, recorded, refused, request_bytes, talking, text_of
 
@@ -85,7 +85,7 @@ def test_invalid_tls_files(tmp_path: Path) -> None:
     other.mkdir()
     for tls in (Tls("missing.pem", good.key), Tls(good.key, good.key), Tls(good.certificate, certified(other).key)):
         with pytest.raises(ConfigError, match="tls: "):
-            check_place(Settings(port=0, tls=tls))
+            check_listen_address(Settings(port=0, tls=tls))
 
 
 def listened_on(path: Path) -> bool:
@@ -116,7 +116,7 @@ def test_unix_socket(tmp_path: Path) -> None:
             assert stream.read().endswith(b"data: [DONE]\n\n")
         refused(client.get("/health", headers={"host": "evil.example"}), 400)
         with pytest.raises(ConfigError, match="another server uses it"):
-            check_place(Settings(socket=str(path)))
+            check_listen_address(Settings(socket=str(path)))
         assert running.stop() == 0
     assert not path.exists()
 
@@ -169,12 +169,12 @@ def test_obstacles_to_a_socket(tmp_path: Path) -> None:
     left, file = tmp_path / "left.sock", tmp_path / "file"
     unix_socket(left).close()
     file.touch()
-    check_place(Settings(socket=str(left)))
+    check_listen_address(Settings(socket=str(left)))
     assert not left.exists()
     with pytest.raises(ConfigError, match="the path exists and is not a socket"):
-        check_place(Settings(socket=str(file)))
+        check_listen_address(Settings(socket=str(file)))
     with pytest.raises(ConfigError, match="there is no folder"):
-        check_place(Settings(socket=str(tmp_path / "none" / "x.sock")))
+        check_listen_address(Settings(socket=str(tmp_path / "none" / "x.sock")))
     assert file.exists()
 
 

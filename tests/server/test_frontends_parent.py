@@ -19,15 +19,23 @@ from dragoman.engines.scripted import ScriptedEngine
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.ipc.worker_process import ProgressSink
 from dragoman.server.app import App
-from dragoman.server.auth.quotas import Estimate, Lease
+from dragoman.server.auth.quotas import Estimate, QuotaLease
 from dragoman.server.factory import ENGINES_ONLY, build_app
-from dragoman.server.frontends.messages import Answer, Engage, Enter, Entered, LeaseGranted, Refused, Relay
+from dragoman.server.frontends.messages import (
+    AcquireLease,
+    Answer,
+    EnterQuota,
+    ErrorReply,
+    LeaseGranted,
+    QuotaEntered,
+    Relay,
+)
 from dragoman.server.frontends.parent import FrontEndConnection
 from dragoman.server.frontends.remote import ParentConnection, RemoteResponses, relay_request
-from dragoman.server.model_lease import Wish
+from dragoman.server.model_lease import LeaseRequest
 from dragoman.server.routes import ROUTES
-from dragoman.storage.base import KeptResponse
-from dragoman.storage.memory import MemoryResponses
+from dragoman.storage.base import StoredResponse
+from dragoman.storage.memory import MemoryResponseStore
 
 ID = "chatcmpl-1"
 SOON = 5
@@ -78,7 +86,7 @@ async def linked(app: App) -> AsyncIterator[ParentConnection]:
 async def acquire_lease(parent: ParentConnection, estimate: Estimate | None = None) -> None:
     answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     parent.add_listener(ID, lambda message: None if answer.done() else answer.set_result(message))
-    parent.send(Engage(ID, "anonymous", None, Wish("", (), estimate, strict=False), None, None))
+    parent.send(AcquireLease(ID, "anonymous", None, LeaseRequest("", (), estimate, strict=False), None, None))
     assert isinstance(await answer, LeaseGranted)
 
 
@@ -124,9 +132,9 @@ def test_dead_front_end_spends_its_tokens_and_frees_its_slots() -> None:
     async def scenario() -> None:
         app = build_app(settings, [ScriptedEngine()])
         async with linked(app) as parent, asyncio.timeout(SOON):
-            assert isinstance(await parent.ask(Enter(ID, b"", b"a")), Entered)
+            assert isinstance(await parent.ask(EnterQuota(ID, b"", b"a")), QuotaEntered)
             await acquire_lease(parent, Estimate(100, 1, 500))
-        lease = app.lease_for(headers)
+        lease = app.quota_lease_for(headers)
         assert lease is not None
         assert [rate.remaining for rate in lease.rates()] == [400]
         lease.enter()
@@ -151,14 +159,14 @@ def test_undecodable_request_fails_alone() -> None:
 
 def test_internal_error_fails_only_its_request() -> None:
     class FailingQuotas(App):
-        def lease_for(self, headers: Mapping[bytes, bytes]) -> Lease | None:
+        def quota_lease_for(self, headers: Mapping[bytes, bytes]) -> QuotaLease | None:
             raise RuntimeError("unexpected")
 
     async def scenario() -> None:
         async with linked(FailingQuotas(ROUTES, ENGINES_ONLY, [ScriptedEngine()])) as parent, asyncio.timeout(SOON):
             for number in range(2):
-                answer = await parent.ask(Enter(f"chatcmpl-{number}", b"", b""))
-                assert isinstance(answer, Refused)
+                answer = await parent.ask(EnterQuota(f"chatcmpl-{number}", b"", b""))
+                assert isinstance(answer, ErrorReply)
                 assert "internal error" in answer.error().message
             await acquire_lease(parent)
 
@@ -170,8 +178,8 @@ def test_internal_errors_of_relays_and_stores_are_reported() -> None:
         async def __call__(self, *_: object) -> None:
             raise RuntimeError("unexpected")
 
-    class FailingStore(MemoryResponses):
-        async def find(self, principal: str, response_id: str) -> KeptResponse | None:
+    class FailingStore(MemoryResponseStore):
+        async def find(self, principal: str, response_id: str) -> StoredResponse | None:
             raise RuntimeError("unexpected")
 
     async def scenario() -> None:
@@ -190,7 +198,7 @@ def test_engine_with_invalid_description_fails_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Odd(ScriptedEngine):
-        tells_calls: Any = "sometimes"
+        emits_tool_calls: Any = "sometimes"
 
     async def scenario() -> None:
         async with (
@@ -200,10 +208,12 @@ def test_engine_with_invalid_description_fails_alone(
             received: asyncio.Queue[Answer] = asyncio.Queue()
             for model in ("odd", "even"):
                 parent.add_listener(model, received.put_nowait)
-                parent.send(Engage(model, "anonymous", None, Wish(model, (), None, strict=False), None, None))
+                parent.send(
+                    AcquireLease(model, "anonymous", None, LeaseRequest(model, (), None, strict=False), None, None)
+                )
             answers = {answer.id: answer for answer in (await received.get(), await received.get())}
             refused = answers["odd"]
-            assert isinstance(refused, Refused)
+            assert isinstance(refused, ErrorReply)
             assert "the engine failed (ValidationError)" in refused.error().message
             assert isinstance(answers["even"], LeaseGranted)
 

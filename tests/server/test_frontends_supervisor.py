@@ -26,7 +26,7 @@ from dragoman.server.factory import build_app
 from dragoman.server.frontends import parent
 from dragoman.server.frontends.messages import Listening, encode
 from dragoman.server.frontends.parent import FrontEndConnection
-from dragoman.server.frontends.supervisor import Crew, places
+from dragoman.server.frontends.supervisor import FrontEndSupervisor, bind_frontend_sockets
 from tests.server.test_frontends import each
 from tests.server.test_jwt import SECRET, token
 from tests.server.test_shutdown_and_logs import gone
@@ -162,16 +162,16 @@ def test_starting_front_end_is_exempt_from_the_apply_timeout(monkeypatch: pytest
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        supervisor = Crew(app, places(settings, 1))
+        supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 1))
 
         async def connect_while_reloading(link: Link, end: socket.socket) -> None:
             await connect(link, end)
-            await app.followers[0](settings)
+            await app.settings_listeners[0](settings)
 
         monkeypatch.setattr(Link, "connect", connect_while_reloading)
         async with asyncio.timeout(60):
             await supervisor.started()
-            await app.followers[0](settings)
+            await app.settings_listeners[0](settings)
             await supervisor.stop(0)
         await app.stop()
 
@@ -179,17 +179,17 @@ def test_starting_front_end_is_exempt_from_the_apply_timeout(monkeypatch: pytest
     asyncio.run(scenario())
 
 
-def pids(supervisor: Crew) -> set[int]:
+def pids(supervisor: FrontEndSupervisor) -> set[int]:
     return {process.pid for process in supervisor._processes}
 
 
-async def wait_until_replaced(supervisor: Crew, victim: int) -> None:
+async def wait_until_replaced(supervisor: FrontEndSupervisor, victim: int) -> None:
     """Wait until another front end listens."""
     while victim in pids(supervisor) or supervisor._listening_count < len(supervisor._socket_groups):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
-async def suspend_new(supervisor: Crew, others: set[int]) -> int:
+async def suspend_new(supervisor: FrontEndSupervisor, others: set[int]) -> int:
     """Suspend a front end that has just been started."""
     while not (new := pids(supervisor) - others):  # noqa: ASYNC110 (one comes)
         await asyncio.sleep(0.001)
@@ -205,7 +205,7 @@ def test_only_a_hanging_front_end_is_replaced(
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        supervisor = Crew(app, places(settings, 2))
+        supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 2))
         async with asyncio.timeout(60):
             await supervisor.started()
             before = pids(supervisor)
@@ -238,7 +238,7 @@ def test_front_end_that_hangs_before_listening_is_replaced(
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        supervisor = Crew(app, places(settings, 1))
+        supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 1))
         async with asyncio.timeout(60):
             first = await suspend_new(supervisor, set())
             await supervisor.started()
@@ -257,7 +257,7 @@ def test_front_end_that_hangs_before_listening_is_replaced(
 def test_front_end_that_hangs_while_another_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "PING_SECONDS", 0.6)
 
-    async def one_listens(supervisor: Crew, others: set[int]) -> int:
+    async def one_listens(supervisor: FrontEndSupervisor, others: set[int]) -> int:
         """Wait for one new front end that listens."""
         while supervisor._listening_count < 1 or len(new := pids(supervisor) - others) != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -266,7 +266,7 @@ def test_front_end_that_hangs_while_another_starts_is_replaced(monkeypatch: pyte
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        supervisor = Crew(app, places(settings, 2))
+        supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 2))
         async with asyncio.timeout(60):
             late = await suspend_new(supervisor, set())
             first = await one_listens(supervisor, {late})
@@ -292,7 +292,7 @@ def test_server_gives_up_if_all_front_ends_hang(
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        supervisor = Crew(app, places(settings, 1))
+        supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 1))
         async with asyncio.timeout(60):
             with pytest.raises(ConfigError, match="3 front ends in a row did not listen; try again"):
                 await supervisor.started()
@@ -329,12 +329,12 @@ def test_front_end_that_applies_keys_too_late_is_replaced(
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        supervisor = Crew(app, places(settings, 2))
+        supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 2))
         async with asyncio.timeout(60):
             await supervisor.started()
             before = pids(supervisor)
             os.kill(min(before), signal.SIGSTOP)
-            await app.followers[0](settings)
+            await app.settings_listeners[0](settings)
             await wait_until_replaced(supervisor, min(before))
             assert pids(supervisor) & before == {max(before)}
             await supervisor.stop(0)
@@ -351,7 +351,7 @@ def test_unexpected_error_of_the_supervisor_is_raised(monkeypatch: pytest.Monkey
     async def scenario() -> None:
         settings = Settings(port=0, models_dir=())
         app = build_app(settings)
-        supervisor = Crew(app, places(settings, 1))
+        supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 1))
         with pytest.raises(RuntimeError, match="unexpected"):
             await supervisor.until(asyncio.Event())
         await supervisor.stop(0)

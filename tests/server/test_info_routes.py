@@ -11,7 +11,7 @@ import pytest
 from dragoman import __version__
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
-from dragoman.models import Catalog, Foreseen
+from dragoman.models import Catalog, StaticInfo
 from tests.files.test_gguf import gguf, pair, text
 from tests.support.serving import Running, serving
 from tests.support.talking import CHAT, ask, raw, refused, talking, text_of
@@ -109,10 +109,10 @@ def test_file_is_read_once(files: Path) -> None:
     wrong = ModelSpec("wrong", "llama", str(files / "m.gguf"), {"colour": "red"})
     catalog = Catalog(Settings(models=(spec, gone, wrong)))
 
-    async def foreseen() -> list[Foreseen]:
+    async def foreseen() -> list[StaticInfo]:
         return [await model.foreseen() for model in catalog.models.values()]
 
-    known = [Foreseen("hermes", 2048), Foreseen(file="missing"), Foreseen()]
+    known = [StaticInfo("hermes", 2048), StaticInfo(file="missing"), StaticInfo()]
     assert asyncio.run(foreseen()) == known
     (files / "m.gguf").unlink()
     assert asyncio.run(foreseen()) == known

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from dragoman import create_app
-from dragoman.server.auth.admin_token import HEADER
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
 from dragoman.storage.keys import KeyStore
 from tests.support.engines import Sampled
 from tests.support.serving import Running, serving
@@ -316,7 +316,7 @@ def test_admin_routes_need_admin_scope(tmp_path: Path) -> None:
 def test_reload_without_configuration_is_a_501() -> None:
     async def scenario() -> httpx.Response:
         app = create_app(Sampled())
-        transport, headers = httpx.ASGITransport(app), {HEADER: app.admin_token}
+        transport, headers = httpx.ASGITransport(app), {ADMIN_TOKEN_HEADER: app.admin_token}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
             return await client.post("/admin/reload")
 

@@ -6,9 +6,9 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.models import Catalog
 from dragoman.server.auth.scopes import UNRESTRICTED
-from dragoman.server.model_lease import Engagement, Wish
+from dragoman.server.model_lease import LeaseRequest, ModelLease
 
-WISH = Wish("m", (), None, strict=False)
+WISH = LeaseRequest("m", (), None, strict=False)
 SETTINGS = Settings(models=(ModelSpec("m", "scripted", None, {"slots": 1}),), models_dir=())
 
 
@@ -16,7 +16,7 @@ def test_waiting_for_a_slot_does_not_hold_the_model() -> None:
     async def scenario() -> None:
         catalog = Catalog(SETTINGS)
         seat = catalog.lifecycle.seat(catalog.resolve("m").host)
-        first, second = (Engagement(catalog, UNRESTRICTED, None) for _ in range(2))
+        first, second = (ModelLease(catalog, UNRESTRICTED, None) for _ in range(2))
         # The features are unknown before the first load, so both wait for it.
         await asyncio.gather(first.find(WISH), second.find(WISH))
         assert seat.running == 2

@@ -63,7 +63,7 @@ def test_failed_model_is_not_ready_while_reloading(
         host = app.catalog.resolve("").host
         await host.ready()
         assert (await client.get("/ready")).status_code == 200
-        host._given_up("it died too often")
+        host._handle_engine_lost("it died too often")
         assert await said_until_ready(client) == {(503, "failed"), (503, "loading")}
 
     talk(app, script)
@@ -79,9 +79,9 @@ def test_server_is_ready_if_fallback_can_answer(monkeypatch: pytest.MonkeyPatch)
         # Before its first load the fallback does not make the server ready.
         assert (await client.get("/ready")).status_code == 503
         await host.ready()
-        host._given_up("it died too often")
+        host._handle_engine_lost("it died too often")
         assert await said_until_ready(client) == {(200, "failed"), (200, "loading")}
-        host._given_up("it died too often")
+        host._handle_engine_lost("it died too often")
         other.fail(RuntimeError("no memory left"))
         assert (await client.get("/ready")).status_code == 503
         await app.catalog.stop()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import RateLimited, TokensLimited
-from dragoman.server.auth.quotas import MINUTE, Lease, Quota, RateWindow
+from dragoman.server.auth.quotas import MINUTE, Quota, QuotaLease, RateWindow
 
 
 class Clock:
@@ -25,8 +25,8 @@ def quota(clock: Clock | None = None, **limits: int) -> Quota:
     return Quota(KeyLimits(**limits), clock or Clock())
 
 
-def entered(of: Quota) -> Lease:
-    lease = Lease(of, Counter())
+def entered(of: Quota) -> QuotaLease:
+    lease = QuotaLease(of, Counter())
     lease.enter()
     return lease
 
@@ -81,7 +81,7 @@ def test_refused_request_returns_nothing() -> None:
     limited = quota(concurrency=1, tokens_per_minute=100)
     held = entered(limited)
     kept_out: Counter[str] = Counter()
-    refused = Lease(limited, kept_out)
+    refused = QuotaLease(limited, kept_out)
     with pytest.raises(RateLimited):
         refused.enter()
     assert kept_out == {"requests": 1}
@@ -91,7 +91,7 @@ def test_refused_request_returns_nothing() -> None:
     assert limited.running == 0
 
 
-def remaining(lease: Lease) -> dict[str, int]:
+def remaining(lease: QuotaLease) -> dict[str, int]:
     return {rate.what: rate.remaining for rate in lease.rates()}
 
 

@@ -265,7 +265,7 @@ def test_fixed_settings_keep_their_initial_values() -> None:
     after = Settings(models=(ModelSpec("n", "scripted"),), models_dir=(), limits=limits, port=1, strict=True)
 
     async def scenario() -> None:
-        app = build_app(before, reread=lambda: after)
+        app = build_app(before, reload_settings=lambda: after)
         told = await app.reload()
         assert told.restart_needed == ("port", "limits.body_seconds", "limits.stall_seconds")
         assert app.settings.limits == Limits(stall_seconds=5, queue=3)

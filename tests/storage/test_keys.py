@@ -14,7 +14,7 @@ import pytest
 
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import ConfigError, StorageUnavailable
-from dragoman.storage.keys import FORM, KeyReader, KeyStore, digest
+from dragoman.storage.keys import KEY_PATTERN, KeyReader, KeyStore, digest
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_created_key_is_stored(store: KeyStore) -> None:
     limits = KeyLimits(concurrency=1, tokens_per_minute=100)
     expires = time.time() + 60
     secret, key = store.create("anna", models=["smol*"], routes=["chat"], limits=limits, expires=expires)
-    form = FORM.fullmatch(secret.encode())
+    form = KEY_PATTERN.fullmatch(secret.encode())
     assert form
     assert form[1].decode() == key.id
     [kept] = store.all()

@@ -4,8 +4,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from dragoman.storage.base import KeptItem, KeptResponse
-from dragoman.storage.memory import OVERHEAD, MemoryResponses
+from dragoman.storage.base import StoredItem, StoredResponse
+from dragoman.storage.memory import OVERHEAD, MemoryResponseStore
 
 T = TypeVar("T")
 
@@ -17,12 +17,12 @@ def wait(result: Awaitable[T]) -> T:
     return asyncio.run(waited())
 
 
-def response(name: str, *, principal: str = "ann", body: bytes = b"{}", items: tuple[str, ...] = ()) -> KeptResponse:
-    return KeptResponse(name, principal, body, tuple(KeptItem(item, item.encode()) for item in items), ())
+def response(name: str, *, principal: str = "ann", body: bytes = b"{}", items: tuple[str, ...] = ()) -> StoredResponse:
+    return StoredResponse(name, principal, body, tuple(StoredItem(item, item.encode()) for item in items), ())
 
 
-def store(count: int = 10, size: int = 100_000, seconds: float = 10) -> MemoryResponses:
-    return MemoryResponses(count=count, size=size, seconds=seconds)
+def store(count: int = 10, size: int = 100_000, seconds: float = 10) -> MemoryResponseStore:
+    return MemoryResponseStore(count=count, size=size, seconds=seconds)
 
 
 def test_response_is_visible_only_to_its_principal() -> None:
@@ -63,7 +63,7 @@ def test_invalid_response_changes_nothing() -> None:
     kept = store(count=1)
     wait(kept.keep(response("r1", items=("i1",))))
     nameless: Any = {"a": 1}
-    odd = KeptResponse("r2", "bob", b"{}", (KeptItem("i2", b"{}"), KeptItem(nameless, b"{}")), ())
+    odd = StoredResponse("r2", "bob", b"{}", (StoredItem("i2", b"{}"), StoredItem(nameless, b"{}")), ())
     used = kept._bytes
     with pytest.raises(TypeError):
         wait(kept.keep(odd))
@@ -74,7 +74,7 @@ def test_invalid_response_changes_nothing() -> None:
 
 def test_responses_expire() -> None:
     now = [0.0]
-    kept = MemoryResponses(count=10, size=10_000, seconds=5, clock=lambda: now[0])
+    kept = MemoryResponseStore(count=10, size=10_000, seconds=5, clock=lambda: now[0])
     wait(kept.keep(response("r1", items=("i1",))))
     now[0] = 4
     wait(kept.keep(response("r2", items=("i2",))))

@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from dragoman.core.engine import Engine, ModelInfo, Output, Rendered
+from dragoman.core.engine import Engine, ModelInfo, Output, RenderedPrompt
 from dragoman.core.errors import ContextTooLong
 from dragoman.core.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import GenerationRequest
@@ -89,12 +89,12 @@ class Showing(Engine):
     def supports(self) -> frozenset[str]:
         return super().supports() | {"tools", "temperature"}
 
-    def render(self, request: GenerationRequest) -> Rendered:
+    def render(self, request: GenerationRequest) -> RenderedPrompt:
         lines = [f"{message.role}: {message.text}\n" for message in request.messages]
         text = "".join([*(f"tool: {tool.name}\n" for tool in request.tools), *lines])
         if len(text) > 100:
             raise ContextTooLong("the maximum context length is 100", param="messages")
-        return Rendered(text, tuple(map(ord, text)), "hermes")
+        return RenderedPrompt(text, tuple(map(ord, text)), "hermes")
 
     def generate(self, request: GenerationRequest) -> Iterator[Output]:
         raise AssertionError("generate must not be called")

@@ -16,7 +16,7 @@ import httpx
 from tools.ports import free_port
 
 from dragoman.files import sources
-from dragoman.server.auth.admin_token import HEADER, find_token
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, find_admin_token
 
 WORKERS = os.environ.get("DRAGOMAN_TEST_WORKERS", "1")
 """Default number of front ends of test servers, the same on every machine."""
@@ -36,8 +36,8 @@ class Running:
     @property
     def operator(self) -> dict[str, str]:
         """The header that the operator's routes need if the server has no keys."""
-        token = find_token("127.0.0.1", self.port)
-        return {} if token is None else {HEADER: token}
+        token = find_admin_token("127.0.0.1", self.port)
+        return {} if token is None else {ADMIN_TOKEN_HEADER: token}
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.event_log.read_text().splitlines()]
@@ -107,7 +107,7 @@ def serving_at(
             process.kill()
             process.wait()
             # A killed server leaves its token file.
-            (sources.home() / "run" / f"127.0.0.1_{port}.token").unlink(missing_ok=True)
+            (sources.home_directory() / "run" / f"127.0.0.1_{port}.token").unlink(missing_ok=True)
 
 
 def _wait_until_ready(running: Running, client: httpx.Client) -> None:

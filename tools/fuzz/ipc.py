@@ -24,7 +24,7 @@ from dragoman.core.request import GenerationRequest, Message, Sampling, Text, To
 from dragoman.ipc import worker_messages as worker
 from dragoman.ipc.link import Link
 from dragoman.server.frontends import messages as front
-from dragoman.server.model_lease import Wish
+from dragoman.server.model_lease import LeaseRequest
 from dragoman.server.telemetry import RequestRecord
 from tools.fuzz import values
 from tools.fuzz.cases import random_for
@@ -48,11 +48,11 @@ FAILURE = worker.Failure("BadRequest", "no", "messages")
 @functools.cache
 def samples() -> dict[str, tuple[bytes, ...]]:
     """Frames of every kind, by their reader."""
-    progress = (worker.Progress(1, EVENTS), worker.Progress(2, ended=True, failure=FAILURE))
-    to_child: list[worker.ToChild] = [
+    progress = (worker.GenerationProgress(1, EVENTS), worker.GenerationProgress(2, ended=True, failure=FAILURE))
+    to_child: list[worker.ToWorker] = [
         worker.Start("scripted", "m", {}),
         worker.Generate(1, REQUEST),
-        worker.Cancel(1),
+        worker.CancelRequest(1),
         worker.Render(2, REQUEST),
         worker.CountTokens(3, REQUEST),
         worker.Tokenize(4, "text", True),
@@ -62,31 +62,31 @@ def samples() -> dict[str, tuple[bytes, ...]]:
     to_parent: list[worker.ToParent] = [
         worker.Loading(0.5),
         worker.Ready((ModelInfo("m"),), frozenset({"chat"}), "cpu", 2),
-        worker.Broken("no", True),
+        worker.StartFailed("no", True),
         worker.Step(progress, 0.1),
         worker.Answer(1, tokens=(1, 2)),
         worker.Answer(2, embeddings=(Embedding.of([0.5, 0.5], 2),)),
         worker.Answer(3, failure=FAILURE),
     ]
-    to_front: list[front.ToFront] = [
-        front.Begin(1, Settings()),
-        front.Stopping(),
-        front.Knock(),
-        front.Entered("r", ()),
-        front.Refused("r", FAILURE),
-        front.Granted("r"),
-        front.Relayed("r", 200, [(b"a", b"b")], b"{}"),
-        front.Kept("r"),
-        front.Step(progress),
+    to_front: list[front.ToFrontEnd] = [
+        front.StartFrontEnd(1, Settings()),
+        front.ShutdownNotice(),
+        front.Ping(),
+        front.QuotaEntered("r", ()),
+        front.ErrorReply("r", FAILURE),
+        front.SlotGranted("r"),
+        front.RelayReply("r", 200, [(b"a", b"b")], b"{}"),
+        front.StoreReply("r"),
+        front.ProgressBatch(progress),
     ]
-    from_front: list[front.ToParent | front.Generate] = [
+    from_front: list[front.ToParent | front.StartGeneration] = [
         front.Listening(),
-        front.Enter("r", b"Bearer x", b""),
-        front.Engage("r", "p", None, Wish("m", (), None, False), None, None),
-        front.Generate("r", 1, REQUEST),
-        front.Cancel("r", 1),
-        front.Leave("r", 3, 0.5),
-        front.Ended(RequestRecord(id="r", route="POST /x")),
+        front.EnterQuota("r", b"Bearer x", b""),
+        front.AcquireLease("r", "p", None, LeaseRequest("m", (), None, False), None, None),
+        front.StartGeneration("r", 1, REQUEST),
+        front.CancelGeneration("r", 1),
+        front.ReleaseLease("r", 3, 0.5),
+        front.RequestEnded(RequestRecord(id="r", route="POST /x")),
         front.Relay("r", {"type": "http", "path": "/x"}, b"{}"),
         front.FindResponse("r", "p", "resp_1"),
     ]
@@ -147,33 +147,33 @@ def _split(data: bytes) -> list[bytes]:
 
 
 def _decode_to_parent(body: bytes) -> None:
-    for decode in (worker.decode_to_parent, worker.decode_to_passer):
+    for decode in (worker.decode_to_parent, worker.decode_to_forwarder):
         try:
             message = decode(body)
         except msgspec.MsgspecError as error:
             message = worker.decode_in_parts(body, error)
         if isinstance(message, worker.PackedStep):
             for part in message.progress:
-                worker.readable(part)
+                worker.decode_progress(part)
 
 
 def _decode_to_front(body: bytes) -> None:
     try:
-        front.decode_to_front(memoryview(body))
+        front.decode_to_frontend(memoryview(body))
     except msgspec.MsgspecError as error:
         front.decode_in_parts(memoryview(body), error)
 
 
 def _decode_from_front(body: bytes) -> None:
     message = front.decode_to_parent(memoryview(body))
-    if isinstance(message, front.PassedGenerate):
+    if isinstance(message, front.RawStartGeneration):
         front.decode_request(message.request)
 
 
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError)
 """The second for text that is not UTF-8, which no process of ours can send."""
 READERS: dict[str, Callable[[bytes], object]] = {
-    "child": worker.decode_to_child,
+    "child": worker.decode_to_worker,
     "parent": _decode_to_parent,
     "front": _decode_to_front,
     "from front": _decode_from_front,

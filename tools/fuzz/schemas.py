@@ -16,9 +16,9 @@ import jsonschema
 from dragoman.core.errors import BadRequest, DragomanError, EngineFailed, InvalidSchema
 from dragoman.core.request import JsonSchema
 from dragoman.formats import FORMATS
-from dragoman.grammar.constraints import Constraints
+from dragoman.grammar.constraints import ConstraintCompiler
 from dragoman.grammar.masks import Guide
-from dragoman.grammar.reply_grammar import Speaker
+from dragoman.grammar.reply_grammar import GrammarModel
 from dragoman.protocols.registry import PROTOCOLS
 from tools.fuzz import bodies, values
 from tools.fuzz.cases import OK, HttpCase, Request, random_for
@@ -243,11 +243,11 @@ def _runner() -> asyncio.Runner:
 
 
 @functools.cache
-def _constraints(name: str) -> Constraints:
+def _constraints(name: str) -> ConstraintCompiler:
     """Those of a model whose tokens are bytes."""
     pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
     ends = frozenset({END})
-    return Constraints(Speaker(FORMATS[name], ends=ends), pieces, ends, lambda text: list(text.encode()))
+    return ConstraintCompiler(GrammarModel(FORMATS[name], ends=ends), pieces, ends, lambda text: list(text.encode()))
 
 
 def check(value: Any) -> str:

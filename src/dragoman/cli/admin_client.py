@@ -15,8 +15,8 @@ from dragoman.cli.common import load_config
 from dragoman.config.sections import Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.core.urls import Site, public, site
-from dragoman.server.auth.admin_token import HEADER, find_socket_token, find_token
+from dragoman.core.urls import ServerAddress, parse_address, remove_credentials
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, find_admin_token, find_socket_admin_token
 
 TIMEOUT_SECONDS = 10
 LOAD_TIMEOUT_SECONDS = 600
@@ -35,7 +35,7 @@ class AdminClient:
     def __init__(
         self,
         address: str,
-        where: Site,
+        where: ServerAddress,
         opener: urllib.request.OpenerDirector,
         key: str | None = None,
         name: str | None = None,
@@ -49,7 +49,7 @@ class AdminClient:
         self._headers = {} if login is None else {"authorization": login}
         if name is not None:
             self._headers["host"] = name
-        self._admin_headers = {} if token is None else {HEADER: token}
+        self._admin_headers = {} if token is None else {ADMIN_TOKEN_HEADER: token}
 
     def is_running(self) -> bool:
         """Whether a Dragoman answers there, with or without access."""
@@ -103,16 +103,16 @@ def from_arguments(arguments: argparse.Namespace) -> AdminClient:
 
 def from_url(url: str, key: str | None) -> AdminClient:
     """Accepts the address of the server, of its API, or `unix:PATH`."""
-    address = f"--url {public(url)}"
+    address = f"--url {remove_credentials(url)}"
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
-        return AdminClient(address, site(LOCAL), _opener(path, None), key, token=find_socket_token(path))
+        return AdminClient(address, parse_address(LOCAL), _opener(path, None), key, token=find_socket_admin_token(path))
     try:
-        where = site(url)
+        where = parse_address(url)
     except ConfigError as error:
         raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
     port = urllib.parse.urlsplit(where.root).port
-    token = find_token(where.host, port) if where.is_loopback and port is not None else None
+    token = find_admin_token(where.host, port) if where.is_loopback and port is not None else None
     return AdminClient(address, where, urllib.request.build_opener(_NoRedirects()), key, token=token)
 
 
@@ -122,13 +122,15 @@ def from_settings(settings: Settings, key: str | None) -> AdminClient:
     name = next(iter(settings.hosts or ()), None)
     if settings.socket is not None:
         opener = _opener(settings.socket, settings.tls)
-        token = find_socket_token(settings.socket)
-        return AdminClient(f"the server at {UNIX}{settings.socket}", site(LOCAL), opener, key, name, token)
+        token = find_socket_admin_token(settings.socket)
+        return AdminClient(f"the server at {UNIX}{settings.socket}", parse_address(LOCAL), opener, key, name, token)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (no bind)
     shown = f"[{host}]" if ":" in host else host
     address = f"{'https' if settings.tls else 'http'}://{shown}:{settings.port}"
-    token = find_token(host, settings.port)
-    return AdminClient(f"the server at {address}", site(address), _opener(None, settings.tls), key, name, token)
+    token = find_admin_token(host, settings.port)
+    return AdminClient(
+        f"the server at {address}", parse_address(address), _opener(None, settings.tls), key, name, token
+    )
 
 
 def _opener(path: str | None, tls: Tls | None) -> urllib.request.OpenerDirector:

@@ -13,7 +13,7 @@ import msgspec
 
 from dragoman.cli.common import Commands, add_command, print_progress
 from dragoman.core.errors import ConfigError
-from dragoman.core.urls import site
+from dragoman.core.urls import parse_address
 from dragoman.loadtest import report
 from dragoman.loadtest.figures import LoadPlan, LoadResult
 from dragoman.loadtest.plot import draw_svg
@@ -60,7 +60,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments)
     try:
-        site(arguments.url)
+        parse_address(arguments.url)
     except ConfigError as error:
         raise ConfigError(f"--url {error}") from error
     _check_files(arguments.plot, arguments.json)

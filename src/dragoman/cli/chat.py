@@ -131,9 +131,9 @@ def _history() -> Iterator[None]:
     except ImportError:
         yield
         return
-    from dragoman.files.sources import home
+    from dragoman.files.sources import home_directory
 
-    file = home() / "chat_history"
+    file = home_directory() / "chat_history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
@@ -153,7 +153,7 @@ def _history() -> Iterator[None]:
 
 def _load_tools(file: Path) -> list[Callable[..., Any]]:
     """Return the public functions that a file defines."""
-    from dragoman.client.python_types import tool_of
+    from dragoman.client.python_types import tool_from_function
 
     if not file.is_file():
         raise ConfigError(f"--tools {file}: file not found")
@@ -168,7 +168,7 @@ def _load_tools(file: Path) -> list[Callable[..., Any]]:
         spec.loader.exec_module(module)
         found = [value for name, value in vars(module).items() if _is_public(name, value, module.__name__)]
         for function in found:
-            tool_of(function)
+            tool_from_function(function)
     except Exception as error:
         raise ConfigError(f"--tools {file}: {type(error).__name__}: {error}") from error
     if not found:

@@ -28,12 +28,12 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
     settings = config.settings
     # Imported late: errors in the configuration file itself need no server modules.
-    from dragoman.server.preflight_checks import remarks
+    from dragoman.server.preflight_checks import preflight_warnings
 
     errors = [*find_fatal(settings), *find_unservable(settings)]
     if errors:
         raise ConfigError(*config.locations.format(errors))
-    for warning in (*config.locations.format(find_warnings(settings)), *remarks(settings)):
+    for warning in (*config.locations.format(find_warnings(settings)), *preflight_warnings(settings)):
         print(f"dragoman: warning: {warning}", file=sys.stderr)
     names = ", ".join(name for model in settings.models for name in model.names) or "those of the models directory"
     print(f"the configuration is valid; models: {names}")

@@ -13,13 +13,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from dragoman.config.diagnostics import Mistake
+from dragoman.config.diagnostics import Diagnostic
 from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.engines.upstream.options import UpstreamOptions, key_of
-from dragoman.models.static_info import unfit, unreadable_files, wrong_files
+from dragoman.engines.upstream.options import UpstreamOptions, read_api_key
+from dragoman.models.static_info import find_engine_mistakes, find_missing_files, find_unreadable_files
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 MANY = "may be given several times"
@@ -60,25 +60,25 @@ def load_config(path: str | None) -> LoadedConfig:
     return load(path, Flags(), os.environ)
 
 
-def find_fatal(settings: Settings) -> list[Mistake]:
+def find_fatal(settings: Settings) -> list[Diagnostic]:
     # Imported late: errors in the configuration file itself need no server modules.
-    from dragoman.server.preflight_checks import unusable_files
+    from dragoman.server.preflight_checks import check_files
 
-    return [*wrong_files(settings.models), *unusable_files(settings)]
+    return [*find_missing_files(settings.models), *check_files(settings)]
 
 
-def find_unservable(settings: Settings) -> list[Mistake]:
+def find_unservable(settings: Settings) -> list[Diagnostic]:
     models = settings.models
-    return [*unreadable_files(models), *unfit(models), *_find_missing_keys(models)]
+    return [*find_unreadable_files(models), *find_engine_mistakes(models), *_find_missing_keys(models)]
 
 
-def _find_missing_keys(models: Iterable[ModelSpec]) -> Iterator[Mistake]:
+def _find_missing_keys(models: Iterable[ModelSpec]) -> Iterator[Diagnostic]:
     """Yield upstream models whose key is not in the environment."""
     for model in models:
         if model.engine != "upstream":
             continue
         for place in msgspec.convert(model.options, UpstreamOptions).places:
             try:
-                key_of(model.name, place)
+                read_api_key(model.name, place)
             except ConfigError as error:
-                yield Mistake(f"models.{model.name}", str(error).removeprefix(f"models.{model.name}: "))
+                yield Diagnostic(f"models.{model.name}", str(error).removeprefix(f"models.{model.name}: "))

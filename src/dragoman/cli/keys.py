@@ -12,7 +12,7 @@ import msgspec
 from dragoman.cli.common import MANY, Commands, add_command, format_table, load_config
 from dragoman.config.sections import KeyLimits, RouteScope
 from dragoman.core.errors import ConfigError
-from dragoman.storage.keys import Key, KeyStore, store_path
+from dragoman.storage.keys import ApiKey, KeyStore, store_path
 
 EXAMPLES = """\
 examples:
@@ -133,7 +133,7 @@ def _store(arguments: argparse.Namespace) -> KeyStore:
     return KeyStore(store_path(load_config(arguments.config).settings.keys))
 
 
-def _key_fields(key: Key) -> dict[str, Any]:
+def _key_fields(key: ApiKey) -> dict[str, Any]:
     return {
         "id": key.id,
         "principal": key.principal,

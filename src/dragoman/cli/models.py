@@ -13,14 +13,14 @@ from dragoman.cli import admin_client
 from dragoman.cli.admin_client import AdminClient
 from dragoman.cli.common import Commands, add_command, format_table, load_config
 from dragoman.config.model_spec import ModelSpec
-from dragoman.config.quantities import shown_size
+from dragoman.config.quantities import format_size
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
-from dragoman.engines.llama.tuning.layout import in_use
+from dragoman.engines.llama.tuning.layout import chosen_layout
 from dragoman.files import sources
 from dragoman.files.download import display_source
-from dragoman.models import Catalog, Model, foreseen
+from dragoman.models import Catalog, ServedModel, read_static_info
 
 EXAMPLES = """\
 examples:
@@ -84,7 +84,7 @@ def _list_rows(arguments: argparse.Namespace) -> list[Row]:
     return [_configured_row(model.spec, model.name) for model in models if model.spec is not None]
 
 
-async def _find_models(settings: Settings) -> list[Model]:
+async def _find_models(settings: Settings) -> list[ServedModel]:
     catalog = Catalog(settings)
     await catalog.look()
     return catalog.listed()
@@ -110,7 +110,7 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def _configured_row(spec: ModelSpec, name: str) -> Row:
-    info = foreseen(spec)
+    info = read_static_info(spec)
     # Without a readable file, the format is detected when the model is loaded.
     fallback = "auto" if "format" in engine_class(spec.engine).Options.__struct_fields__ else None
     return Row(
@@ -132,7 +132,7 @@ def _find_layout(spec: ModelSpec) -> str | None:
         path = sources.locate(spec.source)
     except ConfigError:
         return None
-    return None if path is None else in_use(path)
+    return None if path is None else chosen_layout(path)
 
 
 def _list_served(server: AdminClient) -> list[Row]:
@@ -178,7 +178,7 @@ def _admin_row(entry: dict[str, Any]) -> Row:
     return Row(
         name=str(entry["id"]),
         state=_format_state(entry),
-        memory=shown_size(entry["memory"]) if entry.get("memory") else None,
+        memory=format_size(entry["memory"]) if entry.get("memory") else None,
         slots=entry.get("slots"),
         speed=None if speed is None else f"{speed:.1f}/s",
     )

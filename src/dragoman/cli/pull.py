@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from dragoman.cli.common import Commands, add_command, print_progress
-from dragoman.engines.llama.tuning.layout import is_settled, prepared
+from dragoman.engines.llama.tuning.layout import is_layout_known, prepare_model_file
 from dragoman.files import sources
 
 EXAMPLES = """\
@@ -27,7 +27,9 @@ def add(commands: Commands) -> None:
     description = "Download a model unless it is already there, verify it, and find the fastest layout."
     parser = add_command(commands, "pull", "download a model", description, EXAMPLES)
     parser.add_argument(
-        "source", metavar="SOURCE", help=f"a built-in name ({', '.join(sources.BUILT_IN)}), {sources.KINDS}, or a path"
+        "source",
+        metavar="SOURCE",
+        help=f"a built-in name ({', '.join(sources.BUILT_IN)}), {sources.SOURCE_KINDS}, or a path",
     )
     add_layout_flag(parser, "it")
     parser.set_defaults(run=run)
@@ -50,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_layout(path: Path) -> None:
-    if not is_settled(path):
+    if not is_layout_known(path):
         try:
-            prepared(path, _print_line, _draw_bar)
+            prepare_model_file(path, _print_line, _draw_bar)
         finally:
             _erase_bar()
 

@@ -16,12 +16,12 @@ from dragoman.cli.common import (
     print_progress,
 )
 from dragoman.cli.pull import add_layout_flag
-from dragoman.config.diagnostics import Mistake, find_warnings
+from dragoman.config.diagnostics import Diagnostic, find_warnings
 from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
-from dragoman.core.urls import public
+from dragoman.core.urls import remove_credentials
 from dragoman.engines import ENGINES, engine_class
 from dragoman.files import sources
 
@@ -58,8 +58,8 @@ def add(commands: Commands) -> None:
         metavar="NAME=SOURCE",
         action="append",
         default=[],
-        help=f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.KINDS}, or a model directory "
-        f"if vllm is installed. NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {MANY}",
+        help=f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.SOURCE_KINDS}, or a model "
+        f"directory if vllm is installed. NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {MANY}",
     )
     parser.add_argument(
         "--alias",
@@ -119,11 +119,11 @@ def run(arguments: argparse.Namespace) -> int:
     settings = config.settings
     # Imported late: the other commands, and errors in flags, need no server modules.
     from dragoman.server import serve
-    from dragoman.server.preflight_checks import check_exposure, check_place
+    from dragoman.server.preflight_checks import check_exposure, check_listen_address
 
     _raise_errors(config, find_fatal(settings))
     check_exposure(settings)
-    check_place(settings)
+    check_listen_address(settings)
     _fetch_models(settings)
 
     running = settings
@@ -194,7 +194,7 @@ def _load(arguments: argparse.Namespace, engines: Sequence[Engine]) -> LoadedCon
     return config
 
 
-def _raise_errors(config: LoadedConfig, errors: Sequence[Mistake]) -> None:
+def _raise_errors(config: LoadedConfig, errors: Sequence[Diagnostic]) -> None:
     if errors:
         raise ConfigError(*config.locations.format(errors))
 
@@ -213,4 +213,6 @@ def _fetch_models(settings: Settings) -> None:
         except ConfigError as error:
             raise ConfigError(f"model {model.name}: {error}") from error
         if not is_present:
-            print_progress(f"model {model.name} will be downloaded on its first request ({public(model.file)})")
+            print_progress(
+                f"model {model.name} will be downloaded on its first request ({remove_credentials(model.file)})"
+            )

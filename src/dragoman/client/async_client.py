@@ -9,11 +9,11 @@ from typing import Any, Self, Unpack
 import httpx
 
 from dragoman.client import http_settings, rest_calls
-from dragoman.client.async_transport import Line
+from dragoman.client.async_transport import AsyncTransport
 from dragoman.client.call import ReplyCollector
 from dragoman.client.options import ClientRequest, Messages, Options, build_request
-from dragoman.client.planner import ProtocolName, Talk
-from dragoman.client.rest_calls import Embeddings, Model
+from dragoman.client.planner import CallPlanner, ProtocolName
+from dragoman.client.rest_calls import Embeddings, ServerModel
 from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, Outcome, run_steps
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
@@ -72,11 +72,11 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        self._planner = Talk(
+        self._planner = CallPlanner(
             url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
         )
-        settings = http_settings.settings(self._planner.site, timeout, connect_timeout)
-        self._transport = Line(self._planner, http or httpx.AsyncClient(**settings))
+        settings = http_settings.client_settings(self._planner.site, timeout, connect_timeout)
+        self._transport = AsyncTransport(self._planner, http or httpx.AsyncClient(**settings))
 
     @property
     def protocol(self) -> str | None:
@@ -116,8 +116,8 @@ class AsyncClient:
         call = rest_calls.embeddings_call(self._planner, inputs, model, dimensions)
         return rest_calls.read_embeddings(await self._transport.json("embeddings", [call]), len(inputs)).as_floats()
 
-    async def models(self) -> tuple[Model, ...]:
-        models: list[Model] = []
+    async def models(self) -> tuple[ServerModel, ...]:
+        models: list[ServerModel] = []
         after: str | None = None
         while True:
             call = rest_calls.models_call(self._planner, after)

@@ -11,26 +11,26 @@ from functools import partial
 import httpx
 
 from dragoman.client import http_settings
-from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, Exchange
+from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, ClientCall
 from dragoman.client.decompression import Unpack, unpacker
-from dragoman.client.planner import Call, CallPlan, FailedAttempt, OpenedResponse, Talk, Wait
+from dragoman.client.planner import CallPlan, CallPlanner, FailedAttempt, OpenedResponse, PlannedCall, Wait
 from dragoman.core.errors import BadAnswer, Unreachable
 from dragoman.core.events import Event, Listener, TextDelta
 
-Answer = OpenedResponse[httpx.Response]
+OpenedHttpxResponse = OpenedResponse[httpx.Response]
 PushBody = Callable[[Callable[[bytes], bool]], Awaitable[bool]]
 """Calls a function with each chunk of a body until it returns False. Returns whether there may be more chunks."""
-POUR = "dragoman.push_body"
+PUSH_BODY = "dragoman.push_body"
 """An httpx response extension: the `PushBody` of a transport that delivers each chunk as soon as it arrives."""
 
 
-class Line:
-    def __init__(self, planner: Talk, http: httpx.AsyncClient) -> None:
+class AsyncTransport:
+    def __init__(self, planner: CallPlanner, http: httpx.AsyncClient) -> None:
         self._planner = planner
         self._http = http
         self._draining: set[asyncio.Task[None]] = set()
 
-    async def open(self, topic: str, calls: Sequence[Call]) -> tuple[Call, Answer]:
+    async def open(self, topic: str, calls: Sequence[PlannedCall]) -> tuple[PlannedCall, OpenedHttpxResponse]:
         """Return the first call that the server supports and its response, after the headers have arrived."""
         plan: CallPlan[httpx.Response] = self._planner.plan(topic, calls)
         step = next(plan)
@@ -43,10 +43,10 @@ class Line:
             try:
                 step = plan.send(result)
             except StopIteration as done:
-                opened: tuple[Call, Answer] = done.value
+                opened: tuple[PlannedCall, OpenedHttpxResponse] = done.value
                 return opened
 
-    async def events(self, exchange: Exchange, opened: Answer) -> AsyncGenerator[Sequence[Event], None]:
+    async def events(self, exchange: ClientCall, opened: OpenedHttpxResponse) -> AsyncGenerator[Sequence[Event], None]:
         """Yield the events of the reply in lists, which may be empty. Closing the generator stops the generation."""
         exchange.head(opened.status, opened.headers)
         response = opened.response
@@ -73,7 +73,7 @@ class Line:
             else:
                 await response.aclose()
 
-    async def tell(self, exchange: Exchange, opened: Answer, listener: Listener) -> None:
+    async def tell(self, exchange: ClientCall, opened: OpenedHttpxResponse, listener: Listener) -> None:
         """Pass the events of the reply to a listener, immediately on arrival if the transport supports that."""
         exchange.head(opened.status, opened.headers)
         response = opened.response
@@ -94,7 +94,7 @@ class Line:
             else:
                 await response.aclose()
 
-    async def json(self, topic: str, calls: Sequence[Call]) -> bytes:
+    async def json(self, topic: str, calls: Sequence[PlannedCall]) -> bytes:
         _, opened = await self.open(topic, calls)
         async with aclosing(opened.response) as response:
             body, problem = await _read_body(response, MAX_BODY_BYTES)
@@ -108,7 +108,7 @@ class Line:
         await asyncio.gather(*self._draining, return_exceptions=True)
         await self._http.aclose()
 
-    async def _send(self, call: Call) -> Answer | FailedAttempt:
+    async def _send(self, call: PlannedCall) -> OpenedHttpxResponse | FailedAttempt:
         if self._http.is_closed:
             raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
@@ -132,7 +132,7 @@ class Line:
 class _ListenerFeed:
     """Passes events to a listener, which may ask for a pause by returning an awaitable."""
 
-    def __init__(self, exchange: Exchange, listener: Listener) -> None:
+    def __init__(self, exchange: ClientCall, listener: Listener) -> None:
         self._client_call = exchange
         self._listener = listener
         self._pause: Awaitable[None] | None = None
@@ -161,7 +161,7 @@ class _ListenerFeed:
 
 
 def _body_pusher(response: httpx.Response) -> PushBody:
-    push_body: PushBody | None = response.extensions.get(POUR)
+    push_body: PushBody | None = response.extensions.get(PUSH_BODY)
     if push_body is None or _is_compressed(response):
         return partial(_push_chunks, _iter_chunks(response))
     return push_body

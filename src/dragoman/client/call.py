@@ -34,7 +34,7 @@ from dragoman.protocols.client.tool_calls import NewId, new_id
 from dragoman.protocols.completions import client as completions
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.responses import client as responses
-from dragoman.protocols.sse import MAX_EMPTY_BYTES, Decoder, Frame, FrameTooLong
+from dragoman.protocols.sse import MAX_EMPTY_BYTES, FrameTooLong, SseDecoder, SseFrame
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """For a body that is not a stream."""
@@ -50,14 +50,14 @@ class ReplyReader(Protocol):
     def finished(self) -> bool: ...
 
     @property
-    def knows_end(self) -> bool:
+    def can_finish(self) -> bool:
         """Whether only the end marker may still be missing."""
 
     def take(self) -> list[Event]: ...
 
-    def frame(self, frame: Frame) -> list[Event]: ...
+    def frame(self, frame: SseFrame) -> list[Event]: ...
 
-    def plain(self, frame: Frame) -> str | None:
+    def plain(self, frame: SseFrame) -> str | None:
         """Return the text of a frame that contains only text, whatever came before it; otherwise None."""
 
     def say(self, texts: Sequence[str]) -> list[Event]:
@@ -68,7 +68,7 @@ class ReplyReader(Protocol):
     def end(self) -> list[Event]: ...
 
 
-class Spoken(msgspec.Struct, frozen=True):
+class ClientProtocol(msgspec.Struct, frozen=True):
     """The client side of a protocol. `path` is relative to the base URL of the API."""
 
     name: str
@@ -80,21 +80,27 @@ class Spoken(msgspec.Struct, frozen=True):
 
 
 PROTOCOLS = {
-    "chat": Spoken("chat", chat.PATH, chat.SAYS, chat.encode, chat.Reader),
-    "messages": Spoken("messages", messages.PATH, messages.SAYS, messages.encode, messages.Reader),
-    "responses": Spoken("responses", responses.PATH, responses.SAYS, responses.encode, responses.ResponsesReader),
+    "chat": ClientProtocol("chat", chat.PATH, chat.SUPPORTED_FIELDS, chat.encode, chat.ChatReader),
+    "messages": ClientProtocol(
+        "messages", messages.PATH, messages.SUPPORTED_FIELDS, messages.encode, messages.MessagesReader
+    ),
+    "responses": ClientProtocol(
+        "responses", responses.PATH, responses.SUPPORTED_FIELDS, responses.encode, responses.ResponsesReader
+    ),
 }
 """Protocols for conversations, in the order in which they are tried."""
-COMPLETIONS = Spoken("completions", completions.PATH, completions.SAYS, completions.encode, completions.Reader)
+COMPLETIONS = ClientProtocol(
+    "completions", completions.PATH, completions.SUPPORTED_FIELDS, completions.encode, completions.CompletionsReader
+)
 """For requests with a raw prompt."""
 
 
-class Exchange:
+class ClientCall:
     """`check_calls` decides whether malformed arguments of a tool call are an error or passed on unchanged."""
 
     def __init__(
         self,
-        protocol: Spoken,
+        protocol: ClientProtocol,
         request: GenerationRequest,
         *,
         stream: bool,
@@ -110,7 +116,7 @@ class Exchange:
         self._status = 200
         self._headers: Mapping[str, str] = {}
         self._failure: DragomanError | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: SseDecoder | None = None
         self._first = ""
         """The start of a stream, until its first frame is complete."""
         self._is_between_frames = False
@@ -167,7 +173,7 @@ class Exchange:
 
     def broken(self, reason: str) -> Iterator[list[Event]]:
         """Finish after the connection was lost while the body was read."""
-        if self._decoder is not None and not self.finished and self._reader.knows_end:
+        if self._decoder is not None and not self.finished and self._reader.can_finish:
             yield self._attempt(self._reader.end)
         elif not self._is_error and not self.finished:
             self._failure = StreamCutOff(f"the connection was lost before the reply was complete: {reason}")
@@ -189,13 +195,13 @@ class Exchange:
         if self._body.startswith((b"{", b"[", b"<")):
             self._is_body = True
             return []
-        self._decoder = Decoder()
+        self._decoder = SseDecoder()
         self._first = reply_fields.excerpt(bytes(self._body[:EXCERPT_BYTES]))
         data = bytes(self._body)
         self._body.clear()
         return self._decode(self._decoder, data)
 
-    def _decode(self, decoder: Decoder, data: bytes) -> list[Event]:
+    def _decode(self, decoder: SseDecoder, data: bytes) -> list[Event]:
         was_between_frames = self._is_between_frames
         frames = self._decode_frames(decoder.feed, data)
         if was_between_frames and len(frames) == 1 and decoder.is_between_frames:
@@ -204,14 +210,14 @@ class Exchange:
         self._is_between_frames = decoder.is_between_frames and not self.finished
         return events
 
-    def _decode_frames(self, decode: Callable[..., list[Frame]], *data: bytes) -> list[Frame]:
+    def _decode_frames(self, decode: Callable[..., list[SseFrame]], *data: bytes) -> list[SseFrame]:
         try:
             return decode(*data)
         except FrameTooLong as error:
             self._failure = BadAnswer(str(error))
             return []
 
-    def _read_frames(self, frames: Sequence[Frame]) -> list[Event]:
+    def _read_frames(self, frames: Sequence[SseFrame]) -> list[Event]:
         events: list[Event] = []
         if frames:
             self._first = ""
@@ -219,7 +225,7 @@ class Exchange:
             events += self._attempt(self._reader.frame, frame)
         return events
 
-    def _read_last_frames(self, decoder: Decoder) -> list[Event]:
+    def _read_last_frames(self, decoder: SseDecoder) -> list[Event]:
         events = self._read_frames(self._decode_frames(decoder.end))
         if type(self._failure) is BadAnswer:
             # Half a frame: the reader knows whether more was needed.
@@ -236,7 +242,7 @@ class Exchange:
 
     def _parse_body(self, data: bytes) -> list[Event]:
         body = reply_fields.parse_object(data)
-        error = error_classifier.of_frame(body, "", data.decode("utf-8", "replace"), self._request_id)
+        error = error_classifier.error_from_frame(body, "", data.decode("utf-8", "replace"), self._request_id)
         if error is not None:
             raise error
         return self._reader.whole(body)

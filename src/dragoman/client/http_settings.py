@@ -5,24 +5,26 @@ from typing import Any
 
 import httpx
 
-from dragoman.client.call import Exchange
+from dragoman.client.call import ClientCall
 from dragoman.client.planner import FailedAttempt
 from dragoman.core.errors import BadAnswer, ConfigError
 from dragoman.core.events import Event
-from dragoman.core.urls import Site
+from dragoman.core.urls import ServerAddress
 
 MAX_CONNECTIONS = 1000
-KEPT_SECONDS = 2.0
+KEEPALIVE_SECONDS = 2.0
 """Keep idle connections for less time than servers do: a request on a connection that is being closed may be lost."""
 DRAIN_SECONDS = 1.0
 """How long a server may take to end the response of a complete reply. The connection is reused only after that."""
 
 
-def settings(site: Site, timeout: float, connect_timeout: float) -> dict[str, Any]:
+def client_settings(site: ServerAddress, timeout: float, connect_timeout: float) -> dict[str, Any]:
     return {
         "timeout": httpx.Timeout(timeout, connect=connect_timeout),
         "limits": httpx.Limits(
-            max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=KEPT_SECONDS
+            max_connections=MAX_CONNECTIONS,
+            max_keepalive_connections=MAX_CONNECTIONS,
+            keepalive_expiry=KEEPALIVE_SECONDS,
         ),
         "follow_redirects": False,
         # Loopback needs no proxy, and plain HTTP needs no certificates.
@@ -43,7 +45,7 @@ def failed_attempt(error: httpx.HTTPError) -> FailedAttempt:
     return FailedAttempt("unreached" if unreached else "lost", describe(error), timed_out)
 
 
-def end_interrupted(exchange: Exchange, error: httpx.HTTPError) -> Iterator[list[Event]]:
+def end_interrupted(exchange: ClientCall, error: httpx.HTTPError) -> Iterator[list[Event]]:
     """Finish a call whose response could not be read to its end."""
     if isinstance(error, httpx.DecodingError):
         raise BadAnswer(f"the response cannot be decompressed: {describe(error)}") from error

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from dragoman.client import message_dicts
-from dragoman.client.python_types import OutputType, PythonTool, output_type_of, tool_of
+from dragoman.client.python_types import OutputType, PythonTool, output_type_of, tool_from_function
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import (
     GenerationRequest,
@@ -66,7 +66,7 @@ def build_request(messages: Messages, model: str, options: Options) -> ClientReq
     if unknown:
         raise TypeError(f"unknown option {', '.join(unknown)}; available: {', '.join(Options.__annotations__)}")
     given_tools = options.get("tools") or ()
-    python_tools = [tool_of(tool) for tool in given_tools if not isinstance(tool, Tool | Mapping)]
+    python_tools = [tool_from_function(tool) for tool in given_tools if not isinstance(tool, Tool | Mapping)]
     functions = {tool.tool.name: tool for tool in python_tools}
     schema = options.get("output_schema")
     output = None if schema is None else output_type_of(schema)

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from dragoman.client.call import PROTOCOLS, Exchange
+from dragoman.client.call import PROTOCOLS, ClientCall
 from dragoman.client.decompression import ASKED
 from dragoman.core.errors import (
     AnswerTimeout,
@@ -27,7 +27,7 @@ from dragoman.core.errors import (
     UnsupportedParameter,
 )
 from dragoman.core.request import GenerationRequest
-from dragoman.core.urls import Site, site
+from dragoman.core.urls import ServerAddress, parse_address
 from dragoman.core.version import __version__
 from dragoman.protocols.client import error_classifier
 from dragoman.protocols.client.retry import ConnectionFailure, ErrorResponse, Retries
@@ -38,7 +38,7 @@ ANTHROPIC_VERSION = "2023-06-01"
 NO_ROUTE = (NotFound, MethodNotAllowed, NotSupported)
 
 
-class Call(msgspec.Struct, frozen=True):
+class PlannedCall(msgspec.Struct, frozen=True):
     """An HTTP request. `route` is the name under which the planner remembers that the server supports it."""
 
     route: str
@@ -47,12 +47,12 @@ class Call(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     body: bytes = b""
     is_idempotent: bool = True
-    exchange: Exchange | None = None
+    exchange: ClientCall | None = None
     """Reads the response if it is a generated reply."""
 
 
 class Send(msgspec.Struct, frozen=True):
-    call: Call
+    call: PlannedCall
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -83,10 +83,10 @@ class FailedAttempt(msgspec.Struct, frozen=True):
     timed_out: bool = False
 
 
-CallPlan = Generator[Send | Wait, Any, tuple[Call, OpenedResponse[R]]]
+CallPlan = Generator[Send | Wait, Any, tuple[PlannedCall, OpenedResponse[R]]]
 
 
-class Talk:
+class CallPlanner:
     def __init__(
         self,
         url: str,
@@ -99,7 +99,7 @@ class Talk:
     ) -> None:
         if protocol != "auto" and protocol not in PROTOCOLS:
             raise ConfigError(f"protocol {protocol!r}: expected auto, {', '.join(PROTOCOLS)}")
-        self.site = site(url)
+        self.address = parse_address(url)
         self.model = model
         _check_headers({"api_key": api_key or "", **(extra_headers or {})})
         self._retries = Retries(retries) if isinstance(retries, int) else retries
@@ -113,13 +113,13 @@ class Talk:
         """The protocol that the server supports; None until that is known."""
         return self._routes.get("generate")
 
-    def generation_calls(self, request: GenerationRequest, *, stream: bool, check_calls: bool) -> list[Call]:
+    def generation_calls(self, request: GenerationRequest, *, stream: bool, check_calls: bool) -> list[PlannedCall]:
         """Return a call for each candidate protocol that can express the whole request."""
-        calls: list[Call] = []
+        calls: list[PlannedCall] = []
         unsupported: UnsupportedParameter | None = None
         for name in self.names():
             try:
-                exchange = Exchange(PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
+                exchange = ClientCall(PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
             except UnsupportedParameter as error:
                 unsupported = unsupported or error
                 continue
@@ -136,28 +136,30 @@ class Talk:
 
     @property
     def _is_anthropic(self) -> bool:
-        return self.site.is_at("anthropic.com")
+        return self.address.is_at("anthropic.com")
 
-    def question(self, name: str, exchange: Exchange, stream: bool) -> Call:
+    def question(self, name: str, exchange: ClientCall, stream: bool) -> PlannedCall:
         """Build the HTTP request of a generation."""
         headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
-        body = encode_json(_adapt_body(self.site, exchange.body))
-        return Call(name, "POST", self.site.api + exchange.path, headers, body, is_idempotent=False, exchange=exchange)
+        body = encode_json(_adapt_body(self.address, exchange.body))
+        return PlannedCall(
+            name, "POST", self.address.api + exchange.path, headers, body, is_idempotent=False, exchange=exchange
+        )
 
     def headers(self, protocol: str) -> dict[str, str]:
-        return request_headers(self.site, self._key, protocol) | self._extra
+        return request_headers(self.address, self._key, protocol) | self._extra
 
     def json_call(
         self, route: str, path: str, body: object = None, *, protocol: str = "chat", at_root: bool = False
-    ) -> Call:
+    ) -> PlannedCall:
         """Build a call whose response is a JSON body."""
-        url = (self.site.root if at_root else self.site.api) + path
+        url = (self.address.root if at_root else self.address.api) + path
         headers = self.headers("messages" if self._is_anthropic else protocol)
         if body is None:
-            return Call(route, "GET", url, headers)
-        return Call(route, "POST", url, headers, encode_json(body))
+            return PlannedCall(route, "GET", url, headers)
+        return PlannedCall(route, "POST", url, headers, encode_json(body))
 
-    def plan(self, topic: str, calls: Sequence[Call]) -> CallPlan[R]:
+    def plan(self, topic: str, calls: Sequence[PlannedCall]) -> CallPlan[R]:
         """Try the calls in order. Return the first one that the server supports and its response."""
         candidates = [call for call in calls if call.route == self._routes.get(topic)] or calls
         missing: DragomanError | None = None
@@ -172,12 +174,12 @@ class Talk:
             self._routes[topic] = call.route
             return call, opened
         assert missing is not None
-        tried = ", ".join(call.url.removeprefix(self.site.root) for call in candidates)
-        not_found = NotFound(f"{self.site.root} has none of the routes {tried}")
+        tried = ", ".join(call.url.removeprefix(self.address.root) for call in candidates)
+        not_found = NotFound(f"{self.address.root} has none of the routes {tried}")
         not_found.answered = missing.answered
         raise not_found
 
-    def _send_with_retries(self, call: Call) -> Generator[Send | Wait, Any, OpenedResponse[R]]:
+    def _send_with_retries(self, call: PlannedCall) -> Generator[Send | Wait, Any, OpenedResponse[R]]:
         attempt = 0
         while True:
             attempt += 1
@@ -197,13 +199,13 @@ class Talk:
 
     def _connection_error(self, failed: FailedAttempt) -> DragomanError:
         if failed.timed_out:
-            return AnswerTimeout(f"timeout waiting for {self.site.root}: {failed.reason}")
+            return AnswerTimeout(f"timeout waiting for {self.address.root}: {failed.reason}")
         if failed.kind == "unreached":
-            return Unreachable(f"cannot connect to {self.site.root}: {failed.reason}")
-        return Unreachable(f"{self.site.root} closed the connection before it answered: {failed.reason}")
+            return Unreachable(f"cannot connect to {self.address.root}: {failed.reason}")
+        return Unreachable(f"{self.address.root} closed the connection before it answered: {failed.reason}")
 
 
-def request_headers(site: Site, key: str | None, protocol: str) -> dict[str, str]:
+def request_headers(address: ServerAddress, key: str | None, protocol: str) -> dict[str, str]:
     """Return the headers of a request. Anthropic reads the key only from `x-api-key`; other servers may read either."""
     headers = {
         "content-type": "application/json",
@@ -212,19 +214,19 @@ def request_headers(site: Site, key: str | None, protocol: str) -> dict[str, str
     }
     if protocol == "messages":
         headers["anthropic-version"] = ANTHROPIC_VERSION
-    if key is not None and (protocol == "messages" or site.is_at("anthropic.com")):
+    if key is not None and (protocol == "messages" or address.is_at("anthropic.com")):
         headers["x-api-key"] = key
-    if key is not None and not site.is_at("anthropic.com"):
+    if key is not None and not address.is_at("anthropic.com"):
         headers["authorization"] = f"Bearer {key}"
-    if site.login is not None:
-        headers["authorization"] = site.login
+    if address.login is not None:
+        headers["authorization"] = address.login
     return headers
 
 
-def _adapt_body(site: Site, body: Mapping[str, object]) -> dict[str, object]:
+def _adapt_body(address: ServerAddress, body: Mapping[str, object]) -> dict[str, object]:
     """Rename `max_tokens` for OpenAI's own servers, whose newer models accept only `max_completion_tokens`."""
     adapted = dict(body)
-    if "max_tokens" in body and "messages" in body and (site.is_at("openai.com") or site.is_at("azure.com")):
+    if "max_tokens" in body and "messages" in body and (address.is_at("openai.com") or address.is_at("azure.com")):
         adapted["max_completion_tokens"] = adapted.pop("max_tokens")
     return adapted
 

@@ -171,7 +171,7 @@ def _enc_hook(value: Any) -> Any:
     return str(value)
 
 
-def tool_of(function: Callable[..., Any]) -> PythonTool:
+def tool_from_function(function: Callable[..., Any]) -> PythonTool:
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
         raise TypeError(f"{function!r} has no name; a tool needs a function with a valid identifier as its name")

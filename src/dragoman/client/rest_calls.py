@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from dragoman.client.planner import Call, Talk
+from dragoman.client.planner import CallPlanner, PlannedCall
 from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.errors import BadAnswer, BadRequest
 from dragoman.core.events import Usage
@@ -29,7 +29,7 @@ CONTEXT_FIELDS = (
 )
 
 
-class Model(msgspec.Struct, frozen=True):
+class ServerModel(msgspec.Struct, frozen=True):
     name: str
     context: int | None = None
     """In tokens, if the server reports it."""
@@ -42,7 +42,7 @@ class Embeddings(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-class Made(msgspec.Struct, frozen=True):
+class EmbeddingResult(msgspec.Struct, frozen=True):
     """Embeddings in the packed form that engines use."""
 
     vectors: tuple[Embedding, ...]
@@ -60,12 +60,12 @@ def check_texts(texts: str | Sequence[str]) -> list[str]:
 
 
 class ModelPage(msgspec.Struct, frozen=True):
-    models: tuple[Model, ...]
+    models: tuple[ServerModel, ...]
     next: str | None = None
     """The last name of this page, if there are more pages."""
 
 
-def models_call(planner: Talk, after: str | None = None) -> Call:
+def models_call(planner: CallPlanner, after: str | None = None) -> PlannedCall:
     query = f"?limit={PAGE_SIZE}" + (f"&after_id={quote(after)}" if after else "")
     has_pages = planner.protocol == "messages" or after
     return planner.json_call("models", f"/models{query if has_pages else ''}", protocol=planner.protocol or "chat")
@@ -85,20 +85,20 @@ def _name(entry: dict[str, Any]) -> str:
     return str(entry.get("id") or entry.get("name") or "")
 
 
-def _model(entry: dict[str, Any]) -> Model:
+def _model(entry: dict[str, Any]) -> ServerModel:
     meta = entry.get("meta")
     objects = [entry, meta if isinstance(meta, dict) else {}]
     sizes = (fields.get(name) for fields in objects for name in CONTEXT_FIELDS)
-    return Model(_name(entry), next((size for size in sizes if isinstance(size, int)), None))
+    return ServerModel(_name(entry), next((size for size in sizes if isinstance(size, int)), None))
 
 
-def embeddings_call(planner: Talk, texts: Sequence[Input], model: str, dimensions: int | None) -> Call:
+def embeddings_call(planner: CallPlanner, texts: Sequence[Input], model: str, dimensions: int | None) -> PlannedCall:
     fields: dict[str, Any] = {"input": list(texts), "model": model or planner.model or None, "dimensions": dimensions}
     body = {name: value for name, value in fields.items() if value is not None}
     return planner.json_call("embeddings", "/embeddings", body)
 
 
-def read_embeddings(body: bytes, count: int) -> Made:
+def read_embeddings(body: bytes, count: int) -> EmbeddingResult:
     """Return the vectors in the order of the texts, sorted by `index`."""
     parsed = reply_fields.parse_object(body)
     data = parsed.get("data")
@@ -108,7 +108,7 @@ def read_embeddings(body: bytes, count: int) -> Made:
     indexes = [entry.get("index") for entry in entries]
     order = sorted(range(count), key=lambda at: index if isinstance(index := indexes[at], int) else at)
     vectors = tuple(_vector(entries[at].get("embedding")) for at in order)
-    return Made(vectors, usage_fields.read(parsed.get("usage")) or Usage())
+    return EmbeddingResult(vectors, usage_fields.read_usage(parsed.get("usage")) or Usage())
 
 
 def _vector(value: object) -> Embedding:
@@ -120,7 +120,7 @@ def _vector(value: object) -> Embedding:
         raise BadAnswer(f"invalid embedding: {error}") from error
 
 
-def count_calls(planner: Talk, request: GenerationRequest) -> list[Call]:
+def count_calls(planner: CallPlanner, request: GenerationRequest) -> list[PlannedCall]:
     """Return the calls of Anthropic, OpenAI and vLLM that count tokens. vLLM's does not support tools."""
     count = {name: value for name, value in messages.encode(request, False).items() if name != "max_tokens"}
     items = {

@@ -13,8 +13,16 @@ from dragoman.client import http_settings, rest_calls
 from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, ReplyCollector
 from dragoman.client.decompression import unpacker
 from dragoman.client.options import ClientRequest, Messages, Options, build_request
-from dragoman.client.planner import Call, CallPlan, FailedAttempt, OpenedResponse, ProtocolName, Talk, Wait
-from dragoman.client.rest_calls import Embeddings, Model
+from dragoman.client.planner import (
+    CallPlan,
+    CallPlanner,
+    FailedAttempt,
+    OpenedResponse,
+    PlannedCall,
+    ProtocolName,
+    Wait,
+)
+from dragoman.client.rest_calls import Embeddings, ServerModel
 from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, Outcome, run_steps
 from dragoman.core.errors import BadAnswer, DragomanError, Unreachable
 from dragoman.core.events import Event
@@ -74,10 +82,10 @@ class Client:
         headers: Mapping[str, str] | None = None,
         http: httpx.Client | None = None,
     ) -> None:
-        self._planner = Talk(
+        self._planner = CallPlanner(
             url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
         )
-        self._http = http or httpx.Client(**http_settings.settings(self._planner.site, timeout, connect_timeout))
+        self._http = http or httpx.Client(**http_settings.client_settings(self._planner.site, timeout, connect_timeout))
 
     @property
     def protocol(self) -> str | None:
@@ -119,8 +127,8 @@ class Client:
         body = self._read_json("embeddings", [rest_calls.embeddings_call(self._planner, inputs, model, dimensions)])
         return rest_calls.read_embeddings(body, len(inputs)).as_floats()
 
-    def models(self) -> tuple[Model, ...]:
-        models: list[Model] = []
+    def models(self) -> tuple[ServerModel, ...]:
+        models: list[ServerModel] = []
         after: str | None = None
         while True:
             page = rest_calls.read_models(self._read_json("models", [rest_calls.models_call(self._planner, after)]))
@@ -189,7 +197,7 @@ class Client:
         finally:
             response.close()
 
-    def _open(self, topic: str, calls: Sequence[Call]) -> tuple[Call, OpenedResponse[httpx.Response]]:
+    def _open(self, topic: str, calls: Sequence[PlannedCall]) -> tuple[PlannedCall, OpenedResponse[httpx.Response]]:
         """Return the first call that the server supports and its response, after the headers have arrived."""
         plan: CallPlan[httpx.Response] = self._planner.plan(topic, calls)
         step = next(plan)
@@ -202,10 +210,10 @@ class Client:
             try:
                 step = plan.send(result)
             except StopIteration as done:
-                opened: tuple[Call, OpenedResponse[httpx.Response]] = done.value
+                opened: tuple[PlannedCall, OpenedResponse[httpx.Response]] = done.value
                 return opened
 
-    def _send(self, call: Call) -> OpenedResponse[httpx.Response] | FailedAttempt:
+    def _send(self, call: PlannedCall) -> OpenedResponse[httpx.Response] | FailedAttempt:
         if self._http.is_closed:
             raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
@@ -220,7 +228,7 @@ class Client:
             body, _ = _read_body(response, MAX_ERROR_BYTES)
             return OpenedResponse(response.status_code, headers, response, body)
 
-    def _read_json(self, topic: str, calls: Sequence[Call]) -> bytes:
+    def _read_json(self, topic: str, calls: Sequence[PlannedCall]) -> bytes:
         _, opened = self._open(topic, calls)
         with closing(opened.response) as response:
             body, problem = _read_body(response, MAX_BODY_BYTES)

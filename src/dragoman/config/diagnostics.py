@@ -29,7 +29,7 @@ _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9
 _WILDCARD = re.compile(r"[*?]")
 
 
-class Mistake(msgspec.Struct, frozen=True):
+class Diagnostic(msgspec.Struct, frozen=True):
     """A problem with one setting; `key` is written as `models.mine.source`."""
 
     key: str
@@ -43,11 +43,11 @@ class Locations(msgspec.Struct, frozen=True):
     lines: Mapping[str, int]
     by_flag: frozenset[str] = frozenset()
 
-    def format(self, diagnostics: Iterable[Mistake]) -> list[str]:
+    def format(self, diagnostics: Iterable[Diagnostic]) -> list[str]:
         """Return one line of text for each, ordered by line number; those without a line come first."""
         return [text for _, text in sorted(map(self._format, diagnostics), key=lambda entry: entry[0])]
 
-    def _format(self, diagnostic: Mistake) -> tuple[int, str]:
+    def _format(self, diagnostic: Diagnostic) -> tuple[int, str]:
         key = self._written_key(diagnostic.key)
         known = find_known_key(key, self.lines.keys() | self.by_flag)
         if known and known not in self.by_flag:
@@ -62,22 +62,22 @@ class Locations(msgspec.Struct, frozen=True):
         return next((form for form in forms if form in self.lines), key)
 
 
-def find_invalid_text(settings: Settings) -> Iterator[Mistake]:
+def find_invalid_text(settings: Settings) -> Iterator[Diagnostic]:
     """Yield the strings that have the right type but the wrong form."""
     if not _HOST.fullmatch(settings.host):
-        yield Mistake("host", f"expected a name or an address to listen on, as 127.0.0.1, got {settings.host!r}")
+        yield Diagnostic("host", f"expected a name or an address to listen on, as 127.0.0.1, got {settings.host!r}")
     for at, name in enumerate(settings.hosts or ()):
         if not _HOST_NAME.fullmatch(name):
             message = f"expected a name without scheme, port and path, as llm.example or [::1], got {name!r}"
-            yield Mistake(f"hosts[{at}]", message)
+            yield Diagnostic(f"hosts[{at}]", message)
     for at, origin in enumerate(settings.cors.origins):
         if not _ORIGIN.fullmatch(origin):
             message = f"expected an origin, as https://app.example or http://localhost:3000, or *, got {origin!r}"
-            yield Mistake(f"cors.origins[{at}]", message)
+            yield Diagnostic(f"cors.origins[{at}]", message)
     traces = settings.telemetry.traces
     if traces is not None and not _is_http_url(traces.endpoint):
         message = f"expected an address, as http://127.0.0.1:4318/v1/traces, got {traces.endpoint!r}"
-        yield Mistake("telemetry.traces.endpoint", message)
+        yield Diagnostic("telemetry.traces.endpoint", message)
 
 
 def _is_http_url(text: str) -> bool:
@@ -88,19 +88,19 @@ def _is_http_url(text: str) -> bool:
         return False
 
 
-def find_warnings(settings: Settings) -> Iterator[Mistake]:
+def find_warnings(settings: Settings) -> Iterator[Diagnostic]:
     """Yield settings that are valid but probably unintended. The server starts anyway."""
     for at, directory in enumerate(settings.models_dir or ()):
         if not Path(directory).expanduser().is_dir():
-            yield Mistake(f"models_dir[{at}]", f"there is no folder {directory} yet, so it has no models")
+            yield Diagnostic(f"models_dir[{at}]", f"there is no folder {directory} yet, so it has no models")
     for pattern in settings.aliases:
         literal = _WILDCARD.split(pattern)[0]
         owner = next((model for model in settings.models if model.has(literal)), None)
         if owner is not None:
             message = f"never used: requests for names that begin with {owner.name}/ go to {owner.name}"
-            yield Mistake(f"aliases.{pattern}", message)
+            yield Diagnostic(f"aliases.{pattern}", message)
     for model in settings.models:
-        yield from (Mistake(f"models.{model.name}.{key}", message) for key, message in _engine_warnings(model))
+        yield from (Diagnostic(f"models.{model.name}.{key}", message) for key, message in _engine_warnings(model))
 
 
 def _engine_warnings(model: ModelSpec) -> Sequence[tuple[str, str]]:

@@ -28,12 +28,12 @@ import msgspec
 from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
 from dragoman.config.diagnostics import Locations, find_invalid_text
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
-from dragoman.config.quantities import duration, size
-from dragoman.config.sections import Tls, network
+from dragoman.config.quantities import parse_duration, parse_size
+from dragoman.config.sections import Tls, parse_network
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.files.discovery import names_in
-from dragoman.files.sources import BUILT_IN, is_path, own_name
+from dragoman.files.discovery import list_names
+from dragoman.files.sources import BUILT_IN, is_path, name_from_source
 
 FILE_NAME = "dragoman.yaml"
 ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
@@ -103,8 +103,8 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
         loader.add_error(f"--port {flags.port}: expected a number from 0 to 65535")
     if flags.workers is not None and flags.workers < 1:
         loader.add_error(f"--workers {flags.workers}: expected a number from 1")
-    memory = loader.parse_flag("--memory", flags.memory, size)
-    keep_alive = loader.parse_flag("--keep-alive", flags.keep_alive, duration)
+    memory = loader.parse_flag("--memory", flags.memory, parse_size)
+    keep_alive = loader.parse_flag("--keep-alive", flags.keep_alive, parse_duration)
     models_dir = tuple(flags.models_dir) or settings.models_dir
     if models_dir is None and offered:
         # A caller that passes its own engine does not expect other models.
@@ -150,7 +150,7 @@ def _name_and_source(flag: str) -> tuple[str, str]:
     name, equals, source = flag.partition("=")
     # A path, a version or a hash may contain "=" too.
     is_named = equals and MODEL_NAME.fullmatch(name) and is_path(flag) and not Path(flag).exists()
-    return (name, source) if is_named else (own_name(flag) or "", flag)
+    return (name, source) if is_named else (name_from_source(flag) or "", flag)
 
 
 def _with_layout(model: ModelSpec, flag: str | None, default: str) -> ModelSpec:
@@ -199,14 +199,14 @@ class _Loader:
         """Read the settings of the file, except models and aliases."""
         file = self._file
         values = {name: value for name, value in file.values.items() if name not in ("models", "aliases")}
-        values["memory"] = file.parse(values, "memory", size)
-        values["keep_alive"] = file.parse(values, "keep_alive", duration)
+        values["memory"] = file.parse(values, "memory", parse_size)
+        values["keep_alive"] = file.parse(values, "keep_alive", parse_duration)
         values["models_dir"] = self._read_models_dir()
         values = {name: value for name, value in values.items() if value is not None}
         settings = msgspec.convert(file.select_valid_section(values, Settings), Settings)
         for at, entry in enumerate(settings.proxies):
             try:
-                network(entry)
+                parse_network(entry)
             except ConfigError as error:
                 file.add_error(f"proxies[{at}]", str(error))
         for problem in find_invalid_text(settings):
@@ -264,7 +264,7 @@ class _Loader:
 
         def check(name: str) -> str | None:
             is_open = any(model.has(name) for model in settings.models)
-            if is_open or name.lower() in known or name.lower() in names_in(settings.folders):
+            if is_open or name.lower() in known or name.lower() in list_names(settings.folders):
                 return None
             return f"model {name!r} not found; models: {', '.join(names) or 'none'}"
 

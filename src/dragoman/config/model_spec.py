@@ -18,17 +18,17 @@ from typing import Annotated, Any
 import msgspec
 
 from dragoman.config.config_file import ConfigFile, resolve_path, type_name
-from dragoman.config.quantities import duration
-from dragoman.config.sections import Replicas
+from dragoman.config.quantities import parse_duration
+from dragoman.config.sections import ReplicaSettings
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import RepetitionPenalty, Sampling
 from dragoman.core.types import Count, Word
 from dragoman.engines import ENGINES, engine_class
 from dragoman.files.hub import PREFIX as HUB
-from dragoman.files.sources import BUILT_IN, KINDS, is_model_folder
-from dragoman.formats import named
+from dragoman.files.sources import BUILT_IN, SOURCE_KINDS, is_model_directory
+from dragoman.formats import get_format
 
-FOLDER_ENGINE = "vllm"
+DIRECTORY_ENGINE = "vllm"
 """The default engine for a model directory."""
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
 
@@ -75,7 +75,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     adapters: tuple[str, ...] = ()
     fallback: str | None = None
     """The model that answers when this one cannot."""
-    ray: Replicas = Replicas()
+    ray: ReplicaSettings = ReplicaSettings()
     place: str | None = None
     """FILE:LINE of the entry, if it has one."""
 
@@ -86,7 +86,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def file(self) -> str | None:
         """The source, if it is a single file that Dragoman can download. vllm finds its directories itself."""
-        return None if self.source is None or engine_class(self.engine).takes_folder else self.source
+        return None if self.source is None or engine_class(self.engine).loads_directory else self.source
 
     @property
     def is_open(self) -> bool:
@@ -97,22 +97,22 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Whether the name belongs to this open model."""
         return self.is_open and name.lower().startswith(f"{self.name.lower()}/")
 
-    def same_but_for_place(self, other: "ModelSpec") -> bool:
+    def equals_except_location(self, other: "ModelSpec") -> bool:
         """Whether the two are equal except for the location of their entries."""
         return msgspec.structs.replace(self, place=other.place) == other
 
-    def runs_like(self, other: "ModelSpec") -> bool:
+    def can_share_engine(self, other: "ModelSpec") -> bool:
         """Whether a running engine of one can also serve the other."""
         return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
 
 
 def model_from_flag(name: str, source: str, engine: str | None) -> ModelSpec:
     """Build the model of a `--model` flag. Without an engine, a model directory means vllm, anything else llama."""
-    if engine is None and not is_model_folder(Path(source).expanduser()):
+    if engine is None and not is_model_directory(Path(source).expanduser()):
         return ModelSpec(name, "llama", source)
-    engine = engine or FOLDER_ENGINE
+    engine = engine or DIRECTORY_ENGINE
     cls = engine_class(engine)
-    if not cls.takes_folder:
+    if not cls.loads_directory:
         return ModelSpec(name, engine, source)
     if error := _check_directory(source, Path(source), engine):
         raise ConfigError(error)
@@ -189,7 +189,7 @@ def _read_model(file: ConfigFile, name: str, entry: Any, key: str) -> ModelSpec:
         None if source is None else _resolve_source(file, source, engine),
         options,
         _read_sampling(file, entry, key),
-        file.parse(entry, "keep_alive", duration, key),
+        file.parse(entry, "keep_alive", parse_duration, key),
         tuple(adapters),
         file.convert(entry.get("fallback"), Word | None, f"{key}.fallback"),
         _read_replicas(file, entry, key),
@@ -198,7 +198,7 @@ def _read_model(file: ConfigFile, name: str, entry: Any, key: str) -> ModelSpec:
 
 
 def _resolve_source(file: ConfigFile, source: str, engine: str | None) -> str:
-    if engine not in ENGINES or not engine_class(engine).takes_folder:
+    if engine not in ENGINES or not engine_class(engine).loads_directory:
         return file.resolve_source(source)
     return _resolve_directory(source, file.directory)
 
@@ -223,12 +223,12 @@ def _read_sampling(file: ConfigFile, entry: dict[str, Any], key: str) -> Samplin
     return msgspec.convert(file.select_valid(values, SamplingDefaults, f"{key}.sampling"), SamplingDefaults)
 
 
-def _read_replicas(file: ConfigFile, entry: dict[str, Any], key: str) -> Replicas:
+def _read_replicas(file: ConfigFile, entry: dict[str, Any], key: str) -> ReplicaSettings:
     values = file.get_mapping(entry, "ray", key)
-    file.check_keys(values, Replicas.__struct_fields__, f"{key}.ray")
-    valid = file.select_valid(values, Replicas, f"{key}.ray")
+    file.check_keys(values, ReplicaSettings.__struct_fields__, f"{key}.ray")
+    valid = file.select_valid(values, ReplicaSettings, f"{key}.ray")
     # Values that are valid alone may contradict each other.
-    return file.convert(valid, Replicas, f"{key}.ray") or Replicas()
+    return file.convert(valid, ReplicaSettings, f"{key}.ray") or ReplicaSettings()
 
 
 def _check_options(
@@ -241,7 +241,7 @@ def _check_options(
         file.add_error(f"{key}.engine", str(error))
         return {}
     has_source = "path" in struct.__struct_fields__
-    if source is not None and engine_class(engine).takes_folder:
+    if source is not None and engine_class(engine).loads_directory:
         problem = _check_directory(source, Path(resolve_path(source, file.directory)), engine)
         if problem is not None:
             file.add_error(f"{key}.{'path' if 'path' in entry else 'source'}", problem)
@@ -252,7 +252,7 @@ def _check_options(
     file.check_keys(options, known, key)
     is_required = any(field.name == "path" and field.required for field in msgspec.structs.fields(struct))
     if is_required and entry.get("source", entry.get("path")) is None and source is None:
-        file.add_error(key, f"source is missing: a path, {KINDS} or a built-in name ({', '.join(BUILT_IN)})")
+        file.add_error(key, f"source is missing: a path, {SOURCE_KINDS} or a built-in name ({', '.join(BUILT_IN)})")
     # Errors of the source are recorded above.
     values = {"path": "", **options} if has_source else options
     valid = file.select_valid(values, struct, key)
@@ -271,6 +271,6 @@ def _check_format(file: ConfigFile, struct: type[msgspec.Struct], options: dict[
     if chosen == default or not isinstance(chosen, str):
         return
     try:
-        named(chosen)
+        get_format(chosen)
     except ConfigError as error:
         file.add_error(key, str(error))

@@ -16,7 +16,7 @@ SIZES = _THOUSANDS | {unit: 1024**power for power, unit in enumerate(("b", "kib"
 TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def size(value: object) -> int:
+def parse_size(value: object) -> int:
     """Parse a size; the result is in bytes."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -27,7 +27,7 @@ def size(value: object) -> int:
     return int(float(parsed[1]) * SIZES[unit])
 
 
-def duration(value: object) -> float:
+def parse_duration(value: object) -> float:
     """Parse a duration; the result is in seconds, infinite for "forever"."""
     if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
         return math.inf if value < 0 else float(value)
@@ -40,7 +40,7 @@ def duration(value: object) -> float:
     return float(parsed[1]) * TIMES[parsed[2] or "s"]
 
 
-def shown_size(size: float) -> str:
+def format_size(size: float) -> str:
     """Format a size in bytes as `1.4 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

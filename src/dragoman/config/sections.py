@@ -18,7 +18,7 @@ from dragoman.core.types import Count, Seconds, Word
 RouteScope = Literal[
     "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
 ]
-RESERVED: frozenset[RouteScope] = frozenset({"stats", "admin"})
+RESERVED_ROUTES: frozenset[RouteScope] = frozenset({"stats", "admin"})
 """Routes that a key may use only if its scopes name them."""
 
 
@@ -100,7 +100,7 @@ UNIX = "unix"
 """The entry of `proxies` for clients of the Unix socket."""
 
 
-def network(entry: object) -> Network | None:
+def parse_network(entry: object) -> Network | None:
     """Parse an entry of `proxies`; None means the Unix socket."""
     if entry == UNIX:
         return None
@@ -113,7 +113,7 @@ def network(entry: object) -> Network | None:
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Replicas of a model under Ray Serve, with Ray Serve's own names. Only `dragoman.ray` uses them."""
 
     replicas: Count | None = None

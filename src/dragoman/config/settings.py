@@ -10,7 +10,7 @@ import msgspec
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Cors, Keys, Telemetry, Tls
 from dragoman.core.types import Count, Seconds, SecondsOrZero, Word
-from dragoman.files.sources import home
+from dragoman.files.sources import home_directory
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,4 +80,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def folders(self) -> tuple[Path, ...]:
         """The directories to search for models without an entry."""
         directories = self.models_dir
-        return (home() / "models",) if directories is None else tuple(Path(name).expanduser() for name in directories)
+        return (
+            (home_directory() / "models",)
+            if directories is None
+            else tuple(Path(name).expanduser() for name in directories)
+        )

@@ -80,7 +80,7 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
         return sum(map(float.__mul__, self.values, other.values))
 
 
-def each(inputs: Sequence[Input], read: Callable[[Input], T]) -> list[T]:
+def map_inputs(inputs: Sequence[Input], read: Callable[[Input], T]) -> list[T]:
     """Apply `read` to each input. A BadRequest gets the parameter of its input, such as `input[3]`."""
     results = []
     for at, entry in enumerate(inputs):

@@ -31,9 +31,9 @@ from dragoman.core.request import GenerationRequest
 Output = str | Event | Sequence[str | Event]
 """A string counts as one token. A list or tuple is a batch that became ready together."""
 
-MakeVectors = Callable[[Sequence[Input]], Sequence[Embedding] | Awaitable[Sequence[Embedding]]]
+EmbedFunction = Callable[[Sequence[Input]], Sequence[Embedding] | Awaitable[Sequence[Embedding]]]
 
-OWN_FEATURES: dict[str, tuple[str, ...]] = {
+FEATURES_BY_METHOD: dict[str, tuple[str, ...]] = {
     "generate": ("chat", "completion"),
     "tokenize": ("tokenize",),
     "render": ("render",),
@@ -56,7 +56,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     format: str = "plain"
 
 
-class Rendered(msgspec.Struct, frozen=True):
+class RenderedPrompt(msgspec.Struct, frozen=True):
     """The prompt sent to the model, and the format used to parse the reply."""
 
     text: str
@@ -72,16 +72,16 @@ class Engine:
     Options: ClassVar[type[msgspec.Struct]] = NoOptions
     """The configuration keys of a model of this engine."""
 
-    streams_events: ClassVar[bool] = False
+    emits_events: ClassVar[bool] = False
     """`generate` is an async generator of non-empty event lists, complete from `Started` to `Finished`."""
 
-    calls_back: ClassVar[bool] = False
+    is_push_based: ClassVar[bool] = False
     """The engine implements `tell`; callers prefer it to `generate`."""
 
-    tells_calls: bool = False
+    emits_tool_calls: bool = False
     """The events contain reasoning and tool calls, so the text is not parsed for them."""
 
-    takes_folder: ClassVar[bool] = False
+    loads_directory: ClassVar[bool] = False
     """The source is a model directory or a Hugging Face name; the engine finds the files itself."""
 
     device: str = "cpu"
@@ -104,7 +104,7 @@ class Engine:
         return False
 
     @classmethod
-    def memory_beside_file(cls, options: msgspec.Struct) -> int:
+    def extra_memory_bytes(cls, options: msgspec.Struct) -> int:
         """Estimate the bytes a worker process needs in addition to the model file.
 
         Used until the real value has been measured. Called in a thread, so it may read files.
@@ -133,8 +133,10 @@ class Engine:
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]
 
     def supports(self) -> frozenset[str]:
-        overridden = (method for method in OWN_FEATURES if getattr(type(self), method) is not getattr(Engine, method))
-        return frozenset(feature for method in overridden for feature in OWN_FEATURES[method])
+        overridden = (
+            method for method in FEATURES_BY_METHOD if getattr(type(self), method) is not getattr(Engine, method)
+        )
+        return frozenset(feature for method in overridden for feature in FEATURES_BY_METHOD[method])
 
     async def start(self) -> None:
         """Load the model. Called before the first request, and again after `stop` when the model is reloaded."""
@@ -154,7 +156,7 @@ class Engine:
         """
         raise NotSupported("this model does not generate text")
 
-    def render(self, request: GenerationRequest) -> Rendered | Awaitable[Rendered]:
+    def render(self, request: GenerationRequest) -> RenderedPrompt | Awaitable[RenderedPrompt]:
         """Return the prompt that `generate` would use."""
         raise NotSupported("this model does not support rendering prompts")
 
@@ -173,6 +175,6 @@ class Engine:
         """Return one embedding per input, in order. Inputs are not empty; a long list arrives in several calls."""
         raise NotSupported("this model does not support embeddings")
 
-    def vectors_of(self, model: str) -> MakeVectors:
+    def embed_function_for(self, model: str) -> EmbedFunction:
         """Return the function that embeds with the given model; engines with several models override this."""
         return self.embed

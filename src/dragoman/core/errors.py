@@ -57,13 +57,13 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError)
 """What decoding JSON or MessagePack may raise: a wrong format or type, invalid UTF-8, deep nesting."""
 
 
-def cut(text: str, length: int = MAX_VALUE) -> str:
+def truncate(text: str, length: int = MAX_VALUE) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
 def quote(value: object) -> str:
     """Quote a caller's value for a message, truncated to `MAX_VALUE`."""
-    return repr(cut(value)) if isinstance(value, str) else cut(repr(value))
+    return repr(truncate(value)) if isinstance(value, str) else truncate(repr(value))
 
 
 class DragomanError(Exception):
@@ -74,10 +74,10 @@ class DragomanError(Exception):
     """Characters."""
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
-        message = cut(message, self.max_message)
+        message = truncate(message, self.max_message)
         super().__init__(message)
         self.message = message
-        self.param = None if param is None else cut(param)
+        self.param = None if param is None else truncate(param)
         self.retry_after = retry_after
         self.answered: Answered | None = None
         self.arrived: tuple[Part, ...] = ()
@@ -337,7 +337,7 @@ class ConfigError(Exception):
         self.mistakes = mistakes
 
 
-def by_name(name: str) -> type[DragomanError]:
+def error_class(name: str) -> type[DragomanError]:
     """Return the error class with this name. Used for errors from other processes."""
     classes = {cls.__name__: cls for cls in _subclasses(DragomanError)}
     return classes.get(name, EngineFailed)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dragoman.core.events import Event
 
 
-class Mailbox:
+class EventQueue:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._ended = False

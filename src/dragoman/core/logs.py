@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 TEXT = "%(levelname)s %(name)s: %(message)s"
-STYLE = "DRAGOMAN_LOG_STYLE"
+STYLE_VARIABLE = "DRAGOMAN_LOG_STYLE"
 """The environment variable that passes the settings to child processes."""
 EXTRAS = ("request_id", "request")
 INDENT = "    "
@@ -28,12 +28,12 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 def configure(line_format: str, level: str) -> None:
     """Configure the logs of this process and of its child processes."""
-    os.environ[STYLE] = f"{line_format} {level}"
+    os.environ[STYLE_VARIABLE] = f"{line_format} {level}"
     configure_as_parent()
 
 
 def configure_as_parent() -> None:
-    form, _, level = os.environ.get(STYLE, "text info").partition(" ")
+    form, _, level = os.environ.get(STYLE_VARIABLE, "text info").partition(" ")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -24,7 +24,7 @@ def new_id() -> str:
     return secrets.token_hex(8)
 
 
-def arrive(header: bytes | None) -> None:
+def store_path_header(header: bytes | None) -> None:
     """Store the header of the current request in its context."""
     is_valid = header is not None and len(header) <= 17 * (MAX_HOPS + 1) and _IDS.fullmatch(header) is not None
     _path.set(header.decode() if header is not None and is_valid else "")
@@ -37,7 +37,7 @@ def check(own: str, model: str) -> None:
         raise LoopDetected(message)
 
 
-def signed(own: str) -> str:
+def add_own_id(own: str) -> str:
     """Return the header for a forwarded request."""
     before = _path.get()
     return f"{before},{own}" if before else own

@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Rate(msgspec.Struct, frozen=True):
+class RateLimitState(msgspec.Struct, frozen=True):
     """`reset` is the number of seconds until the whole limit is available again."""
 
     what: str

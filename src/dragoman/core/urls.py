@@ -26,7 +26,7 @@ MIN_SECRET_LENGTH = 8
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
-class Site(msgspec.Struct, frozen=True):
+class ServerAddress(msgspec.Struct, frozen=True):
     """`api` is the address of the API, `root` that of the server, `login` the value of the Authorization header."""
 
     api: str
@@ -48,20 +48,22 @@ class Site(msgspec.Struct, frozen=True):
         return self.host == domain or self.host.endswith(f".{domain}")
 
 
-def site(url: str) -> Site:
+def parse_address(url: str) -> ServerAddress:
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError:
         host = None
     if host is None or parts.scheme not in ("http", "https"):
-        raise ConfigError(f"{public(url)!r:.200}: expected an address such as {DEFAULT}")
+        raise ConfigError(f"{remove_credentials(url)!r:.200}: expected an address such as {DEFAULT}")
     if parts.query or parts.fragment:
-        shown = re.split("[?#]", public(url))[0]
+        shown = re.split("[?#]", remove_credentials(url))[0]
         raise ConfigError(f"{shown!r:.200}: an address must not contain ? or #; remove it and what follows")
     base = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
     api = base if _VERSION.search(parts.path) else f"{base}/v1"
-    return Site(api, base.removesuffix("/v1"), host.lower(), parts.scheme == "https", basic_authorization(parts))
+    return ServerAddress(
+        api, base.removesuffix("/v1"), host.lower(), parts.scheme == "https", basic_authorization(parts)
+    )
 
 
 def basic_authorization(parts: SplitResult) -> str | None:
@@ -75,7 +77,7 @@ def basic_authorization(parts: SplitResult) -> str | None:
 def find_secrets(url: str, key: str | None) -> tuple[str, ...]:
     """Return the key and password of a server in every form that a message might contain. Short ones are left out."""
     password = urlsplit(url).password or ""
-    secrets = (key, (site(url).login or "").removeprefix("Basic "), password, unquote(password))
+    secrets = (key, (parse_address(url).login or "").removeprefix("Basic "), password, unquote(password))
     return tuple(secret for secret in secrets if secret and len(secret) >= MIN_SECRET_LENGTH)
 
 
@@ -86,6 +88,6 @@ def redact_secrets(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def public(text: str) -> str:
+def remove_credentials(text: str) -> str:
     """Replace the users and passwords of all addresses in a text by `***`."""
     return _LOGIN.sub("***@", text)

@@ -16,15 +16,15 @@ from typing import Protocol
 
 import msgspec
 
-from dragoman.core.engine import Rendered
+from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
 from dragoman.core.request import LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY, GenerationRequest, Sampling
-from dragoman.engines.reply_limits import Budget
+from dragoman.engines.reply_limits import ThinkingBudget
 from dragoman.formats.syntax import ModelFormat, Tags, reasoning_end, reasoning_tags
-from dragoman.grammar.reply_grammar import Speaker
+from dragoman.grammar.reply_grammar import GrammarModel
 from dragoman.prompt import ChatTemplate, Segment
 
-MOST_TOKENIZED = 1024 * 1024
+MAX_TOKENIZED = 1024 * 1024
 """Maximum length, in characters or tokens, of a tokenize or detokenize request: about a second of work."""
 
 
@@ -62,7 +62,7 @@ class Vocabulary(Protocol):
     def detokenize(self, tokens: Sequence[int]) -> str: ...
 
 
-class Read(msgspec.Struct, frozen=True):
+class PromptTokens(msgspec.Struct, frozen=True):
     """A prompt as tokens. `opener` is the opening tag if the prompt ends inside reasoning."""
 
     tokens: tuple[int, ...]
@@ -70,7 +70,7 @@ class Read(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...] = ()
 
 
-class Reading:
+class PromptReader:
     def __init__(
         self, model: Vocabulary, context: int, syntax: ModelFormat, template_options: Sequence[str] = ()
     ) -> None:
@@ -91,7 +91,7 @@ class Reading:
         self._may_reason = any(text in template for tags in reasoning_tags(syntax) for text in (tags.open, tags.close))
         self._prepends_space = b"".join(map(model.text, model.tokenize("a", special=False))) != b"a"
 
-    def read(self, request: GenerationRequest) -> Read:
+    def read(self, request: GenerationRequest) -> PromptTokens:
         """Return the prompt tokens, and validate the rest of the request."""
         read = self._read_tokens(request)
         self._check_prompt(request, read.tokens)
@@ -99,17 +99,19 @@ class Reading:
         check_tokens(self.model, request.stop_token_ids, "stop_token_ids")
         return read
 
-    def is_shaped(self, request: GenerationRequest) -> bool:
+    def is_constrained(self, request: GenerationRequest) -> bool:
         return request.constraint is not None or bool(request.tools and request.messages)
 
-    def render(self, request: GenerationRequest) -> Rendered:
+    def render(self, request: GenerationRequest) -> RenderedPrompt:
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
-        return Rendered(prompt.text, tuple(self._with_bos(self._tokenize_segments(prompt.segments))), self.format.name)
+        return RenderedPrompt(
+            prompt.text, tuple(self._with_bos(self._tokenize_segments(prompt.segments))), self.format.name
+        )
 
     @property
-    def speaker(self) -> Speaker:
-        return Speaker(self.format, self.control, self.model.ends)
+    def speaker(self) -> GrammarModel:
+        return GrammarModel(self.format, self.control, self.model.ends)
 
     def may_think(self, request: GenerationRequest) -> bool:
         asked = request.thinking
@@ -117,19 +119,19 @@ class Reading:
             return False
         return self._may_reason or bool(asked.enabled or asked.effort or asked.budget_tokens)
 
-    def budget(self, request: GenerationRequest, opener: str | None) -> Budget | None:
+    def budget(self, request: GenerationRequest, opener: str | None) -> ThinkingBudget | None:
         asked, known = request.thinking, reasoning_tags(self.format)
         tokens = 0 if asked.is_off else asked.budget_tokens
         if tokens is None or not known or not request.messages:
             return None
         # An unknown channel ends with the closing tag of the last pair.
         opened = None if opener is None else next((tags for tags in known if tags.open == opener), known[-1])
-        return Budget(tokens, known, self._closing_tokens, opened)
+        return ThinkingBudget(tokens, known, self._closing_tokens, opened)
 
     def _closing_tokens(self, tags: Tags) -> list[int]:
         return self.model.tokenize(reasoning_end(self.format, tags), special=True)
 
-    def inner_tokens(self, text: str) -> list[int]:
+    def tokenize_inner_text(self, text: str) -> list[int]:
         """Tokenize text from the middle of a reply. Some vocabularies prepend a space at the start of a text."""
         if not self._prepends_space:
             return self.model.tokenize(text, special=False)
@@ -175,24 +177,26 @@ class Reading:
         if least > self.context:
             raise self._too_long(request, least, "at least ")
 
-    def _read_tokens(self, request: GenerationRequest) -> Read:
+    def _read_tokens(self, request: GenerationRequest) -> PromptTokens:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             check_tokens(self.model, prompt, "prompt")
         if request.suffix is not None:
             self._check_length(request, [prompt, request.suffix] if isinstance(prompt, str) else [request.suffix])
-            return Read(tuple(self._with_bos(self._build_infill(prompt or "", request.suffix))))
+            return PromptTokens(tuple(self._with_bos(self._build_infill(prompt or "", request.suffix))))
         if isinstance(prompt, tuple):
-            return Read(prompt)
+            return PromptTokens(prompt)
         if prompt is not None:
             self._check_length(request, [prompt])
-            return Read(tuple(self._with_bos(self.model.tokenize(prompt, special=True))))
+            return PromptTokens(tuple(self._with_bos(self.model.tokenize(prompt, special=True))))
         return self._read_chat(request)
 
-    def _read_chat(self, request: GenerationRequest) -> Read:
+    def _read_chat(self, request: GenerationRequest) -> PromptTokens:
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
-        return Read(tuple(self._with_bos(self._tokenize_segments(prompt.segments))), prompt.opener, prompt.ignored)
+        return PromptTokens(
+            tuple(self._with_bos(self._tokenize_segments(prompt.segments))), prompt.opener, prompt.ignored
+        )
 
     def _tokenize_segments(self, segments: Iterable[Segment]) -> list[int]:
         tokens: list[int] = []
@@ -217,15 +221,15 @@ class Reading:
 
 
 def tokenize(model: Vocabulary, text: str, special: bool) -> list[int]:
-    if len(text) > MOST_TOKENIZED:
-        message = f"content has {len(text)} characters; at most {MOST_TOKENIZED} can be tokenized at once"
+    if len(text) > MAX_TOKENIZED:
+        message = f"content has {len(text)} characters; at most {MAX_TOKENIZED} can be tokenized at once"
         raise BadRequest(message, param="content")
     return model.tokenize(text, special)
 
 
 def detokenize(model: Vocabulary, tokens: Sequence[int]) -> str:
-    if len(tokens) > MOST_TOKENIZED:
-        message = f"tokens has {len(tokens)} entries; at most {MOST_TOKENIZED} can be detokenized at once"
+    if len(tokens) > MAX_TOKENIZED:
+        message = f"tokens has {len(tokens)} entries; at most {MAX_TOKENIZED} can be detokenized at once"
         raise BadRequest(message, param="tokens")
     check_tokens(model, tokens, "tokens")
     return model.detokenize(tokens)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dragoman.formats.syntax import Tags
 
 
-class Budget:
+class ThinkingBudget:
     """Closes the reasoning when its token budget is used up.
 
     The text is scanned for opening and closing tags, however it is split into tokens. Reasoning may end with the tag of
@@ -50,7 +50,7 @@ class Budget:
             self._tail = self._tail[start + len(text) :]
 
 
-class Sections:
+class RepeatedCallDetector:
     """Detects a required tool call that repeats the previous one exactly. A weak model would repeat it forever."""
 
     def __init__(self) -> None:

@@ -24,14 +24,14 @@ from typing import Annotated, Self
 
 import msgspec
 
-from dragoman.core.embeddings import Embedding, Input, each
+from dragoman.core.embeddings import Embedding, Input, map_inputs
 from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.errors import ContextTooLong, EngineFailed
 from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, Usage
 from dragoman.core.request import GenerationRequest, Thinking
 from dragoman.core.types import Count
-from dragoman.formats import named
-from dragoman.pipeline.split import begins_in_thought
+from dragoman.formats import get_format
+from dragoman.pipeline.split import starts_inside_reasoning
 
 FEATURES = frozenset(
     {
@@ -77,13 +77,13 @@ class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ScriptedEngine(Engine):
     Options = ScriptedOptions
-    streams_events = True
+    emits_events = True
 
     def __init__(self, name: str = "scripted", options: ScriptedOptions | None = None) -> None:
         self.name = name
         self.options = options = options or ScriptedOptions()
         self.slots = options.slots
-        self.syntax = named(options.format)
+        self.syntax = get_format(options.format)
         self._models = (ModelInfo(name, context=options.context, format=self.syntax.name),)
         faults = (options.fail_after, options.hang_after, options.crash_after)
         self.first_fault = min((at for at in faults if at is not None), default=None)
@@ -106,7 +106,7 @@ class ScriptedEngine(Engine):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         output = self._find_reply(request.last_user_text)
-        thinking = bool(request.messages) and begins_in_thought(self.syntax, output)
+        thinking = bool(request.messages) and starts_inside_reasoning(self.syntax, output)
         output = self._apply_budget(output, thinking, request.thinking)
         chunk = self.options.chunk
         pieces = _split(output, chunk) if len(output) <= MAX_CACHED_CHARACTERS else None
@@ -134,7 +134,7 @@ class ScriptedEngine(Engine):
         yield (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=played)))
 
     def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        return each(inputs, self._embedding)
+        return map_inputs(inputs, self._embedding)
 
     def _embedding(self, entry: Input) -> Embedding:
         if isinstance(entry, str):

@@ -21,12 +21,12 @@ import msgspec
 
 from dragoman.core.engine import Engine
 from dragoman.core.errors import DragomanError, EngineDied
-from dragoman.core.event_queue import Mailbox
+from dragoman.core.event_queue import EventQueue
 from dragoman.core.events import Event
 from dragoman.core.request import GenerationRequest
 
 
-class Portion(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New events of one request. It has the wire format of `worker_messages.Progress`."""
 
     key: int
@@ -35,8 +35,8 @@ class Portion(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: DragomanError | None = None
 
 
-class Receiver(Protocol):
-    def take(self, portions: Sequence[Portion]) -> None:
+class StepReceiver(Protocol):
+    def take(self, portions: Sequence[RequestUpdate]) -> None:
         """Receive the results of one step."""
 
     def lose(self, reason: str) -> None:
@@ -44,11 +44,11 @@ class Receiver(Protocol):
 
 
 class SteppingEngine(Engine):
-    streams_events = True
+    emits_events = True
 
     def __init__(self) -> None:
         self._queues = EventQueues()
-        self.receiver: Receiver = self._queues
+        self.receiver: StepReceiver = self._queues
 
     async def begin(self, key: int, request: GenerationRequest) -> None:
         """Start a request."""
@@ -74,17 +74,17 @@ class EventQueues:
 
     def __init__(self) -> None:
         self._keys = itertools.count()
-        self._open: dict[int, Mailbox] = {}
+        self._open: dict[int, EventQueue] = {}
 
-    def open(self) -> tuple[int, Mailbox]:
+    def open(self) -> tuple[int, EventQueue]:
         key = next(self._keys)
-        self._open[key] = mailbox = Mailbox()
+        self._open[key] = mailbox = EventQueue()
         return key, mailbox
 
     def close(self, key: int) -> None:
         self._open.pop(key, None)
 
-    def take(self, portions: Sequence[Portion]) -> None:
+    def take(self, portions: Sequence[RequestUpdate]) -> None:
         for portion in portions:
             mailbox = self._open.get(portion.key)
             if mailbox is None:

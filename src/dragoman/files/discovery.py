@@ -33,8 +33,8 @@ from typing import Literal
 import msgspec
 
 from dragoman.core.errors import ConfigError
-from dragoman.files.gguf import PART, Value, parts_of, read_metadata
-from dragoman.files.sources import DESCRIPTIONS
+from dragoman.files.gguf import PART, Value, list_parts, read_metadata
+from dragoman.files.sources import DESCRIPTION_FILES
 
 log = logging.getLogger("dragoman.files.discovery")
 
@@ -59,7 +59,7 @@ NOT_MODELS = ("clip", "adapter", "imatrix")
 """Architectures of files that only accompany a model."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class DiscoveredModel(msgspec.Struct, frozen=True):
     name: str
     path: str
     kind: Literal["gguf", "folder"]
@@ -95,13 +95,13 @@ class Discovery:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)
-        self.found: Mapping[str, Found] = {}
+        self.found: Mapping[str, DiscoveredModel] = {}
         """By name in lower case."""
         self._descriptions: dict[_Version, _Description | None] = {}
 
     def look(self) -> None:
         """Scan the directories. This blocks: do not call it in the event loop."""
-        models: dict[str, Found] = {}
+        models: dict[str, DiscoveredModel] = {}
         descriptions: dict[_Version, _Description | None] = {}
         end = time.monotonic() + MAX_SCAN_SECONDS
         skipped = 0
@@ -116,7 +116,9 @@ class Discovery:
             descriptions[version] = known
             if known is not None:
                 size = sum(size for size, _, _ in version[1])
-                models.setdefault(entry.name.lower(), Found(entry.name, str(entry.path), entry.kind, size, *known))
+                models.setdefault(
+                    entry.name.lower(), DiscoveredModel(entry.name, str(entry.path), entry.kind, size, *known)
+                )
         if skipped:
             log.warning(
                 "%d new files in the models directories are left to the next scan: this one took more than %g s",
@@ -125,7 +127,7 @@ class Discovery:
             )
         self.found, self._descriptions = models, descriptions
 
-    def resolve(self, name: str) -> Found | None:
+    def resolve(self, name: str) -> DiscoveredModel | None:
         """Return the model for a name in lower case."""
         if name in self.found:
             return self.found[name]
@@ -136,7 +138,7 @@ class Discovery:
         is_unique = len({model.base.lower() for model in models}) == 1
         return max(models, key=lambda model: model.size) if is_unique else None
 
-    def called(self, name: str) -> list[Found]:
+    def called(self, name: str) -> list[DiscoveredModel]:
         """Return all models that a name in lower case may mean. Different base names mean that it is ambiguous."""
         base, _, tag = name.partition(":")
         tagged = [
@@ -152,7 +154,7 @@ def _last_part(name: str) -> str:
     return name.lower().rpartition("/")[2]
 
 
-def names_in(folders: Sequence[Path]) -> set[str]:
+def list_names(folders: Sequence[Path]) -> set[str]:
     """Return the names of all models in lower case, without opening files."""
     return {entry.name.lower() for entry in _find_entries(folders)}
 
@@ -206,7 +208,7 @@ def _walk(walk: _Walk, folder: Path, depth: int, follow_links: bool) -> Iterator
     root = walk.root
     files, folders = _list(walk, folder, follow_links)
     weights = tuple(path for path in files if path.suffix in (".safetensors", ".bin"))
-    if folder != root and weights and any(folder / name in files for name in DESCRIPTIONS):
+    if folder != root and weights and any(folder / name in files for name in DESCRIPTION_FILES):
         yield _Entry(_model_name(root, folder), folder, "folder", weights)
     yield from _gguf_entries(root, [path for path in files if path.suffix.lower() == ".gguf"], follow_links)
     if depth:
@@ -263,7 +265,7 @@ def _gguf_entries(root: Path, files: Sequence[Path], follow_links: bool) -> Iter
         if part is None:
             yield _Entry(_model_name(root, path.with_suffix("")), path, "gguf", (path,))
         elif int(part["at"]) == 1:
-            parts = parts_of(path)
+            parts = list_parts(path)
             missing = [file.name for file in parts if file not in files]
             if missing:
                 # Only the second walk follows links to the other parts.

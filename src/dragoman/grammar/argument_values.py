@@ -14,7 +14,7 @@ import msgspec
 
 from dragoman.grammar.lark import GAP, RuleSet, one_of, quote
 from dragoman.grammar.schema import json_directive
-from dragoman.grammar.schema_check import Check
+from dragoman.grammar.schema_check import SchemaCheck
 from dragoman.grammar.schema_walk import PathParts, format_path, lookup, resolve_ref
 from dragoman.grammar.subschemas import Subschemas
 
@@ -43,7 +43,7 @@ class ParameterSchema:
         self.full_schema = full_schema
         self.base = base
         self.relaxed: list[str] = []
-        self.checks: list[Check] = []
+        self.checks: list[SchemaCheck] = []
         self.subschemas = Subschemas(self.schema)
 
     def parameters(self) -> list[Parameter] | None:
@@ -94,7 +94,7 @@ class ParameterSchema:
         if not keywords:
             return None
         place = format_path(self.base, parts)
-        self.checks.append(Check(place, keywords, place, end))
+        self.checks.append(SchemaCheck(place, keywords, place, end))
         return place
 
 

@@ -29,7 +29,7 @@ from dragoman.grammar.argument_values import (
 )
 from dragoman.grammar.lark import GAP, SPACE, RuleSet, escape_regex, quote
 from dragoman.grammar.schema import json_directive
-from dragoman.grammar.schema_check import Check
+from dragoman.grammar.schema_check import SchemaCheck
 
 MAX_CALLS = 8
 """Per reply, if calls are required: a weak model may not stop."""
@@ -59,7 +59,7 @@ class CallGrammar:
         return tuple(dict.fromkeys(path for document in self.documents for path in document.relaxed))
 
     @property
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> tuple[SchemaCheck, ...]:
         return tuple(check for document in self.documents for check in document.checks)
 
     def reply_calls(self, entry: CallSection, parallel: bool) -> str:

@@ -17,12 +17,12 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from dragoman.core.errors import ENCODE_ERRORS, InvalidSchema, by_name
+from dragoman.core.errors import ENCODE_ERRORS, InvalidSchema, error_class
 from dragoman.core.request import GenerationRequest
 from dragoman.grammar.grammar_trial import TrialJob, TrialModel
-from dragoman.grammar.lru_cache import Kept
+from dragoman.grammar.lru_cache import LruCache
 from dragoman.grammar.masks import GrammarCache, Guide, build_tokenizer
-from dragoman.grammar.reply_grammar import Shape, Speaker, constraint_param
+from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, constraint_param
 from dragoman.grammar.trial_client import TrialClient
 from dragoman.grammar.trial_server import CPU_SECONDS, MEMORY_BYTES
 
@@ -38,37 +38,37 @@ MAX_JOB = 4 * 1024 * 1024
 TOO_COMPLEX = f"too complex: compiling takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MB; simplify it"
 
 
-class Constrained(msgspec.Struct, frozen=True):
+class CompiledConstraint(msgspec.Struct, frozen=True):
     """The grammar of a reply, and the guide that enforces it."""
 
-    shape: Shape
+    shape: ReplyGrammar
     guide: Guide
 
 
 class _TrialResult(msgspec.Struct, frozen=True):
     """The result of a passed trial. `shape` is None if the reply is unrestricted."""
 
-    shape: Shape | None
+    shape: ReplyGrammar | None
     memory: int
 
 
-class Constraints:
+class ConstraintCompiler:
     """Compiles and caches the constraints of one model. Not thread-safe: use it in one event loop."""
 
     def __init__(
         self,
-        speaker: Speaker,
+        speaker: GrammarModel,
         pieces: Sequence[bytes],
         control: frozenset[int],
         tokenize: Callable[[str], Sequence[int]],
     ) -> None:
         self.grammars = GrammarCache(build_tokenizer(pieces, control, speaker.ends, tokenize))
         self.trials = TrialClient(lambda: TrialModel(tuple(pieces), control, speaker))
-        self._results: Kept[_TrialResult] = Kept(MAX_CACHED, MAX_BYTES)
+        self._results: LruCache[_TrialResult] = LruCache(MAX_CACHED, MAX_BYTES)
         self._semaphore = FairSemaphore(MAX_CONCURRENT, MAX_PER_CALLER)
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="dragoman-compile")
 
-    async def constrain(self, request: GenerationRequest, *, thinks: bool, opened: bool) -> Constrained | None:
+    async def constrain(self, request: GenerationRequest, *, thinks: bool, opened: bool) -> CompiledConstraint | None:
         """Return the compiled constraint of a request. None if the reply is unrestricted. `opened`: the prompt ends
         inside reasoning."""
         param = constraint_param(request)
@@ -79,7 +79,7 @@ class Constraints:
                 return None
             guide = self.grammars.find(result.shape.grammar, param)
             if guide is not None:
-                return Constrained(result.shape, guide)
+                return CompiledConstraint(result.shape, guide)
         async with self._semaphore.acquire(request.principal):
             # Another request with the same job may have been tried meanwhile.
             result = self._results.get(job) or await self._run_trial(job, param)
@@ -94,16 +94,16 @@ class Constraints:
         if outcome is None:
             raise InvalidSchema(f"{param}: {TOO_COMPLEX}", param=param)
         if outcome.failure is not None:
-            raise by_name(outcome.failure.name)(outcome.failure.message, param=outcome.failure.param)
+            raise error_class(outcome.failure.name)(outcome.failure.message, param=outcome.failure.param)
         result = _TrialResult(outcome.shape, outcome.memory)
         self._results.keep(job, result, 0 if outcome.shape is None else len(outcome.shape.grammar))
         return result
 
-    async def _compile(self, shape: Shape, memory: int) -> Constrained:
+    async def _compile(self, shape: ReplyGrammar, memory: int) -> CompiledConstraint:
         loop = asyncio.get_running_loop()
         compiling = loop.run_in_executor(self._threads, self.grammars.create_guide, shape.grammar, shape.param, memory)
         try:
-            return Constrained(shape, await asyncio.shield(compiling))
+            return CompiledConstraint(shape, await asyncio.shield(compiling))
         except asyncio.CancelledError:
             # Native code cannot be interrupted. It takes no longer than the trial did.
             await asyncio.wait((compiling,))

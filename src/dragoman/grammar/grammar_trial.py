@@ -19,7 +19,7 @@ from llguidance import LLTokenizer
 
 from dragoman.core.request import GenerationRequest
 from dragoman.grammar.masks import GrammarCache, build_tokenizer
-from dragoman.grammar.reply_grammar import Shape, Speaker, build_reply_grammar
+from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, build_reply_grammar
 
 LENGTH = struct.Struct("<I")
 STARTED = b"+"
@@ -58,7 +58,7 @@ class TrialOutcome(msgspec.Struct, frozen=True):
     """`memory` is the size of the compiled grammar in bytes, `failure` the caller's mistake, `bug` the traceback of an
     exception that no input should cause."""
 
-    shape: Shape | None = None
+    shape: ReplyGrammar | None = None
     memory: int = 0
     failure: TrialFailure | None = None
     bug: str | None = None
@@ -69,7 +69,7 @@ class TrialModel(msgspec.Struct, frozen=True):
 
     pieces: tuple[bytes, ...]
     control: frozenset[int]
-    speaker: Speaker
+    speaker: GrammarModel
 
     def tokenizer(self) -> LLTokenizer:
         """Return a tokenizer that takes the longest match in the vocabulary. The model's own tokenizer is in another
@@ -83,7 +83,7 @@ class TrialModel(msgspec.Struct, frozen=True):
         return built[0]
 
 
-def run_trial(job: TrialJob, speaker: Speaker, tokenizer: LLTokenizer) -> TrialOutcome:
+def run_trial(job: TrialJob, speaker: GrammarModel, tokenizer: LLTokenizer) -> TrialOutcome:
     """Build, compile and probe the grammar of one job. Raises DragomanError if the request is invalid."""
     grammar = build_reply_grammar(job.request, msgspec.structs.replace(speaker, thinks=job.thinks), opened=job.opened)
     if grammar is None:

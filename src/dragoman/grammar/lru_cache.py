@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class LruCache(Generic[T]):
     """A thread-safe LRU cache."""
 
     def __init__(self, max_count: int, size: int) -> None:

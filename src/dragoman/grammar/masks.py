@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from dragoman.core.errors import DragomanError, EngineFailed, InvalidSchema
-from dragoman.grammar.lru_cache import Kept
+from dragoman.grammar.lru_cache import LruCache
 
 Mask = NDArray[np.int32]
 
@@ -166,7 +166,7 @@ class GrammarCache:
             max_lexer_states=MAX_STATES, max_grammar_size=MAX_SYMBOLS, step_max_items=MAX_ITEMS, verbose_errors=False
         )
         self.mask_words = (tokenizer.vocab_size + 31) // 32
-        self.cache: Kept[CompiledGrammar] = Kept(MAX_GRAMMARS, MAX_BYTES)
+        self.cache: LruCache[CompiledGrammar] = LruCache(MAX_GRAMMARS, MAX_BYTES)
 
     def find(self, grammar: str, param: str) -> Guide | None:
         """Return a guide for a cached grammar. None if it is not cached or has failed."""

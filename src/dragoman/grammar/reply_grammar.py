@@ -34,7 +34,7 @@ from dragoman.grammar.call_grammar import (
 from dragoman.grammar.lark import ANY_TEXT, GAP, RuleSet, escape_regex, one_of, quote
 from dragoman.grammar.patterns import MAX_PATTERN, MAX_REPEATS, count_repeats, max_repeat_count
 from dragoman.grammar.schema import json_directive, prepare_schema
-from dragoman.grammar.schema_check import Check
+from dragoman.grammar.schema_check import SchemaCheck
 from dragoman.grammar.schema_walk import rebase_refs
 
 MAX_GRAMMAR = 64 * 1024
@@ -47,7 +47,7 @@ TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 """Fields that require a call but do not constrain the answer."""
 
 
-class Shape(msgspec.Struct, frozen=True):
+class ReplyGrammar(msgspec.Struct, frozen=True):
     """The grammar of a reply. `param` is the request field that asked for it. `calls`: the reply consists of calls
     only. `relaxed` are the paths of schema keywords that are not enforced, `checks` what to validate afterwards."""
 
@@ -55,10 +55,10 @@ class Shape(msgspec.Struct, frozen=True):
     param: str
     calls: bool = False
     relaxed: tuple[str, ...] = ()
-    checks: tuple[Check, ...] = ()
+    checks: tuple[SchemaCheck, ...] = ()
 
 
-class Speaker(msgspec.Struct, frozen=True):
+class GrammarModel(msgspec.Struct, frozen=True):
     """The properties of a model that its grammars depend on. `control` has the token ids of markers that are control
     tokens. `ends` are the tokens that end a generation. `thinks`: the model may start to reason."""
 
@@ -68,7 +68,7 @@ class Speaker(msgspec.Struct, frozen=True):
     thinks: bool = False
 
 
-def build_reply_grammar(request: GenerationRequest, speaker: Speaker, *, opened: bool) -> Shape | None:
+def build_reply_grammar(request: GenerationRequest, speaker: GrammarModel, *, opened: bool) -> ReplyGrammar | None:
     """Return the grammar of the reply, or None if it is unrestricted. `opened`: the prompt ends inside reasoning."""
     if request.constraint is None and not request.tools:
         return None
@@ -83,7 +83,7 @@ def constraint_param(request: GenerationRequest) -> str:
 
 
 class _ReplyGrammarBuilder:
-    def __init__(self, request: GenerationRequest, speaker: Speaker, opened: bool) -> None:
+    def __init__(self, request: GenerationRequest, speaker: GrammarModel, opened: bool) -> None:
         self.request = request
         self.choice = request.tool_choice
         self.is_forced = self.choice.mode in ("required", "named")
@@ -95,11 +95,11 @@ class _ReplyGrammarBuilder:
         control = {text: token for text, token in speaker.control.items() if token not in speaker.ends}
         self.rules = RuleSet(control, constraint_param(self.request))
         self.relaxed: list[str] = []
-        self.checks: list[Check] = []
+        self.checks: list[SchemaCheck] = []
         self.subgrammars: list[dict[str, str]] = []
         self.calls = CallGrammar(self.rules, [] if self.choice.mode == "none" else self._prepare_tools())
 
-    def build(self) -> Shape | None:
+    def build(self) -> ReplyGrammar | None:
         start = self._start()
         if start is None:
             return None
@@ -107,7 +107,7 @@ class _ReplyGrammarBuilder:
         if self.subgrammars:
             grammar = json.dumps({"grammars": [{"lark_grammar": grammar}, *self.subgrammars]}, ensure_ascii=False)
         relaxed = tuple(dict.fromkeys((*self.relaxed, *self.calls.relaxed)))
-        return Shape(
+        return ReplyGrammar(
             grammar, constraint_param(self.request), self.is_forced, relaxed, (*self.checks, *self.calls.checks)
         )
 
@@ -163,7 +163,7 @@ class _ReplyGrammarBuilder:
         prepared = prepare_schema(constraint.schema, constraint.path)
         self.relaxed += prepared.relaxed
         if prepared.relaxed:
-            self.checks.append(Check("answer", prepared.full_schema, constraint.path))
+            self.checks.append(SchemaCheck("answer", prepared.full_schema, constraint.path))
         return prepared.schema
 
     def _has_bare_json_calls(self) -> bool:
@@ -311,7 +311,7 @@ class _ReplyGrammarBuilder:
         enforced = _close_objects({"type": "object", **prepared.schema}) if is_object else {"type": "object"}
         if not prepared.relaxed:
             return ToolGrammar(name, path, prepared.full_schema, enforced)
-        self.checks.append(Check(capture, prepared.full_schema, path))
+        self.checks.append(SchemaCheck(capture, prepared.full_schema, path))
         return ToolGrammar(name, path, prepared.full_schema, enforced, capture)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from dragoman.core.errors import InvalidSchema, cut
+from dragoman.core.errors import InvalidSchema, truncate
 from dragoman.grammar.finiteness import needs_infinite_value
 from dragoman.grammar.number_bounds import NumberBounds, is_exact
 from dragoman.grammar.patterns import MalformedPattern, is_enforceable
@@ -102,7 +102,7 @@ def prepare_schema(schema: Mapping[str, Any], base: str) -> PreparedSchema:
     try:
         prepared = _prepare(schema)
     except _SchemaError as error:
-        where = cut(format_path(base, error.parts))
+        where = truncate(format_path(base, error.parts))
         raise InvalidSchema(f"{where}: {error.problem}", param=where) from error
     return PreparedSchema(prepared.schema, tuple(base + path for path in prepared.relaxed), prepared.full_schema)
 

@@ -37,7 +37,7 @@ DRAFT4 = extend(Draft4Validator, {"items": Draft6Validator.VALIDATORS["items"]})
 """For drafts without boolean schemas, which are accepted here in all drafts."""
 
 
-class Check(msgspec.Struct, frozen=True):
+class SchemaCheck(msgspec.Struct, frozen=True):
     """A captured text must match `schema`. `end`: the text is a plain string with this suffix instead of JSON."""
 
     capture: str
@@ -46,7 +46,7 @@ class Check(msgspec.Struct, frozen=True):
     end: str | None = None
 
 
-def warnings(checks: Iterable[Check], captured: Iterable[tuple[str, bytes]]) -> tuple[str, ...]:
+def find_violations(checks: Iterable[SchemaCheck], captured: Iterable[tuple[str, bytes]]) -> tuple[str, ...]:
     """Return a warning for each captured text that does not match its schema."""
     by_name = {check.capture: check for check in checks}
     checker = _ReplyChecker()
@@ -70,7 +70,7 @@ class _ReplyChecker:
             raise _OutOfTimeError
         return seconds
 
-    def find_violation(self, check: Check, text: bytes) -> str | None:
+    def find_violation(self, check: SchemaCheck, text: bytes) -> str | None:
         try:
             self.time_left()
             value = msgspec.json.decode(text) if check.end is None else text.decode().removesuffix(check.end)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import Engine, ModelInfo, Rendered
+from dragoman.core.engine import Engine, ModelInfo, RenderedPrompt
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import Event
 from dragoman.core.request import GenerationRequest
@@ -32,7 +32,7 @@ class WorkerEngine(Engine):
     A request that was alone in the worker at two crashes is refused with `RequestRefused` (see `fatal_requests`).
     """
 
-    streams_events = True
+    emits_events = True
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class WorkerEngine(Engine):
         await self._supervisor.stop()
 
     @property
-    def _child(self) -> WorkerProcess | None:
+    def _worker(self) -> WorkerProcess | None:
         return self._supervisor.worker
 
     @property
     def pid(self) -> int | None:
-        return None if self._child is None else self._child.process.pid
+        return None if self._worker is None else self._worker.process.pid
 
     @property
     def is_restarting(self) -> bool:
@@ -103,18 +103,18 @@ class WorkerEngine(Engine):
 
     def forward_now(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
         """Do the same without waiting; return False if the worker is not running."""
-        if self._child is None:
+        if self._worker is None:
             return False
         self._fatal.check(request)
-        self._child.open_forwarded(sink, key, request)
+        self._worker.open_forwarded(sink, key, request)
         return True
 
     def stop_forwarding(self, key: int, ended: bool) -> None:
         """Discard further output of a forwarded generation; cancel it unless it has `ended`."""
-        if self._child is not None:
-            self._child.stop_forwarding(key, ended)
+        if self._worker is not None:
+            self._worker.stop_forwarding(key, ended)
 
-    async def render(self, request: GenerationRequest) -> Rendered:
+    async def render(self, request: GenerationRequest) -> RenderedPrompt:
         rendered = (await self._ask(lambda key: Render(key, request))).rendered
         if rendered is None:
             raise EngineFailed("the engine returned no prompt")
@@ -140,7 +140,7 @@ class WorkerEngine(Engine):
         return await (await self._supervisor.worker_for_request()).ask(question)
 
 
-def options_of(options: msgspec.Struct) -> dict[str, Any]:
+def dump_options(options: msgspec.Struct) -> dict[str, Any]:
     """Convert an engine's options to plain values that cross the pipe."""
     plain: dict[str, Any] = msgspec.to_builtins(options)
     return plain

@@ -25,39 +25,39 @@ from dragoman.core.errors import ConfigError, DragomanError
 from dragoman.core.logs import configure_as_parent
 from dragoman.core.request import GenerationRequest
 from dragoman.engines import engine_class
-from dragoman.engines.step_delivery import Portion, SteppingEngine
+from dragoman.engines.step_delivery import RequestUpdate, SteppingEngine
 from dragoman.ipc.worker_messages import (
     HEADER,
     Answer,
-    Broken,
-    Cancel,
+    CancelRequest,
     CountTokens,
     Embed,
     Failure,
     Generate,
+    GenerationProgress,
     Loading,
     PackedStep,
-    Progress,
     Question,
     Ready,
     Render,
     Start,
-    ToChild,
+    StartFailed,
     Tokenize,
     ToParent,
+    ToWorker,
     UnpackedStep,
-    decode_to_child,
+    decode_to_worker,
     encode,
     pack,
 )
-from dragoman.pipeline.event_stream import call, failed, run
+from dragoman.pipeline.event_stream import call_engine, engine_failure, stream_events
 
 log = logging.getLogger("dragoman.ipc")
 
 PROGRESS_SECONDS = 0.2
 
 
-class Child:
+class WorkerServer:
     def __init__(self, engine: Engine, output: BinaryIO) -> None:
         self._engine = engine
         self._output = output
@@ -70,7 +70,7 @@ class Child:
         if self._stepping is not None:
             self._stepping.receiver = self
 
-    def handle(self, message: ToChild) -> None:
+    def handle(self, message: ToWorker) -> None:
         if isinstance(message, Generate) and self._stepping is not None:
             # Added before the task runs: a cancellation in between must report the end too.
             self._begun.add(message.id)
@@ -79,7 +79,7 @@ class Child:
             self._spawn(message.id, self._generate(message.id, message.request), self._end)
         elif isinstance(message, Question):
             self._spawn(message.id, self._answer(message), self._forget)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, CancelRequest):
             self._cancel(message.id)
 
     def _cancel(self, key: int) -> None:
@@ -88,7 +88,7 @@ class Child:
         if key in self._begun and self._stepping is not None:
             self._begun.discard(key)
             self._stepping.drop(key)
-            self._post(Progress(key, ended=True))
+            self._post(GenerationProgress(key, ended=True))
 
     def _spawn(
         self, key: int, work: Coroutine[Any, Any, None], on_done: Callable[[int, asyncio.Task[None]], None]
@@ -103,54 +103,56 @@ class Child:
     def _end(self, key: int, task: asyncio.Task[None]) -> None:
         self._forget(key, task)
         if task.cancelled():
-            self._post(Progress(key, ended=True))
+            self._post(GenerationProgress(key, ended=True))
 
     async def _generate(self, key: int, request: GenerationRequest) -> None:
         failure = None
         try:
-            async with aclosing(run(self._engine, request)) as stream:
+            async with aclosing(stream_events(self._engine, request)) as stream:
                 async for events in stream:
-                    self._post(Progress(key, tuple(events)))
+                    self._post(GenerationProgress(key, tuple(events)))
         except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
             failure = to_failure(error)
-        self._post(Progress(key, ended=True, failure=failure))
+        self._post(GenerationProgress(key, ended=True, failure=failure))
 
     async def _begin(self, engine: SteppingEngine, key: int, request: GenerationRequest) -> None:
         try:
             await engine.begin(key, request)
         except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
             self._begun.discard(key)
-            self._post(Progress(key, ended=True, failure=to_failure(error)))
+            self._post(GenerationProgress(key, ended=True, failure=to_failure(error)))
 
-    def take(self, portions: Sequence[Portion]) -> None:
-        progress: list[Portion | Progress] = []
+    def take(self, portions: Sequence[RequestUpdate]) -> None:
+        progress: list[RequestUpdate | GenerationProgress] = []
         for portion in portions:
             if portion.ended:
                 self._begun.discard(portion.key)
             if portion.error is None:
                 progress.append(portion)
             else:
-                progress.append(Progress(portion.key, portion.events, portion.ended, Failure.of(portion.error)))
+                progress.append(
+                    GenerationProgress(portion.key, portion.events, portion.ended, Failure.of(portion.error))
+                )
         try:
             encoded = encode(UnpackedStep(progress, self._engine.kv_used))
         except Exception:  # noqa: BLE001 (encoding the parts one by one finds the invalid one)
             encoded = encode(PackedStep(tuple(map(self._pack, progress, portions)), self._engine.kv_used))
         self._write(encoded)
 
-    def _pack(self, progress: Portion | Progress, portion: Portion) -> msgspec.Raw:
+    def _pack(self, progress: RequestUpdate | GenerationProgress, portion: RequestUpdate) -> msgspec.Raw:
         try:
             return pack(progress)
         except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
             self._begun.discard(portion.key)
             if self._stepping is not None:
                 self._stepping.drop(portion.key)
-            return pack(Progress(portion.key, ended=True, failure=to_failure(error)))
+            return pack(GenerationProgress(portion.key, ended=True, failure=to_failure(error)))
 
     def lose(self, reason: str) -> None:
         log.error("the engine stopped working: %s", reason)
         _exit(1)
 
-    def _post(self, progress: Progress) -> None:
+    def _post(self, progress: GenerationProgress) -> None:
         packed = pack(progress)
         if not self._outbox:
             self._loop.call_soon(self._flush)
@@ -179,16 +181,16 @@ class Child:
 async def answer_question(engine: Engine, message: Question) -> Answer:
     """Return the engine's answer to a question."""
     if isinstance(message, Render):
-        return Answer(message.id, rendered=await call(engine.render, message.request))
+        return Answer(message.id, rendered=await call_engine(engine.render, message.request))
     if isinstance(message, CountTokens):
-        return Answer(message.id, count=await call(engine.count_tokens, message.request))
+        return Answer(message.id, count=await call_engine(engine.count_tokens, message.request))
     if isinstance(message, Tokenize):
-        tokens = await call(engine.tokenize, message.text, message.special)
+        tokens = await call_engine(engine.tokenize, message.text, message.special)
         return Answer(message.id, tokens=tuple(tokens))
     if isinstance(message, Embed):
-        made = await call(engine.embed, message.inputs)
+        made = await call_engine(engine.embed, message.inputs)
         return Answer(message.id, embeddings=tuple(made))
-    return Answer(message.id, text=await call(engine.detokenize, message.tokens))
+    return Answer(message.id, text=await call_engine(engine.detokenize, message.tokens))
 
 
 def _exit(code: int) -> Never:
@@ -202,11 +204,11 @@ def to_failure(error: Exception) -> Failure:
     """Convert an error for the other process; log an unexpected one."""
     if not isinstance(error, DragomanError):
         log.error("the engine raised", exc_info=error)
-        error = failed(error)
+        error = engine_failure(error)
     return Failure.of(error)
 
 
-def _read(source: BinaryIO) -> ToChild:
+def _read(source: BinaryIO) -> ToWorker:
     """Read the next message; exit at the end of the pipe."""
     header = source.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -215,7 +217,7 @@ def _read(source: BinaryIO) -> ToChild:
     body = source.read(length)
     if len(body) < length:
         _exit(0)
-    return decode_to_child(body)
+    return decode_to_worker(body)
 
 
 async def _load(start: Start, output: BinaryIO) -> Engine:
@@ -242,7 +244,7 @@ async def _report_progress(engine: Engine, output: BinaryIO) -> None:
 async def _main(source: BinaryIO, output: BinaryIO) -> None:
     start = await asyncio.to_thread(_read, source)
     assert isinstance(start, Start)
-    inbox: asyncio.Queue[ToChild] = asyncio.Queue()
+    inbox: asyncio.Queue[ToWorker] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def read_messages() -> None:
@@ -261,10 +263,10 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
         is_config_error = isinstance(error, ConfigError | msgspec.ValidationError)
         if not is_config_error:
             log.exception("the engine could not be loaded")
-        output.write(encode(Broken(str(error) or type(error).__name__, is_config_error)))
+        output.write(encode(StartFailed(str(error) or type(error).__name__, is_config_error)))
         output.flush()
         return
-    child = Child(engine, output)
+    child = WorkerServer(engine, output)
     child.send(Ready(tuple(engine.models()), engine.supports(), engine.device, engine.slots))
     while True:
         child.handle(await inbox.get())

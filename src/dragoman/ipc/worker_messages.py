@@ -1,7 +1,7 @@
 """Defines the messages between the server and a worker: four bytes of length, then MessagePack.
 
-    parent -> worker   `Start`, then `Generate` | `Cancel` | `Question`; the end of the pipe ends the worker
-    worker -> parent   `Loading`*, `Ready` | `Broken`, then `Step` | `Answer`
+    parent -> worker   `Start`, then `Generate` | `CancelRequest` | `Question`; the end of the pipe ends the worker
+    worker -> parent   `Loading`*, `Ready` | `StartFailed`, then `Step` | `Answer`
 
 A `Step` carries everything that became ready since the previous one, for all requests.
 
@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import ModelInfo, Rendered
-from dragoman.core.errors import DECODE_ERRORS, ContextTooLong, DragomanError, by_name
+from dragoman.core.engine import ModelInfo, RenderedPrompt
+from dragoman.core.errors import DECODE_ERRORS, ContextTooLong, DragomanError, error_class
 from dragoman.core.events import Event
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.step_delivery import Portion
-from dragoman.pipeline.event_stream import failed
+from dragoman.engines.step_delivery import RequestUpdate
+from dragoman.pipeline.event_stream import engine_failure
 
 log = logging.getLogger("dragoman.ipc")
 
@@ -51,7 +51,7 @@ class RawGenerate(msgspec.Struct, frozen=True, tag="Generate"):
     request: msgspec.Raw
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
@@ -96,7 +96,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     slots: int | None
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine could not be loaded. After a configuration error a retry does not help."""
 
     reason: str
@@ -120,14 +120,14 @@ class Failure(msgspec.Struct, frozen=True):
         return cls(type(error).__name__, _encodable(error.message), param, error.retry_after, *lengths)
 
     def error(self) -> DragomanError:
-        error = by_name(self.name)(self.message, param=self.param)
+        error = error_class(self.name)(self.message, param=self.param)
         error.retry_after = self.retry_after
         if isinstance(error, ContextTooLong):
             error.tokens, error.limit = self.tokens, self.limit
         return error
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class GenerationProgress(msgspec.Struct, frozen=True, array_like=True):
     """New events of one request; `ended` marks the last message for it."""
 
     id: int
@@ -137,7 +137,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProgressHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The part of a `Progress` that a forwarding process decodes."""
+    """The part of a `GenerationProgress` that a forwarding process decodes."""
 
     id: int
     events: msgspec.Raw
@@ -145,7 +145,7 @@ class ProgressHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, tag="Step"):
-    progress: tuple[Progress, ...]
+    progress: tuple[GenerationProgress, ...]
     kv_used: float | None = None
 
 
@@ -159,7 +159,7 @@ class PackedStep(msgspec.Struct, frozen=True, tag="Step"):
 class UnpackedStep(msgspec.Struct, frozen=True, tag="Step"):
     """A `Step` with the unencoded output of an engine that works in steps."""
 
-    progress: Sequence[Portion | Progress]
+    progress: Sequence[RequestUpdate | GenerationProgress]
     kv_used: float | None = None
 
 
@@ -167,7 +167,7 @@ class Answer(msgspec.Struct, frozen=True, tag="Answer"):
     id: int
     tokens: tuple[int, ...] | None = None
     text: str | None = None
-    rendered: Rendered | None = None
+    rendered: RenderedPrompt | None = None
     count: int | None = None
     embeddings: tuple[Embedding, ...] | None = None
     failure: Failure | None = None
@@ -181,43 +181,43 @@ class AnswerHead(msgspec.Struct, frozen=True, tag="Answer"):
 
 Question = Render | CountTokens | Tokenize | Detokenize | Embed
 """A message that gets one `Answer`."""
-ToChild = Start | Generate | Cancel | Question
-ToParent = Loading | Ready | Broken | Step | Answer
-ToForwarder = Loading | Ready | Broken | PackedStep | Answer
+ToWorker = Start | Generate | CancelRequest | Question
+ToParent = Loading | Ready | StartFailed | Step | Answer
+ToForwarder = Loading | Ready | StartFailed | PackedStep | Answer
 
 _encoder = msgspec.msgpack.Encoder()
-_to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+_to_child: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _to_parent: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
 _to_forwarder: msgspec.msgpack.Decoder[ToForwarder] = msgspec.msgpack.Decoder(ToForwarder)
 _parts: msgspec.msgpack.Decoder[PackedStep | AnswerHead] = msgspec.msgpack.Decoder(PackedStep | AnswerHead)
-decode_to_child = _to_child.decode
+decode_to_worker = _to_child.decode
 decode_to_parent = _to_parent.decode
-decode_to_passer = _to_forwarder.decode
+decode_to_forwarder = _to_forwarder.decode
 """Decodes a message but leaves the parts of a step encoded."""
 decode_progress_head = msgspec.msgpack.Decoder(ProgressHead).decode
-unpack = msgspec.msgpack.Decoder(Progress).decode
+unpack = msgspec.msgpack.Decoder(GenerationProgress).decode
 
 
-def encode(message: ToChild | ToParent | PackedStep | UnpackedStep | RawGenerate) -> bytes:
+def encode(message: ToWorker | ToParent | PackedStep | UnpackedStep | RawGenerate) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
 
-def pack(progress: Portion | Progress) -> msgspec.Raw:
+def pack(progress: RequestUpdate | GenerationProgress) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(progress))
 
 
-def readable(progress: msgspec.Raw) -> Progress:
+def decode_progress(progress: msgspec.Raw) -> GenerationProgress:
     """Decode a part; an invalid one becomes the failed end of its generation."""
     try:
         return unpack(progress)
     except DECODE_ERRORS as error:
-        return Progress(decode_progress_head(progress).id, ended=True, failure=_decode_failure(error))
+        return GenerationProgress(decode_progress_head(progress).id, ended=True, failure=_decode_failure(error))
 
 
 def _decode_failure(error: Exception) -> Failure:
     log.error("engine output cannot be decoded", exc_info=error)
-    return Failure.of(failed(error))
+    return Failure.of(engine_failure(error))
 
 
 def _encodable(text: str) -> str:

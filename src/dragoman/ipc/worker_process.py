@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS, ENCODE_ERRORS, BadRequest, DragomanError, EngineDied
-from dragoman.core.event_queue import Mailbox
+from dragoman.core.event_queue import EventQueue
 from dragoman.core.request import GenerationRequest
 from dragoman.ipc.fatal_requests import WorkerRequest
 from dragoman.ipc.worker_messages import (
@@ -28,24 +28,24 @@ from dragoman.ipc.worker_messages import (
     KEY_BITS,
     OWN_NUMBER,
     Answer,
-    Cancel,
+    CancelRequest,
     Failure,
     Generate,
+    GenerationProgress,
     PackedStep,
-    Progress,
     Question,
     RawGenerate,
     Step,
-    ToChild,
     ToForwarder,
     ToParent,
+    ToWorker,
     decode_in_parts,
+    decode_progress,
     decode_progress_head,
+    decode_to_forwarder,
     decode_to_parent,
-    decode_to_passer,
     encode,
     pack,
-    readable,
 )
 
 log = logging.getLogger("dragoman.ipc")
@@ -70,7 +70,7 @@ class WorkerProcess:
         self._output = process.stdout
         self._keys = itertools.count(OWN_NUMBER << KEY_BITS)
         self._is_dead = False
-        self.streams: dict[int, Mailbox] = {}
+        self.streams: dict[int, EventQueue] = {}
         self.forwarded: dict[int, ProgressSink] = {}
         """Generations of other processes, each until its end or until `stop_forwarding`."""
         self.answers: dict[int, asyncio.Future[Answer]] = {}
@@ -83,7 +83,7 @@ class WorkerProcess:
     def busy(self) -> bool:
         return bool(self.streams or self.answers or self.forwarded)
 
-    def send(self, message: ToChild | RawGenerate) -> None:
+    def send(self, message: ToWorker | RawGenerate) -> None:
         encoded = encode(message)
         if self._is_dead or self._input.is_closing():
             raise self.exit_error.error()
@@ -93,9 +93,9 @@ class WorkerProcess:
             # The event loop decides which of the two a broken pipe raises.
             raise self.exit_error.error() from error
 
-    def open(self, request: GenerationRequest) -> tuple[int, Mailbox]:
+    def open(self, request: GenerationRequest) -> tuple[int, EventQueue]:
         key = self._begin(lambda key: Generate(key, request))
-        self.streams[key] = stream = Mailbox()
+        self.streams[key] = stream = EventQueue()
         self.unfinished[key] = request
         return key, stream
 
@@ -129,7 +129,7 @@ class WorkerProcess:
             raise answer.failure.error()
         return answer
 
-    def _begin(self, message: Callable[[int], ToChild]) -> int:
+    def _begin(self, message: Callable[[int], ToWorker]) -> int:
         """Send a message with a new key and return the key."""
         key = next(self._keys)
         if not self.busy:
@@ -147,7 +147,7 @@ class WorkerProcess:
 
     def _send_cancel(self, key: int) -> None:
         try:
-            self.send(Cancel(key))
+            self.send(CancelRequest(key))
         except DragomanError:
             # A dead worker has nothing to cancel.
             pass
@@ -162,7 +162,7 @@ class WorkerProcess:
         self.last_message_at = time.monotonic()
         try:
             try:
-                return decode_to_passer(body) if self.forwarded else decode_to_parent(body)
+                return decode_to_forwarder(body) if self.forwarded else decode_to_parent(body)
             except DECODE_ERRORS as error:
                 return decode_in_parts(body, error)
         except DECODE_ERRORS:
@@ -192,12 +192,12 @@ class WorkerProcess:
                 if head.ended:
                     del forwarded[head.id]
             elif head.id in self.streams:
-                progress = readable(packed)
+                progress = decode_progress(packed)
                 self._put(progress)
                 if progress.ended and not head.ended:
                     self._send_cancel(head.id)
 
-    def _put(self, progress: Progress) -> None:
+    def _put(self, progress: GenerationProgress) -> None:
         if progress.ended:
             self.unfinished.pop(progress.id, None)
         stream = self.streams.get(progress.id)
@@ -230,7 +230,7 @@ class WorkerProcess:
             stream.fail(self.exit_error.error())
         self.streams.clear()
         for key, sink in self.forwarded.items():
-            sink.put(pack(Progress(key, ended=True, failure=self.exit_error)))
+            sink.put(pack(GenerationProgress(key, ended=True, failure=self.exit_error)))
         self.forwarded.clear()
         for future in self.answers.values():
             if not future.done():

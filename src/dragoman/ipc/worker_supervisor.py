@@ -26,7 +26,7 @@ from dragoman.core.errors import (
 )
 from dragoman.ipc.fatal_requests import FatalRequests
 from dragoman.ipc.restart_backoff import RestartBackoff
-from dragoman.ipc.worker_messages import Answer, Broken, Failure, Loading, PackedStep, Ready, Start, Step
+from dragoman.ipc.worker_messages import Answer, Failure, Loading, PackedStep, Ready, Start, StartFailed, Step
 from dragoman.ipc.worker_process import WorkerProcess
 
 log = logging.getLogger("dragoman.ipc")
@@ -166,7 +166,7 @@ class WorkerSupervisor:
         return worker
 
     def _start_error(self, answer: object) -> Exception:
-        if isinstance(answer, Broken):
+        if isinstance(answer, StartFailed):
             return ConfigError(answer.reason) if answer.is_config_error else self._load_error()
         self._backoff.note_failure(age=0)
         return ModelFailed(f"model '{self._start.name}' could not be loaded: its process died", retry_after=10)

@@ -13,7 +13,7 @@ from typing import cast
 
 import httptools
 
-from dragoman.core.urls import site
+from dragoman.core.urls import parse_address
 
 CONNECT_SECONDS = 10
 
@@ -110,7 +110,7 @@ class Connections:
     """A pool of connections to one server."""
 
     def __init__(self, url: str, key: str | None, silence_seconds: float) -> None:
-        where = site(url)
+        where = parse_address(url)
         parts = urllib.parse.urlsplit(where.api)
         self.host = where.host
         self.tls = ssl.create_default_context() if where.is_tls else None

@@ -13,9 +13,9 @@ static_info.py      what is known about a model before it is loaded
 """
 
 from dragoman.models.catalog import Catalog as Catalog
-from dragoman.models.engine_factory import MakeOf as MakeOf
+from dragoman.models.engine_factory import EngineFactory as EngineFactory
 from dragoman.models.engine_factory import local_engine as local_engine
-from dragoman.models.model_host import Host as Host
-from dragoman.models.served_model import Model as Model
-from dragoman.models.static_info import Foreseen as Foreseen
-from dragoman.models.static_info import foreseen as foreseen
+from dragoman.models.model_host import ModelHost as ModelHost
+from dragoman.models.served_model import ServedModel as ServedModel
+from dragoman.models.static_info import StaticInfo as StaticInfo
+from dragoman.models.static_info import read_static_info as read_static_info

@@ -43,7 +43,7 @@ class Admission:
 
     async def enter(self, principal: str, is_admitted: bool = False) -> None:
         """Wait for a slot, to be given back with `leave`. A request that `is_admitted` waits without limits."""
-        if self.enter_now(principal):
+        if self.try_enter(principal):
             return
         if not is_admitted and self.waiting >= self._max_waiting and not self._may_exceed_queue(principal):
             message = f"the queue of this model is full ({self._max_waiting} requests wait); try again later"
@@ -54,7 +54,7 @@ class Admission:
         """Estimated seconds until the queue has room."""
         return min(LONGEST_RETRY, max(1.0, (self.waiting + 1) * self._interval))
 
-    def enter_now(self, principal: str) -> bool:
+    def try_enter(self, principal: str) -> bool:
         """Take a slot if one is free for the principal."""
         self._note_seen(principal)
         if principal in self._queues or not self._may_take(principal):
@@ -173,9 +173,9 @@ class Slots:
         self._principal = principal
         self._held = 0
 
-    def take_first(self) -> bool:
+    def try_acquire_first(self) -> bool:
         """Take the first slot if one is free; otherwise return False."""
-        if not self._admission.enter_now(self._principal):
+        if not self._admission.try_enter(self._principal):
             return False
         self._held += 1
         return True

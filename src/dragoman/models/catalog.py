@@ -24,19 +24,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dragoman.config.model_spec import FOLDER_ENGINE, ModelSpec
+from dragoman.config.model_spec import DIRECTORY_ENGINE, ModelSpec
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, ModelNotFound, NotSupported
 from dragoman.engines import engine_class
 from dragoman.files import sources
-from dragoman.files.discovery import Discovery, Found
+from dragoman.files.discovery import DiscoveredModel, Discovery
 from dragoman.models import memory_estimate
-from dragoman.models.engine_factory import MakeOf, existing_engine, local_engine
+from dragoman.models.engine_factory import EngineFactory, existing_engine, local_engine
 from dragoman.models.lifecycle import Lifecycle
-from dragoman.models.model_host import Host
+from dragoman.models.model_host import ModelHost
 from dragoman.models.residency import NOT_CONFIGURED
-from dragoman.models.served_model import Model
+from dragoman.models.served_model import ServedModel
 
 LONGEST_NAME = 200
 LOOK_SECONDS = 2.0
@@ -64,13 +64,15 @@ class AliasTable:
 
 
 class Catalog:
-    def __init__(self, settings: Settings, engines: Sequence[Engine] = (), make_of: MakeOf | None = None) -> None:
-        self._engine_factory = make_of or local_engine
+    def __init__(
+        self, settings: Settings, engines: Sequence[Engine] = (), engine_factory: EngineFactory | None = None
+    ) -> None:
+        self._engine_factory = engine_factory or local_engine
         self.lifecycle = Lifecycle(settings.memory, settings.turn_seconds)
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, ServedModel] = {}
         """Configured models, by lower-case name."""
         self._settings = settings
-        self._folder_models: dict[str, Model] = {}
+        self._folder_models: dict[str, ServedModel] = {}
         """Models in the models folder, by path."""
         self._configured_paths: dict[str, str] = {}
         """Lower-case names of configured models, by the path of their file."""
@@ -85,13 +87,13 @@ class Catalog:
         if not infos:
             raise ConfigError("an engine offers no models: `models()` must name at least one")
         key = self.lifecycle.new_key(infos[0].name)
-        host = Host(key, existing_engine(engine), self.lifecycle, settings.limits, engine.slots)
+        host = ModelHost(key, existing_engine(engine), self.lifecycle, settings.limits, engine.slots)
         self.lifecycle.add(host, math.inf, stays=True)
         for info in infos:
-            self._add_model(Model(info.name, host))
+            self._add_model(ServedModel(info.name, host))
         return [info.name.lower() for info in infos]
 
-    def _add_model(self, model: Model) -> None:
+    def _add_model(self, model: ServedModel) -> None:
         if model.name.lower() in self.models:
             raise ConfigError(f"two models are called {model.name!r}")
         self.models[model.name.lower()] = model
@@ -114,13 +116,13 @@ class Catalog:
         for spec in settings.models:
             host = self._reuse_or_create_host(spec, old_models.get(spec.name.lower()), settings)
             for name in spec.names:
-                self._add_model(Model(name, host, spec))
+                self._add_model(ServedModel(name, host, spec))
         old_folder_models, folder_models = self._folder_models, {}
         for path, model in old_folder_models.items():
             assert model.found is not None
             spec = _folder_spec(model.found, settings)
             host = self._reuse_or_create_host(spec, model, settings)
-            folder_models[path] = Model(spec.name, host, spec, model.found)
+            folder_models[path] = ServedModel(spec.name, host, spec, model.found)
         self._folder_models = folder_models
         remaining = {model.host.key for model in (*self.models.values(), *self._folder_models.values())}
         for model in {model.host.key: model for model in (*old_models.values(), *old_folder_models.values())}.values():
@@ -132,10 +134,10 @@ class Catalog:
         self.discovery = Discovery(settings.folders)
         self._scanned_at = -math.inf
 
-    def _reuse_or_create_host(self, spec: ModelSpec, old: Model | None, settings: Settings) -> Host:
+    def _reuse_or_create_host(self, spec: ModelSpec, old: ServedModel | None, settings: Settings) -> ModelHost:
         """Return the old model's host if the new spec runs like the old one."""
         keep_alive = settings.keep_alive if spec.keep_alive is None else spec.keep_alive
-        if old is None or old.spec is None or not old.spec.runs_like(spec):
+        if old is None or old.spec is None or not old.spec.can_share_engine(spec):
             return self._create_host(spec, keep_alive, settings.limits)
         self.lifecycle.add(old.host, keep_alive)
         old.host.set_limits(settings.limits)
@@ -143,9 +145,9 @@ class Catalog:
         old.host.config_location = _config_location(spec)
         return old.host
 
-    def _create_host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> Host:
+    def _create_host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> ModelHost:
         slots = spec.options.get("slots")
-        host = Host(
+        host = ModelHost(
             self.lifecycle.new_key(spec.name),
             self._engine_factory(spec, limits),
             self.lifecycle,
@@ -164,7 +166,7 @@ class Catalog:
         name = self._settings.default or next((model.name for model in self.models.values()), None)
         return name or next((found.name for found in self._runnable()), None)
 
-    def resolve(self, name: str) -> Model:
+    def resolve(self, name: str) -> ServedModel:
         """Return the model for a name, using the last scan of the folders."""
         key = name.strip().lower() or (self.default or "").lower()
         if len(key) <= LONGEST_NAME:
@@ -181,11 +183,11 @@ class Catalog:
                 return model
         raise ModelNotFound(self._not_found_message(name), param="model")
 
-    def at_hand(self, name: str) -> Model | None:
+    def get_configured(self, name: str) -> ServedModel | None:
         """Return the configured model of exactly this name; `find` handles all other names."""
         return self.models.get(name.strip().lower())
 
-    def fallbacks(self, model: Model) -> Iterator[Model]:
+    def fallbacks(self, model: ServedModel) -> Iterator[ServedModel]:
         """Yield the chain of fallback models, up to the first one that is missing."""
         while model.spec is not None and model.spec.fallback is not None:
             try:
@@ -194,7 +196,7 @@ class Catalog:
                 return
             yield model
 
-    async def find(self, name: str) -> Model:
+    async def find(self, name: str) -> ServedModel:
         """Return the model for a name; scan the folders again if it is unknown."""
         try:
             return self.resolve(name)
@@ -228,7 +230,7 @@ class Catalog:
         finally:
             self._scan_task = None
 
-    def listed(self) -> list[Model]:
+    def listed(self) -> list[ServedModel]:
         """Return all models that can be requested, configured ones first."""
         known = list(self.models.values())
         for found in self._runnable():
@@ -236,11 +238,11 @@ class Catalog:
                 known.append(model)
         return known
 
-    def _runnable(self) -> Iterator[Found]:
+    def _runnable(self) -> Iterator[DiscoveredModel]:
         """Yield the models of the folders that an installed engine can run."""
         return (found for found in self.discovery.found.values() if _engine_for(found) is not None)
 
-    def _find_configured(self, key: str) -> Model | None:
+    def _find_configured(self, key: str) -> ServedModel | None:
         if key in self.models:
             return self.models[key]
         for model in self.models.values():
@@ -248,18 +250,18 @@ class Catalog:
                 return model.member(key)
         return None
 
-    def _find_in_folder(self, key: str) -> Model | None:
+    def _find_in_folder(self, key: str) -> ServedModel | None:
         found = self.discovery.resolve(key)
         return None if found is None else self._folder_model(found)
 
-    def _folder_model(self, found: Found) -> Model:
+    def _folder_model(self, found: DiscoveredModel) -> ServedModel:
         """Return the model of a file; the configured one if the configuration names the file."""
         if self._configured_paths.get(found.path) in self.models:
             return self.models[self._configured_paths[found.path]]
         if found.path not in self._folder_models:
             spec = _folder_spec(found, self._settings)
             host = self._create_host(spec, self._settings.keep_alive, self._settings.limits)
-            self._folder_models[found.path] = Model(found.name, host, spec, found)
+            self._folder_models[found.path] = ServedModel(found.name, host, spec, found)
         return self._folder_models[found.path]
 
     def _not_found_message(self, name: str) -> str:
@@ -292,13 +294,13 @@ def _similar_names(name: str, names: Sequence[str]) -> list[str]:
     return [by_lower[match] for match in difflib.get_close_matches(key, by_lower, n=3, cutoff=0.6)]
 
 
-def _engine_for(found: Found) -> str | None:
+def _engine_for(found: DiscoveredModel) -> str | None:
     if found.kind == "gguf":
         return "llama"
-    return FOLDER_ENGINE if engine_class(FOLDER_ENGINE).is_installed() else None
+    return DIRECTORY_ENGINE if engine_class(DIRECTORY_ENGINE).is_installed() else None
 
 
-def _folder_spec(found: Found, settings: Settings) -> ModelSpec:
+def _folder_spec(found: DiscoveredModel, settings: Settings) -> ModelSpec:
     """Build the spec of a model that is not configured."""
     engine = _engine_for(found)
     if engine is None:

@@ -15,11 +15,11 @@ from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.files import sources
-from dragoman.ipc.worker_engine import WorkerEngine, options_of
+from dragoman.ipc.worker_engine import WorkerEngine, dump_options
 from dragoman.models.model_host import BuildEngine, OnEngineLost
 
 T = TypeVar("T")
-MakeOf = Callable[[ModelSpec, Limits], BuildEngine]
+EngineFactory = Callable[[ModelSpec, Limits], BuildEngine]
 
 
 def existing_engine(engine: Engine) -> BuildEngine:
@@ -46,7 +46,7 @@ def local_engine(spec: ModelSpec, limits: Limits) -> BuildEngine:
             raise ConfigError(f"models.{spec.name}: {error}") from error
         if cls.needs_worker(options):
             return WorkerEngine(
-                spec.engine, spec.name, options_of(options), limits.stall_seconds, on_lost, limits.load_seconds
+                spec.engine, spec.name, dump_options(options), limits.stall_seconds, on_lost, limits.load_seconds
             )
         return cls.configured(spec.name, options)
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from dragoman.config.quantities import shown_size
+from dragoman.config.quantities import format_size
 from dragoman.core.errors import ConfigError, ModelFailed
 from dragoman.models import residency
 from dragoman.models.engine_factory import run_in_daemon_thread
-from dragoman.models.model_host import Host
+from dragoman.models.model_host import ModelHost
 from dragoman.models.residency import Residency, ResidencyState
 
 log = logging.getLogger("dragoman.models")
@@ -75,7 +75,7 @@ class HostTasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def start_load(self, host: Host) -> None:
+    def start_load(self, host: ModelHost) -> None:
         load = self.spawn(self._load(host))
         if load is not None:
             self._loads[host.key] = load
@@ -93,7 +93,7 @@ class HostTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def estimate_memory(self, host: Host) -> None:
+    async def estimate_memory(self, host: ModelHost) -> None:
         try:
             need = await run_in_daemon_thread(host.estimate_memory)
         except Exception as error:  # noqa: BLE001 (a custom engine may raise anything; it is logged)
@@ -102,7 +102,7 @@ class HostTasks:
         else:
             self._feed(residency.MemoryEstimated(host.key, need))
 
-    async def _load(self, host: Host) -> None:
+    async def _load(self, host: ModelHost) -> None:
         try:
             size = await host.start()
         except Exception:  # noqa: BLE001 (the host has logged it and keeps it for waiting requests)
@@ -111,7 +111,7 @@ class HostTasks:
         self._feed(residency.ModelLoaded(host.key, size))
         await asyncio.to_thread(host.remember_memory, size)
 
-    async def abort(self, host: Host) -> None:
+    async def abort(self, host: ModelHost) -> None:
         """Cancel the load and kill its process."""
         load = self._loads[host.key]
         load.cancel()
@@ -120,7 +120,7 @@ class HostTasks:
         await host.unload()
         self._feed(residency.ModelUnloaded(host.key))
 
-    async def unload(self, host: Host) -> None:
+    async def unload(self, host: ModelHost) -> None:
         await host.measure()
         # Growth beyond the budget did not prevent this load and must not prevent the next one.
         budget = self._residency.budget
@@ -133,7 +133,7 @@ class HostTasks:
 class Lifecycle:
     def __init__(self, budget: int | None, turn: float) -> None:
         self._residency = Residency(budget, turn)
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, ModelHost] = {}
         self._name_counts: dict[str, int] = {}
         self._entries = EntryQueue()
         self._tasks = HostTasks(self._feed, self._residency)
@@ -144,7 +144,7 @@ class Lifecycle:
     def budget(self) -> int | None:
         return self._residency.budget
 
-    def add(self, host: Host, keep_alive: float, stays: bool = False) -> None:
+    def add(self, host: ModelHost, keep_alive: float, stays: bool = False) -> None:
         """Add a host, or change the keep-alive time of a known one."""
         self._hosts[host.key] = host
         self._feed(residency.ModelAdded(host.key, keep_alive, stays))
@@ -154,19 +154,19 @@ class Lifecycle:
         self._name_counts[name] = number = self._name_counts.get(name, 0) + 1
         return name if number == 1 else f"{name} ({number})"
 
-    def remove(self, host: Host, reason: str = residency.NOT_CONFIGURED) -> None:
+    def remove(self, host: ModelHost, reason: str = residency.NOT_CONFIGURED) -> None:
         self._feed(residency.ModelRemoved(host.key, reason))
 
     def set_limits(self, budget: int | None, turn: float) -> None:
         self._feed(residency.LimitsChanged(budget, turn))
 
-    def seat(self, host: Host) -> ResidencyState:
+    def seat(self, host: ModelHost) -> ResidencyState:
         return self._residency.models.get(host.key) or ResidencyState(0)
 
-    def enter(self, host: Host) -> bool:
+    def enter(self, host: ModelHost) -> bool:
         return host.key in self._hosts and self._residency.enter(host.key)
 
-    def wait_for_entry(self, host: Host) -> "asyncio.Future[None]":
+    def wait_for_entry(self, host: ModelHost) -> "asyncio.Future[None]":
         number, entry = self._entries.add()
         is_gone = host.key not in self._hosts
         if is_gone:
@@ -177,7 +177,7 @@ class Lifecycle:
             self.remove(host)
         return entry
 
-    def cancel_entry(self, host: Host, entry: "asyncio.Future[None]") -> None:
+    def cancel_entry(self, host: ModelHost, entry: "asyncio.Future[None]") -> None:
         """Stop waiting; an entry that has just been granted is given back."""
         if entry.done() and not entry.cancelled():
             if entry.exception() is None:
@@ -188,24 +188,24 @@ class Lifecycle:
             self._feed(residency.UseCancelled(host.key, number))
         entry.cancel()
 
-    def leave(self, host: Host) -> None:
+    def leave(self, host: ModelHost) -> None:
         if not self._residency.leave(host.key, time.monotonic()):
             self._feed(residency.TimerFired())
 
-    def request_load(self, host: Host) -> None:
+    def request_load(self, host: ModelHost) -> None:
         if host.key in self._hosts and self.seat(host).state != "in":
             self._feed(residency.LoadRequested(host.key))
 
-    def dismiss(self, host: Host) -> None:
+    def request_unload(self, host: ModelHost) -> None:
         """Unload the model as soon as no request uses it."""
         if host.key in self._hosts:
             self._feed(residency.UnloadRequested(host.key))
 
-    def report_lost(self, host: Host) -> None:
+    def report_lost(self, host: ModelHost) -> None:
         if self.seat(host).state == "in":
             self._feed(residency.ModelLost(host.key))
 
-    def report_memory(self, host: Host) -> None:
+    def report_memory(self, host: ModelHost) -> None:
         if host.key in self._hosts:
             self._feed(residency.MemoryMeasured(host.key, host.memory))
 
@@ -240,9 +240,9 @@ class Lifecycle:
             del self._hosts[effect.key]
             self._tasks.forget(effect.key)
 
-    def _refuse(self, host: Host, effect: residency.RefuseRequests) -> None:
+    def _refuse(self, host: ModelHost, effect: residency.RefuseRequests) -> None:
         if effect.need is not None:
-            need, budget = shown_size(effect.need), shown_size(self.budget or 0)
+            need, budget = format_size(effect.need), format_size(self.budget or 0)
             host.fail(
                 ConfigError(
                     f"it needs {need}, but the limit for all models is {budget}: "

@@ -17,7 +17,7 @@ from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.files import sources
-from dragoman.files.gguf import parts_of
+from dragoman.files.gguf import list_parts
 
 log = logging.getLogger("dragoman.models")
 
@@ -36,9 +36,9 @@ def expected_memory(spec: ModelSpec) -> int:
         return 0
     # An engine that loads a directory keeps the weights mostly in GPU memory.
     path = None if spec.file is None else sources.fetch(spec.file)
-    size = 0 if path is None else sum(part.stat().st_size for part in parts_of(path))
+    size = 0 if path is None else sum(part.stat().st_size for part in list_parts(path))
     cls, options = _engine_options(spec, path)
-    return PROCESS_BYTES + size + cls.memory_beside_file(options)
+    return PROCESS_BYTES + size + cls.extra_memory_bytes(options)
 
 
 def remember_memory(spec: ModelSpec, size: int) -> None:
@@ -101,4 +101,4 @@ def _read_measurements() -> dict[str, int]:
 
 
 def _file() -> Path:
-    return sources.home() / "memory.json"
+    return sources.home_directory() / "memory.json"

@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Literal, Protocol
 
-from dragoman.config.quantities import shown_size
+from dragoman.config.quantities import format_size
 from dragoman.config.settings import Limits
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelFailed, ModelLoading, QueueFull
-from dragoman.formats import named
+from dragoman.formats import get_format
 from dragoman.ipc.restart_backoff import YOUNG_SECONDS, RestartBackoff
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.ipc.worker_supervisor import MOST_DEATHS
@@ -48,21 +48,21 @@ BuildEngine = Callable[[OnEngineLost], Awaitable[Engine]]
 class LifecyclePort(Protocol):
     """Decides when a host loads and unloads."""
 
-    def seat(self, host: "Host") -> ResidencyState: ...
+    def seat(self, host: "ModelHost") -> ResidencyState: ...
 
-    def enter(self, host: "Host") -> bool: ...
+    def enter(self, host: "ModelHost") -> bool: ...
 
-    def wait_for_entry(self, host: "Host") -> "asyncio.Future[None]": ...
+    def wait_for_entry(self, host: "ModelHost") -> "asyncio.Future[None]": ...
 
-    def cancel_entry(self, host: "Host", entry: "asyncio.Future[None]") -> None: ...
+    def cancel_entry(self, host: "ModelHost", entry: "asyncio.Future[None]") -> None: ...
 
-    def leave(self, host: "Host") -> None: ...
+    def leave(self, host: "ModelHost") -> None: ...
 
-    def request_load(self, host: "Host") -> None: ...
+    def request_load(self, host: "ModelHost") -> None: ...
 
-    def report_lost(self, host: "Host") -> None: ...
+    def report_lost(self, host: "ModelHost") -> None: ...
 
-    def report_memory(self, host: "Host") -> None: ...
+    def report_memory(self, host: "ModelHost") -> None: ...
 
 
 class LoadFailures:
@@ -127,7 +127,7 @@ class LoadableEngine:
         return None if engine is None else engine.progress
 
     @property
-    def is_returning(self) -> bool:
+    def is_restarting(self) -> bool:
         """Whether the worker of a loaded model is being restarted."""
         return self._restarting is not None
 
@@ -151,7 +151,7 @@ class LoadableEngine:
             self._loading = engine = await self._build(on_lost)
             await engine.start()
             for info in engine.models():
-                named(info.format)
+                get_format(info.format)
         except (Exception, asyncio.CancelledError):
             if self._loading is not None:
                 await stop_engine(self._loading)
@@ -171,7 +171,7 @@ class LoadableEngine:
             # The engine was lost during the measurement.
             raise ModelFailed(NOT_LOADED)
         self.load_seconds = time.monotonic() - self._load_started_at
-        log.info("model %s: ready after %.1f s, %s", self.key, self.load_seconds, shown_size(self.memory))
+        log.info("model %s: ready after %.1f s, %s", self.key, self.load_seconds, format_size(self.memory))
         return self.memory
 
     async def unload(self) -> None:
@@ -180,7 +180,7 @@ class LoadableEngine:
             await stop_engine(engine)
 
 
-class Host(LoadableEngine):
+class ModelHost(LoadableEngine):
     """A model's engine and the requests that use it.
 
     `estimate_memory` returns the memory it will need and runs in a thread; `remember_memory` gets what was measured.
@@ -217,7 +217,7 @@ class Host(LoadableEngine):
         residency = self._lifecycle.seat(self)
         if residency.state == "out":
             return "waiting" if residency.is_wanted else "failed" if self.failure else "cold"
-        if residency.state == "in" and self.is_returning:
+        if residency.state == "in" and self.is_restarting:
             return "loading"
         states: dict[str, State] = {"loading": "loading", "in": "ready", "leaving": "unloading"}
         return states[residency.state]
@@ -232,15 +232,15 @@ class Host(LoadableEngine):
         """Number of requests that wait for the model to be loaded."""
         return len(self._lifecycle.seat(self).waiting) + self._waiting_for_restart
 
-    def enter_now(self) -> Engine | None:
+    def try_enter(self) -> Engine | None:
         """Return the engine if it is ready. The caller must `leave`."""
-        if self.engine is None or self.is_returning:
+        if self.engine is None or self.is_restarting:
             return None
         return self.engine if self._lifecycle.enter(self) else None
 
     async def enter(self) -> Engine:
         """Return the engine, loaded if necessary. The caller must `leave`."""
-        engine = self.enter_now()
+        engine = self.try_enter()
         if engine is not None:
             return engine
         if self.state == "failed" and self.failures.refused_until > time.monotonic():
@@ -300,8 +300,8 @@ class Host(LoadableEngine):
         self._lifecycle.leave(self)
 
     @asynccontextmanager
-    async def engaged(self) -> AsyncIterator[Engine]:
-        engine = self.enter_now() or await self.enter()
+    async def use_engine(self) -> AsyncIterator[Engine]:
+        engine = self.try_enter() or await self.enter()
         try:
             yield engine
         finally:
@@ -309,14 +309,14 @@ class Host(LoadableEngine):
 
     async def ready(self) -> Engine:
         """Return the engine, loaded if necessary, without holding it."""
-        async with self.engaged() as engine:
+        async with self.use_engine() as engine:
             return engine
 
     def load(self) -> None:
         """Start to load the model, unless it is loaded or loading."""
         self._lifecycle.request_load(self)
 
-    def load_again(self) -> None:
+    def retry_load(self) -> None:
         """Start to load a failed model if its pause is over; for callers that poll."""
         if self.state == "failed" and self.failures.is_pause_over:
             self.load()
@@ -329,7 +329,7 @@ class Host(LoadableEngine):
     async def start(self) -> int:
         """Load the model and return the memory it takes."""
         try:
-            engine = await self.load_engine(self._given_up)
+            engine = await self.load_engine(self._handle_engine_lost)
         except Exception as error:
             self.fail(error)
             raise
@@ -354,7 +354,7 @@ class Host(LoadableEngine):
             self._lifecycle.report_memory(self)
         return now
 
-    def _given_up(self, reason: str) -> None:
+    def _handle_engine_lost(self, reason: str) -> None:
         self.failures.note_lost(reason, self.load_seconds)
         self.engine = None
         log.error("model %s: %s", self.key, reason)

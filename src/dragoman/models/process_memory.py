@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.25
 PSS = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
-def resident(pid: int | None) -> int:
+def resident_memory(pid: int | None) -> int:
     """Return the resident bytes of a process; 0 if unknown."""
     try:
         if pid is None:
@@ -36,7 +36,7 @@ def session_memory(leader: int | None) -> int:
     if not sys.platform.startswith("linux"):
         return sum(size for group, size in _list_processes("-ax") if group == leader)
     others = _sessions.of(leader) - {leader}
-    return sum(_proportional_size(pid) for pid in (leader, *others)) if others else resident(leader)
+    return sum(_proportional_size(pid) for pid in (leader, *others)) if others else resident_memory(leader)
 
 
 def _proportional_size(pid: int) -> int:
@@ -44,7 +44,7 @@ def _proportional_size(pid: int) -> int:
         found = PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
     except OSError:
         found = None
-    return int(found[1]) * 1024 if found else resident(pid)
+    return int(found[1]) * 1024 if found else resident_memory(pid)
 
 
 class _Sessions:

@@ -5,21 +5,23 @@ import asyncio
 from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec, SamplingDefaults
 from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import ConfigError, DragomanError
-from dragoman.files.discovery import Found
+from dragoman.files.discovery import DiscoveredModel
 from dragoman.models import static_info
-from dragoman.models.model_host import Host
-from dragoman.models.static_info import Foreseen
+from dragoman.models.model_host import ModelHost
+from dragoman.models.static_info import StaticInfo
 
 
-class Model:
-    def __init__(self, name: str, host: Host, spec: ModelSpec | None = None, found: Found | None = None) -> None:
+class ServedModel:
+    def __init__(
+        self, name: str, host: ModelHost, spec: ModelSpec | None = None, found: DiscoveredModel | None = None
+    ) -> None:
         self.name = name
         self.host = host
         self.spec = spec
         self.found = found
         self.label = name
         """The name in metrics: always a known name, never one that a caller made up."""
-        self._static_info: Foreseen | None = None
+        self._static_info: StaticInfo | None = None
 
     @property
     def _engine_models(self) -> "list[ModelInfo]":
@@ -34,16 +36,16 @@ class Model:
     def sampling(self) -> SamplingDefaults:
         return NO_DEFAULTS if self.spec is None else self.spec.sampling
 
-    def member(self, name: str) -> "Model | None":
+    def member(self, name: str) -> "ServedModel | None":
         """Return one of the models that this one stands for; any name is accepted until the engine lists them."""
         known = self._engine_models
         if not known:
-            model = Model(name, self.host, self.spec)
+            model = ServedModel(name, self.host, self.spec)
             model.label = self.name
             return model
-        return next((Model(info.name, self.host, self.spec) for info in known if info.name.lower() == name), None)
+        return next((ServedModel(info.name, self.host, self.spec) for info in known if info.name.lower() == name), None)
 
-    async def all(self) -> "list[Model]":
+    async def all(self) -> "list[ServedModel]":
         """Return the models that this one stands for, usually only itself."""
         if self.spec is None or not self.spec.is_open:
             return [self]
@@ -51,18 +53,18 @@ class Model:
             engine = await self.host.ready()
         except DragomanError:
             return [self]
-        return [Model(info.name, self.host, self.spec) for info in engine.models()]
+        return [ServedModel(info.name, self.host, self.spec) for info in engine.models()]
 
-    async def foreseen(self) -> Foreseen:
+    async def foreseen(self) -> StaticInfo:
         """Return what is known before the load; reads the file once, in a thread."""
         if self._static_info is None:
             self._static_info = await asyncio.to_thread(_read_static_info, self.spec)
         return self._static_info
 
 
-def _read_static_info(spec: ModelSpec | None) -> Foreseen:
+def _read_static_info(spec: ModelSpec | None) -> StaticInfo:
     try:
-        return Foreseen() if spec is None else static_info.foreseen(spec)
+        return StaticInfo() if spec is None else static_info.read_static_info(spec)
     except ConfigError:
         # A request for the model reports the error.
-        return Foreseen()
+        return StaticInfo()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.config.diagnostics import Mistake
+from dragoman.config.diagnostics import Diagnostic
 from dragoman.config.model_spec import ModelSpec
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
@@ -15,12 +15,12 @@ from dragoman.files import sources
 from dragoman.files.discovery import read_description
 from dragoman.files.gguf import Value, read_metadata
 from dragoman.files.hub import PREFIX
-from dragoman.formats import detect
+from dragoman.formats import detect_format
 
 FileState = Literal["here", "missing", "not downloaded", "unreadable"]
 
 
-class Foreseen(msgspec.Struct, frozen=True):
+class StaticInfo(msgspec.Struct, frozen=True):
     """Static facts about a model; None where only its loaded engine knows."""
 
     format: str | None = None
@@ -29,7 +29,7 @@ class Foreseen(msgspec.Struct, frozen=True):
     writes: bool = True
 
 
-def foreseen(spec: ModelSpec) -> Foreseen:
+def read_static_info(spec: ModelSpec) -> StaticInfo:
     """Read the configuration and the start of the model's file, if it exists."""
     try:
         options = msgspec.convert(_option_values(spec, spec.source), engine_class(spec.engine).Options)
@@ -38,7 +38,7 @@ def foreseen(spec: ModelSpec) -> Foreseen:
     known = _folder_info(spec) if spec.file is None else _file_info(spec.file)
     # Custom engines may use these option names for other things.
     form, context = getattr(options, "format", None), getattr(options, "context", None)
-    return Foreseen(
+    return StaticInfo(
         format=form if isinstance(form, str) else known.format,
         context=context if isinstance(context, int) else known.context,
         file=known.file,
@@ -50,7 +50,7 @@ def _option_values(spec: ModelSpec, path: str | None) -> dict[str, Any]:
     return dict(spec.options) if path is None else {**spec.options, "path": path}
 
 
-def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
+def find_missing_files(specs: Sequence[ModelSpec]) -> list[Diagnostic]:
     """Report missing files and folders; a file that can be downloaded is not missing."""
     missing = []
     for spec in specs:
@@ -59,21 +59,21 @@ def wrong_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
             if spec.file is not None:
                 sources.locate(spec.file)
             elif _folder_state(spec) == "missing":
-                missing.append(Mistake(f"{key}.source", f"folder not found: {spec.source}"))
+                missing.append(Diagnostic(f"{key}.source", f"folder not found: {spec.source}"))
         except ConfigError as error:
-            missing.append(Mistake(f"{key}.source", str(error)))
+            missing.append(Diagnostic(f"{key}.source", str(error)))
         missing += [
-            Mistake(f"{key}.adapters.{name}", f"adapter not found: {path}")
+            Diagnostic(f"{key}.adapters.{name}", f"adapter not found: {path}")
             for name, path in adapter_files(spec).items()
             if not (path.is_dir() if spec.file is None else path.is_file())
         ]
     return missing
 
 
-def unfit(specs: Sequence[ModelSpec]) -> list[Mistake]:
+def find_engine_mistakes(specs: Sequence[ModelSpec]) -> list[Diagnostic]:
     """Report what the engines find wrong with existing files."""
     return [
-        Mistake(f"models.{spec.name}.{key}" if key else f"models.{spec.name}", message)
+        Diagnostic(f"models.{spec.name}.{key}" if key else f"models.{spec.name}", message)
         for spec in specs
         for key, message in _engine_mistakes(spec)
     ]
@@ -83,17 +83,17 @@ def _engine_mistakes(spec: ModelSpec) -> Sequence[tuple[str, str]]:
     try:
         local = None if spec.file is None else sources.locate(spec.file)
     except ConfigError:
-        # `wrong_files` reports it.
+        # `find_missing_files` reports it.
         return ()
     engine = engine_class(spec.engine)
     values = _option_values(spec, None if spec.source is None else str(local or spec.source))
     return engine.mistakes(msgspec.convert(values, engine.Options))
 
 
-def unreadable_files(specs: Sequence[ModelSpec]) -> list[Mistake]:
+def find_unreadable_files(specs: Sequence[ModelSpec]) -> list[Diagnostic]:
     """Report existing files that are not models. The server starts anyway; requests for such a model fail."""
     return [
-        Mistake(f"models.{spec.name}.source", error)
+        Diagnostic(f"models.{spec.name}.source", error)
         for spec in specs
         if spec.engine == "llama" and spec.file is not None and (error := _read_error(spec.file)) is not None
     ]
@@ -103,7 +103,7 @@ def _read_error(source: str) -> str | None:
     try:
         path = sources.locate(source)
     except ConfigError:
-        return None  # `wrong_files` reports it
+        return None  # `find_missing_files` reports it
     try:
         if path is not None:
             read_metadata(path)
@@ -127,14 +127,16 @@ def _folder_state(spec: ModelSpec) -> FileState:
     return "here" if spec.source.startswith(PREFIX) else "missing"
 
 
-def _folder_info(spec: ModelSpec) -> Foreseen:
+def _folder_info(spec: ModelSpec) -> StaticInfo:
     state = _folder_state(spec)
     folder = None if spec.source is None else Path(spec.source).expanduser()
     if folder is None or not folder.is_dir():
-        return Foreseen(file=state)
-    config = next((found for name in sources.DESCRIPTIONS if (found := _read_json(folder / name))), {})
+        return StaticInfo(file=state)
+    config = next((found for name in sources.DESCRIPTION_FILES if (found := _read_json(folder / name))), {})
     length = config.get("max_position_embeddings")
-    return Foreseen(detect(_read_template(folder), folder.name), length if isinstance(length, int) else None, state)
+    return StaticInfo(
+        detect_format(_read_template(folder), folder.name), length if isinstance(length, int) else None, state
+    )
 
 
 def _read_template(folder: Path) -> str | None:
@@ -154,10 +156,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _file_info(source: str) -> Foreseen:
+def _file_info(source: str) -> StaticInfo:
     state, metadata = _read_file(source)
     context = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-    return Foreseen(_detect_format(metadata), context if isinstance(context, int) else None, state, _writes(metadata))
+    return StaticInfo(_detect_format(metadata), context if isinstance(context, int) else None, state, _writes(metadata))
 
 
 def _read_file(source: str) -> tuple[FileState, dict[str, Value]]:
@@ -178,7 +180,7 @@ def _detect_format(metadata: Mapping[str, Value]) -> str | None:
     if not metadata or not _writes(metadata):
         return None
     template = metadata.get("tokenizer.chat_template")
-    return detect(None if template is None else str(template), str(metadata.get("general.name", "")))
+    return detect_format(None if template is None else str(template), str(metadata.get("general.name", "")))
 
 
 def _writes(metadata: Mapping[str, Value]) -> bool:

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 
 from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import DragomanError, EngineFailed
-from dragoman.core.event_queue import Mailbox
+from dragoman.core.event_queue import EventQueue
 from dragoman.core.events import Event, Finished, Listener, Started, TextDelta
 from dragoman.core.request import GenerationRequest
 
@@ -25,31 +25,33 @@ MAX_BACKLOG = 256
 """Maximum number of outputs a threaded generator may be ahead of its reader."""
 
 
-def run(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+def stream_events(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
     """Return the events of one generation in non-empty lists, `Started` first and `Finished` last.
 
-    The output of an engine with `streams_events` already has this form and is returned unchanged.
+    The output of an engine with `emits_events` already has this form and is returned unchanged.
     """
-    if engine.streams_events:
+    if engine.emits_events:
         return cast("AsyncGenerator[Sequence[Event], None]", engine.generate(request))
     return _normalized_events(engine, request)
 
 
-async def tell(engine: Engine, request: GenerationRequest, listener: Listener) -> None:
+async def push_events(engine: Engine, request: GenerationRequest, listener: Listener) -> None:
     """Call `listener` with the events of one generation."""
-    if engine.calls_back:
+    if engine.is_push_based:
         await engine.tell(request, listener)
         return
-    async with aclosing(run(engine, request)) as batches:
+    async with aclosing(stream_events(engine, request)) as batches:
         async for events in batches:
             pause = listener(events)
             if pause is not None:
                 await pause
 
 
-async def read(tell: Callable[[Listener], Coroutine[None, None, None]]) -> AsyncGenerator[Sequence[Event], None]:
+async def pull_events(
+    push: Callable[[Listener], Coroutine[None, None, None]],
+) -> AsyncGenerator[Sequence[Event], None]:
     """Turn a push-based generation into an async generator. The producer waits until each batch has been read."""
-    mailbox, is_read = Mailbox(), asyncio.Event()
+    mailbox, is_read = EventQueue(), asyncio.Event()
 
     def put(events: Sequence[Event]) -> Awaitable[None]:
         is_read.clear()
@@ -58,7 +60,7 @@ async def read(tell: Callable[[Listener], Coroutine[None, None, None]]) -> Async
 
     async def produce() -> None:
         try:
-            await tell(put)
+            await push(put)
             mailbox.end()
         except Exception as error:  # noqa: BLE001 (the reader raises it)
             mailbox.fail(error)
@@ -107,13 +109,13 @@ async def _normalized_events(engine: Engine, request: GenerationRequest) -> Asyn
             raise
         # The request was not cancelled: a task inside the engine was.
         log.exception("request %s: the engine raised", request.id)
-        raise failed(error) from error
+        raise engine_failure(error) from error
     except Exception as error:
         log.exception("request %s: the engine raised", request.id)
-        raise failed(error) from error
+        raise engine_failure(error) from error
 
 
-def failed(error: BaseException) -> EngineFailed:
+def engine_failure(error: BaseException) -> EngineFailed:
     """Return the client-visible error for an engine's exception. It omits the exception text, which may be private."""
     return EngineFailed(f"the engine failed ({type(error).__name__}); see the server log")
 
@@ -140,7 +142,7 @@ def _to_event(output: object) -> Event:
     raise TypeError(f"an engine yields text, events or lists of them, not {type(output).__name__}")
 
 
-async def call(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T:
+async def call_engine(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T:
     """Call a method of an engine. A method that is not async runs in a thread."""
     if inspect.iscoroutinefunction(method):
         answer: T = await method(*arguments)
@@ -168,7 +170,7 @@ class _ThreadedSource:
     def __init__(self, source: Iterator[Output], loop: asyncio.AbstractEventLoop) -> None:
         self._source = source
         self._loop = loop
-        self._mailbox = Mailbox()
+        self._mailbox = EventQueue()
         self._unread = 0
         self._capacity = threading.Semaphore(MAX_BACKLOG)
         self._is_closed = False
@@ -197,7 +199,7 @@ class _ThreadedSource:
         except BaseException as error:
             # SystemExit and the like would end the event loop if the reader raised them.
             log.exception("the engine's generator raised %s", type(error).__name__)
-            return failed(error)
+            return engine_failure(error)
         return None
 
     def _close_source(self) -> None:

@@ -24,14 +24,14 @@ from dragoman.formats.bare_json import JSON
 from dragoman.formats.syntax import PLAIN, ModelFormat
 from dragoman.pipeline import Stage
 from dragoman.pipeline.count import CountStage, LimitStage
-from dragoman.pipeline.event_stream import call, tell
+from dragoman.pipeline.event_stream import call_engine, push_events
 from dragoman.pipeline.split import SplitStage
 from dragoman.pipeline.stop import StopStage
 
 OnRunning = Callable[[int], None]
 """Called with the number of choices that hold a slot, when it changes."""
 
-Take = Callable[[int, Sequence[Event]], Awaitable[None] | None]
+OnEvents = Callable[[int, Sequence[Event]], Awaitable[None] | None]
 """Called with the index of a choice and its events that are ready. It may return an awaitable to apply back
 pressure."""
 
@@ -47,11 +47,11 @@ ESSENTIAL = frozenset(
 """Features that cannot be ignored: without them the reply would not answer the request."""
 
 
-STAGED = frozenset({"max_tokens", "usage"})
+STAGE_FEATURES = frozenset({"max_tokens", "usage"})
 """Features that determine which stages are needed."""
 
 
-class Turns(Protocol):
+class ChoiceSlots(Protocol):
     """The slots of a request. The request already holds the first."""
 
     async def another(self) -> None: ...
@@ -59,7 +59,7 @@ class Turns(Protocol):
     def give_back(self) -> None: ...
 
 
-def check(model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool) -> tuple[str, ...]:
+def check_features(model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool) -> tuple[str, ...]:
     """Return the parameters that will be ignored. Raises an error if one is essential or the mode is strict."""
     ignored = []
     for asked in requested:
@@ -68,12 +68,12 @@ def check(model: str, requested: Sequence[Asked], supports: frozenset[str], stri
         if asked.feature in ESSENTIAL:
             raise NotSupported(f"model '{model}' does not support '{asked.param}'", param=asked.param)
         if strict:
-            raise cannot_honour(model, asked.param)
+            raise unsupported_parameter(model, asked.param)
         ignored.append(asked.param)
     return tuple(ignored)
 
 
-def cannot_honour(model: str, param: str) -> UnsupportedParameter:
+def unsupported_parameter(model: str, param: str) -> UnsupportedParameter:
     message = f"model '{model}' does not support {quote(param)}; remove it or disable strict mode"
     return UnsupportedParameter(message, param=param)
 
@@ -94,7 +94,11 @@ def _find_param(request: GenerationRequest, *features: str) -> str | None:
 
 
 def generate(
-    engine: Engine, request: GenerationRequest, slots: Turns, on_events: Take, on_running: OnRunning | None = None
+    engine: Engine,
+    request: GenerationRequest,
+    slots: ChoiceSlots,
+    on_events: OnEvents,
+    on_running: OnRunning | None = None,
 ) -> Coroutine[None, None, None]:
     """Run all choices to their ends. The caller holds the first slot; further choices wait for their own."""
     requests = _split_choices(request)
@@ -126,7 +130,7 @@ def _split_choices(request: GenerationRequest) -> list[GenerationRequest]:
     ]
 
 
-async def _run_choice(engine: Engine, request: GenerationRequest, index: int, on_events: Take) -> None:
+async def _run_choice(engine: Engine, request: GenerationRequest, index: int, on_events: OnEvents) -> None:
     stages: list[Stage] = []
 
     def on_ready(ready: Sequence[Event]) -> Awaitable[None] | None:
@@ -148,7 +152,7 @@ async def _run_choice(engine: Engine, request: GenerationRequest, index: int, on
 
     # If a stage ends the reply, the rest of the engine's output is not needed.
     with suppress(_ReplyComplete):
-        await tell(engine, request, on_ready)
+        await push_events(engine, request, on_ready)
 
 
 class _ReplyComplete(Exception):
@@ -181,7 +185,7 @@ def _build_stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
 
 def _reply_format(engine: Engine, request: GenerationRequest) -> ModelFormat:
     """Return the format of the reply. Completions are raw output."""
-    if not request.messages or engine.tells_calls:
+    if not request.messages or engine.emits_tool_calls:
         return PLAIN
     names = [info.format for info in engine.models() if info.name == request.model]
     syntax = FORMATS[names[0]] if names else PLAIN
@@ -193,8 +197,8 @@ async def _run_choices(
     engine: Engine,
     requests: Sequence[GenerationRequest],
     per_prompt: int,
-    slots: Turns,
-    on_events: Take,
+    slots: ChoiceSlots,
+    on_events: OnEvents,
     on_running: OnRunning,
 ) -> None:
     """Run all choices as slots allow. The first failure ends them all."""
@@ -236,7 +240,7 @@ async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationReq
     if context is None or "count_tokens" not in engine.supports():
         return
     for request in requests:
-        tokens = await call(engine.count_tokens, request)
+        tokens = await call_engine(engine.count_tokens, request)
         if tokens + (request.max_tokens != 0) > context:
             raise ContextTooLong(
                 f"this model's maximum context length is {context} tokens, but the prompt has {tokens}",

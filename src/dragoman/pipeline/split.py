@@ -369,7 +369,7 @@ def is_quoted(before: str, after: str) -> bool:
     return before.rpartition("\n")[2].count(quote) % 2 == 1
 
 
-def begins_in_thought(syntax: ModelFormat, text: str) -> bool:
+def starts_inside_reasoning(syntax: ModelFormat, text: str) -> bool:
     """Whether a reply closes reasoning that it did not open, so that the prompt must have opened it."""
     if not syntax.thoughts:
         return False

@@ -25,7 +25,7 @@ from dragoman.prompt.template_limits import TemplateLimitError, limit_output
 from dragoman.prompt.template_messages import TextTransform, to_template_messages, to_template_tool, transform_strings
 from dragoman.prompt.variables import THINKING_VARIABLES, TemplateVariables, build_variables
 
-FALLBACK = """\
+FALLBACK_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor %}
@@ -77,7 +77,7 @@ class ChatTemplate:
         self._seconds = seconds
         self._marking = TemplateMarks(control)
         self._sandbox = Sandbox()
-        source = FALLBACK if source is None else source
+        source = FALLBACK_TEMPLATE if source is None else source
         self._compiled = self._sandbox.compile_template(source, self._marking.mark_literal)
         # Models with and without reasoning share a format, so the template decides.
         mentioned = any(mark in source for mark in _reasoning_markers(format))

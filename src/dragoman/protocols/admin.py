@@ -8,7 +8,7 @@ import msgspec
 from dragoman.protocols import json_body
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ModelStatus(msgspec.Struct, frozen=True):
     id: str
     state: str
     engine: str | None = None
@@ -26,7 +26,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     failure: str | None = None
 
 
-class Reloaded(msgspec.Struct, frozen=True):
+class ReloadResult(msgspec.Struct, frozen=True):
     """The result of a configuration reload."""
 
     models: tuple[str, ...]
@@ -45,7 +45,7 @@ class DrainFields(msgspec.Struct, frozen=True):
     drain: bool = True
 
 
-class ListedPlace(msgspec.Struct, frozen=True):
+class UpstreamStatus(msgspec.Struct, frozen=True):
     """The status of one upstream server."""
 
     model: str
@@ -57,15 +57,15 @@ class ListedPlace(msgspec.Struct, frozen=True):
     rank: int
 
 
-def encode_served(model: ServedModel) -> dict[str, Any]:
+def encode_model_status(model: ModelStatus) -> dict[str, Any]:
     return {key: value for key, value in msgspec.structs.asdict(model).items() if value is not None}
 
 
-def encode_fleet(models: Sequence[ServedModel], used: int, budget: int | None) -> dict[str, Any]:
-    return {"object": "list", "memory": budget, "used": used, "data": [encode_served(model) for model in models]}
+def encode_model_statuses(models: Sequence[ModelStatus], used: int, budget: int | None) -> dict[str, Any]:
+    return {"object": "list", "memory": budget, "used": used, "data": [encode_model_status(model) for model in models]}
 
 
-def encode_reloaded(reloaded: Reloaded) -> dict[str, Any]:
+def encode_reload_result(reloaded: ReloadResult) -> dict[str, Any]:
     return msgspec.structs.asdict(reloaded)
 
 
@@ -73,5 +73,5 @@ def decode_drain(body: bytes) -> DrainFields:
     return json_body.convert(json_body.parse(body), DrainFields)
 
 
-def encode_upstreams(upstreams: Iterable[ListedPlace]) -> dict[str, Any]:
+def encode_upstreams(upstreams: Iterable[UpstreamStatus]) -> dict[str, Any]:
     return {"object": "list", "data": [msgspec.structs.asdict(upstream) for upstream in upstreams]}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dragoman.core.errors import MAX_VALUE, BadRequest, cut, quote
+from dragoman.core.errors import MAX_VALUE, BadRequest, quote, truncate
 from dragoman.protocols.json_elements import DEFAULT_LIMIT, count_keys, has_more_elements
 
 MAX_DEPTH = 64
@@ -180,7 +180,7 @@ def convert(parsed: dict[str, Any], struct: type[StructT], path: str = "") -> St
         raise field_error(error, path) from None
 
 
-def missing(path: str) -> BadRequest:
+def missing_field(path: str) -> BadRequest:
     return BadRequest(f"{path}: required, but missing", param=path)
 
 
@@ -189,7 +189,7 @@ def field_error(error: msgspec.ValidationError, base: str) -> BadRequest:
     message = str(error)
     match = _ERROR.match(message)
     what, path = (match["what"], match["path"]) if match else (message, None)
-    what = cut(what, MAX_VALUE + MAX_PREFIX)
+    what = truncate(what, MAX_VALUE + MAX_PREFIX)
     missing_name = re.search(r"missing required field `(.*)`", what)
     param = (base + (path or "$").removeprefix("$")).removeprefix(".")
     if missing_name:

@@ -16,7 +16,7 @@ DEFAULT_PAGE_SIZE = 20
 MAX_PAGE_SIZE = 1000
 
 
-class ListedModel(msgspec.Struct, frozen=True):
+class ModelEntry(msgspec.Struct, frozen=True):
     name: str
     created: int
     owner: str
@@ -34,7 +34,7 @@ class ListedModel(msgspec.Struct, frozen=True):
     quantization: str | None = None
 
 
-def encode_model(model: ListedModel) -> dict[str, Any]:
+def encode_model(model: ModelEntry) -> dict[str, Any]:
     listed = {"id": model.name, "object": "model", "created": model.created, "owned_by": model.owner}
     known = {
         "max_model_len": model.context,
@@ -50,11 +50,11 @@ def encode_model(model: ListedModel) -> dict[str, Any]:
     return listed | {key: value for key, value in known.items() if value is not None}
 
 
-def encode_models(models: Sequence[ListedModel]) -> dict[str, Any]:
+def encode_models(models: Sequence[ModelEntry]) -> dict[str, Any]:
     return {"object": "list", "data": [encode_model(model) for model in models]}
 
 
-def encode_anthropic_model(model: ListedModel) -> dict[str, Any]:
+def encode_anthropic_model(model: ModelEntry) -> dict[str, Any]:
     return {
         "type": "model",
         "id": model.name,
@@ -66,7 +66,7 @@ def encode_anthropic_model(model: ListedModel) -> dict[str, Any]:
     }
 
 
-def encode_anthropic_models(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
+def encode_anthropic_models(models: Sequence[ModelEntry], query: Mapping[str, str]) -> dict[str, Any]:
     page, has_more = _page(models, query)
     return {
         "data": [encode_anthropic_model(model) for model in page],
@@ -76,7 +76,7 @@ def encode_anthropic_models(models: Sequence[ListedModel], query: Mapping[str, s
     }
 
 
-def _page(models: Sequence[ListedModel], query: Mapping[str, str]) -> tuple[Sequence[ListedModel], bool]:
+def _page(models: Sequence[ModelEntry], query: Mapping[str, str]) -> tuple[Sequence[ModelEntry], bool]:
     """Return the requested page and whether more models follow in that direction."""
     limit = decode_limit(query, DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     if "before_id" in query:
@@ -86,7 +86,7 @@ def _page(models: Sequence[ListedModel], query: Mapping[str, str]) -> tuple[Sequ
     return models[start : start + limit], len(models) > start + limit
 
 
-def _find(models: Sequence[ListedModel], query: Mapping[str, str], name: str) -> int:
+def _find(models: Sequence[ModelEntry], query: Mapping[str, str], name: str) -> int:
     index = next((at for at, model in enumerate(models) if model.name == query[name]), None)
     if index is None:
         raise BadRequest(f"{name}: no model named {quote(query[name])}", param=name)

@@ -12,7 +12,7 @@ import msgspec
 
 from dragoman.core.errors import BadRequest, DragomanError, quote
 from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.core.request import Asked, GenerationRequest, RepetitionPenalty, Sampling
 from dragoman.protocols.json_body import encode_texts, field_error, unknown_fields
 
@@ -77,12 +77,12 @@ NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 
 OTHER_FEATURES = ("logit_bias", "stop", "stop_token_ids", "ignore_eos")
 
 
-def keep_seconds(retention: Retention | None) -> float:
+def retention_seconds(retention: Retention | None) -> float:
     """Return how long the prompt must stay cached even if memory is short."""
     return RETENTION_SECONDS.get(retention or "", 0.0)
 
 
-def labels(fields: SamplingFields) -> dict[str, Any]:
+def decode_labels(fields: SamplingFields) -> dict[str, Any]:
     """Return the fields that do not change the reply but may matter to an upstream server."""
     found = {name: value for name in LABELS if (value := getattr(fields, name, None))}
     if found.get("service_tier") in ("auto", "default"):
@@ -90,7 +90,9 @@ def labels(fields: SamplingFields) -> dict[str, Any]:
     return found
 
 
-def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()) -> list[Asked]:
+def requested_features(
+    fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()
+) -> list[Asked]:
     """Return the features that the fields request. Fields in neither `fields` nor `others` are unknown."""
     present = {name: getattr(fields, name) for name in SAMPLING if name in parsed}
     asked = [Asked(name, name) for name, value in present.items() if value is not None and value != NEUTRAL.get(name)]
@@ -101,7 +103,7 @@ def asked_fields(fields: SamplingFields, parsed: dict[str, Any], others: Contain
     return asked + [Asked("unknown", name) for name in unknown if parsed[name] is not None]
 
 
-def sampling(fields: SamplingFields) -> Sampling:
+def decode_sampling(fields: SamplingFields) -> Sampling:
     values = {name: getattr(fields, name) for name in SAMPLING}
     if fields.top_k == -1:
         values["top_k"] = 0  # Some clients send -1 for no limit.
@@ -119,7 +121,7 @@ def _biases(wire: dict[str, float]) -> dict[int, float]:
     return biases
 
 
-def stops(wire: str | list[str] | None) -> tuple[str, ...]:
+def decode_stops(wire: str | list[str] | None) -> tuple[str, ...]:
     decoded = () if wire is None else (wire,) if isinstance(wire, str) else tuple(wire)
     for stop in decoded:
         check_stop(stop, "stop")
@@ -155,7 +157,7 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.text.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(entry.text)}
 
 
-def rate_headers(rates: Sequence[Rate]) -> list[tuple[bytes, bytes]]:
+def rate_headers(rates: Sequence[RateLimitState]) -> list[tuple[bytes, bytes]]:
     headers = []
     for rate in rates:
         values = {"limit": rate.limit, "remaining": rate.remaining, "reset": _format_duration(rate.reset)}
@@ -170,7 +172,7 @@ def _format_duration(seconds: float) -> str:
     return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
 
 
-def frame(payload: object) -> bytes:
+def encode_frame(payload: object) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
@@ -214,12 +216,12 @@ class StreamEncoder(ABC):
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
         chunk = {**self._header, "choices": [entry]}
-        return frame({**chunk, "usage": None} if self._with_usage else chunk)
+        return encode_frame({**chunk, "usage": None} if self._with_usage else chunk)
 
     def end(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return frame({**self._header, "choices": [], "usage": encode_usage(total_usage(self._usages))}) + DONE
+        return encode_frame({**self._header, "choices": [], "usage": encode_usage(total_usage(self._usages))}) + DONE
 
     def fail(self, error: DragomanError) -> bytes:
-        return frame(encode_error(error))
+        return encode_frame(encode_error(error))

@@ -18,7 +18,7 @@ from typing import Protocol as Interface
 
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.core.reply import Reply
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols import messages, openai
@@ -44,7 +44,7 @@ class Family:
 
     encode_error: Callable[[DragomanError, str], dict[str, Any]]
     status: Callable[[DragomanError], int]
-    rate_headers: Callable[[Sequence[Rate]], list[tuple[bytes, bytes]]]
+    rate_headers: Callable[[Sequence[RateLimitState]], list[tuple[bytes, bytes]]]
     id_header: bytes | None = None
 
 
@@ -58,7 +58,7 @@ def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
     return ANTHROPIC if is_messages or b"anthropic-version" in headers else OPENAI
 
 
-class Telling(Interface):
+class ReplyEncoding(Interface):
     """Encodes a reply as a stream or as a whole: a `Protocol`, or an object made for one request."""
 
     @property

@@ -18,7 +18,7 @@ MAX_EMPTY_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
 
 
-class Frame(msgspec.Struct, frozen=True):
+class SseFrame(msgspec.Struct, frozen=True):
     data: str
     event: str = ""
 
@@ -27,7 +27,7 @@ class FrameTooLong(ValueError):
     pass
 
 
-class Decoder:
+class SseDecoder:
     def __init__(self) -> None:
         self._start = b""
         """The first bytes of the stream, while they may be part of a byte order mark."""
@@ -40,18 +40,18 @@ class Decoder:
         self._size = 0
         self._empty_bytes = 0
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[SseFrame]:
         if self._is_at_start:
             data = self._strip_bom(data)
         if not data:
             return []
         if self._is_whole_frame(data):
             self._empty_bytes = 0
-            return [Frame(data[6:-2].decode("utf-8", "replace"))]
+            return [SseFrame(data[6:-2].decode("utf-8", "replace"))]
         if self._after_cr and data[0] == 10:
             data = data[1:]
         self._after_cr = False
-        frames: list[Frame] = []
+        frames: list[SseFrame] = []
         for line in data.splitlines(keepends=True):
             self._add_line(line, frames)
         return frames
@@ -61,9 +61,9 @@ class Decoder:
         """Whether the next byte starts a frame."""
         return not (self._partial or self._data or self._event or self._after_cr or self._is_at_start)
 
-    def end(self) -> list[Frame]:
+    def end(self) -> list[SseFrame]:
         """Return the last frame if it was not terminated."""
-        frames: list[Frame] = []
+        frames: list[SseFrame] = []
         if self._is_at_start and self._start:
             self._is_at_start = False
             self._partial.append(self._start)
@@ -90,7 +90,7 @@ class Decoder:
         self._is_at_start = False
         return self._start.removeprefix(BOM)
 
-    def _add_line(self, line: bytes, frames: list[Frame]) -> None:
+    def _add_line(self, line: bytes, frames: list[SseFrame]) -> None:
         last = line[-1]
         if last != 10 and last != 13:
             self._grow(len(line))
@@ -104,7 +104,7 @@ class Decoder:
             self._partial.clear()
         self._read_line(line.rstrip(b"\r\n"), frames)
 
-    def _read_line(self, line: bytes, frames: list[Frame]) -> None:
+    def _read_line(self, line: bytes, frames: list[SseFrame]) -> None:
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":
@@ -120,11 +120,11 @@ class Decoder:
             self._event = value.decode("utf-8", "replace")
         elif name == b"error":
             self._dispatch(frames)
-            frames.append(Frame(value.decode("utf-8", "replace"), "error"))
+            frames.append(SseFrame(value.decode("utf-8", "replace"), "error"))
 
-    def _dispatch(self, frames: list[Frame]) -> None:
+    def _dispatch(self, frames: list[SseFrame]) -> None:
         if self._data:
-            frames.append(Frame("\n".join(self._data), self._event))
+            frames.append(SseFrame("\n".join(self._data), self._event))
             self._data.clear()
             self._empty_bytes = 0
         self._event = ""

@@ -37,15 +37,15 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
 
 
-def decode_text(body: bytes) -> TokenizeRequest:
+def decode_tokenize(body: bytes) -> TokenizeRequest:
     fields = json_body.convert(json_body.parse(body), TokenizeFields)
     text = fields.content if fields.content is not None else fields.prompt
     if text is None:
-        raise json_body.missing("content")
+        raise json_body.missing_field("content")
     return TokenizeRequest(fields.model or "", text, fields.parse_special)
 
 
-def decode_tokens(body: bytes) -> DetokenizeRequest:
+def decode_detokenize(body: bytes) -> DetokenizeRequest:
     fields = json_body.convert(json_body.parse(body), DetokenizeFields)
     return DetokenizeRequest(fields.model or "", tuple(fields.tokens))
 

@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from dragoman.config.loading import Flags, load_settings
 from dragoman.config.model_spec import ModelSpec
-from dragoman.config.sections import Replicas
+from dragoman.config.sections import ReplicaSettings
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
@@ -109,7 +109,7 @@ def _deployment(spec: ModelSpec, name: str) -> Any:
     )
 
 
-def _autoscaling(scale: Replicas) -> AutoscalingConfig:
+def _autoscaling(scale: ReplicaSettings) -> AutoscalingConfig:
     return AutoscalingConfig(
         min_replicas=scale.min_replicas,
         max_replicas=scale.max_replicas,
@@ -135,7 +135,7 @@ def _build_app(settings: Settings, names: Mapping[str, str]) -> App:
             return local_engine(spec, limits)
         return _replica_engine(spec, serve.get_deployment_handle(names[spec.name], app_name))
 
-    app = build_app(settings, make_of=engine_factory)
+    app = build_app(settings, engine_factory=engine_factory)
     for model in app.catalog.models.values():
         model.host.load()
     return app

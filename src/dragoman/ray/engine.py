@@ -16,14 +16,14 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import Engine, ModelInfo, Rendered
+from dragoman.core.engine import Engine, ModelInfo, RenderedPrompt
 from dragoman.core.errors import ENCODE_ERRORS, BadRequest, DragomanError, EngineDied, EngineFailed, Unavailable
 from dragoman.core.events import Event, Started
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.upstream.prefix_index import chain
+from dragoman.engines.upstream.prefix_index import hash_prefixes
 from dragoman.ipc.worker_messages import Answer, CountTokens, Detokenize, Embed, Question, Render, Tokenize
 from dragoman.ipc.worker_process import UNSENDABLE
-from dragoman.pipeline.event_stream import failed
+from dragoman.pipeline.event_stream import engine_failure
 from dragoman.ray.messages import EngineInfo, decode_answer, decode_engine_info, decode_event_batch, encode
 from dragoman.ray.replica_order import ReplicaCall
 
@@ -36,7 +36,7 @@ NO_REPLICA = "no replica of this model is available; try again later"
 
 
 class ReplicaEngine(Engine):
-    streams_events = True
+    emits_events = True
 
     def __init__(self, name: str, handle: Any, slots: int) -> None:
         """`slots` is the capacity of the maximum number of replicas."""
@@ -52,10 +52,10 @@ class ReplicaEngine(Engine):
 
     async def start(self) -> None:
         self._info = info = decode_engine_info(await self._call(self._handle.describe, b""))
-        self.device, self.tells_calls = info.device, info.tells_calls
+        self.device, self.emits_tool_calls = info.device, info.emits_tool_calls
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        call = ReplicaCall(_encode(request), chain(request))
+        call = ReplicaCall(_encode(request), hash_prefixes(request))
         has_output = False
         tries = 0
         while True:
@@ -89,7 +89,7 @@ class ReplicaEngine(Engine):
             if not is_complete:
                 response.cancel()
 
-    async def render(self, request: GenerationRequest) -> Rendered:
+    async def render(self, request: GenerationRequest) -> RenderedPrompt:
         rendered = (await self._ask(Render(0, request))).rendered
         if rendered is None:
             raise EngineFailed("the engine returned no prompt")
@@ -164,5 +164,5 @@ def _translate(error: Exception) -> DragomanError:
     if isinstance(error, RayTaskError):
         # An unexpected exception in the replica.
         log.error("a replica raised", exc_info=error)
-        return failed(error)
+        return engine_failure(error)
     return EngineDied(DIED)

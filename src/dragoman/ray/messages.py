@@ -30,11 +30,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     models: tuple[ModelInfo, ...]
     supports: frozenset[str]
     device: str
-    tells_calls: bool
+    emits_tool_calls: bool
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineInfo":
-        return cls(tuple(engine.models()), engine.supports(), engine.device, engine.tells_calls)
+        return cls(tuple(engine.models()), engine.supports(), engine.device, engine.emits_tool_calls)
 
 
 encode = msgspec.msgpack.Encoder().encode

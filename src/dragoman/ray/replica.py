@@ -10,11 +10,11 @@ from contextlib import aclosing
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits
-from dragoman.formats import named
+from dragoman.formats import get_format
 from dragoman.ipc.worker_main import answer_question, to_failure
 from dragoman.ipc.worker_messages import Answer
 from dragoman.models import local_engine
-from dragoman.pipeline.event_stream import run
+from dragoman.pipeline.event_stream import stream_events
 from dragoman.ray.messages import EngineInfo, EventBatch, decode_question, decode_request, encode
 from dragoman.ray.replica_order import ReplicaCall
 
@@ -25,7 +25,7 @@ class Replica:
         self._engine = await local_engine(spec, limits)(self._note_lost)
         await self._engine.start()
         for info in self._engine.models():
-            named(info.format)
+            get_format(info.format)
 
     def _note_lost(self, reason: str) -> None:
         self._lost_reason = reason
@@ -40,7 +40,7 @@ class Replica:
 
     async def generate(self, call: ReplicaCall) -> AsyncGenerator[bytes, None]:
         try:
-            async with aclosing(run(self._engine, decode_request(call.body))) as stream:
+            async with aclosing(stream_events(self._engine, decode_request(call.body))) as stream:
                 async for events in stream:
                     yield encode(EventBatch(events))
         except Exception as error:  # noqa: BLE001 (reported to the caller and logged)

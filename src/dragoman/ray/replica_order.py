@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from dragoman.engines.upstream.pool import Pool, Spot
+from dragoman.engines.upstream.pool import PoolMember, ServerPool
 
 
 class ReplicaCall:
@@ -59,7 +59,7 @@ class ReplicaCall:
 
 class ReplicaSelector:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pool = Pool((), clock)
+        self._pool = ServerPool((), clock)
         self._spots: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -74,21 +74,21 @@ class ReplicaSelector:
 
     def _free_spot(self) -> int:
         used = set(self._spots.values())
-        for at, spot in enumerate(self._pool.spots):
+        for at, spot in enumerate(self._pool.members):
             # A spot with running calls of its old replica would start with a wrong count.
             if at not in used and not spot.running:
-                self._pool.renew(at)
+                self._pool.reset_member(at)
                 return at
-        self._pool.spots.append(Spot())
-        return len(self._pool.spots) - 1
+        self._pool.members.append(PoolMember())
+        return len(self._pool.members) - 1
 
     def order(self, links: Sequence[bytes], tried: Collection[str] = ()) -> list[str]:
         """Return all replicas in the order of preference."""
         with self._lock:
             replicas = {at: replica for replica, at in self._spots.items()}
             tried_spots = {self._spots[replica] for replica in tried if replica in self._spots}
-            first = self._pool.preferred(links, tried_spots)
-            order = sorted(replicas, key=lambda at: (at != first, at in tried_spots, self._pool.spots[at].load))
+            first = self._pool.find_preferred(links, tried_spots)
+            order = sorted(replicas, key=lambda at: (at != first, at in tried_spots, self._pool.members[at].load))
             return [replicas[at] for at in order]
 
     def begin_call(self, replica: str, links: Sequence[bytes]) -> Callable[[], None]:

@@ -10,23 +10,23 @@ import msgspec
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
-from dragoman.models import Catalog, MakeOf, Model
-from dragoman.protocols.admin import Reloaded
+from dragoman.models import Catalog, EngineFactory, ServedModel
+from dragoman.protocols.admin import ReloadResult
 from dragoman.server.auth.admin_token import new_token
-from dragoman.server.auth.quotas import Lease
+from dragoman.server.auth.quotas import QuotaLease
 from dragoman.server.auth.scopes import Caller
-from dragoman.server.base_app import Door
-from dragoman.server.http_exchange import Exchange
-from dragoman.server.model_lease import Engagement, find_model
+from dragoman.server.base_app import BaseApp
+from dragoman.server.http_exchange import HttpExchange
+from dragoman.server.model_lease import ModelLease, find_model
 from dragoman.server.routing import Route, RouteTable
 from dragoman.server.telemetry import TelemetryRecorder
 from dragoman.server.telemetry.eventlog import describe_run
 from dragoman.storage.base import ResponseStore
-from dragoman.storage.memory import MemoryResponses
+from dragoman.storage.memory import MemoryResponseStore
 
 log = logging.getLogger("dragoman")
 
-Reread = Callable[[], Settings]
+SettingsLoader = Callable[[], Settings]
 
 FIXED = ("host", "port", "socket", "tls", "event_log", "grace_seconds", "workers")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "traces")
@@ -62,7 +62,7 @@ def _keep_fixed_settings(settings: Settings, initial: Settings) -> Settings:
     )
 
 
-class App(Door):
+class App(BaseApp):
     telemetry: TelemetryRecorder
     responses: ResponseStore
 
@@ -71,14 +71,14 @@ class App(Door):
         routes: RouteTable,
         settings: Settings,
         engines: Sequence[Engine] = (),
-        reread: Reread | None = None,
-        make_of: MakeOf | None = None,
+        reload_settings: SettingsLoader | None = None,
+        engine_factory: EngineFactory | None = None,
     ) -> None:
-        """`reread` loads the settings again; `make_of` makes engines that run elsewhere."""
-        self.catalog = Catalog(settings, engines, make_of)
+        """`reload_settings` loads the settings again; `engine_factory` makes engines that run elsewhere."""
+        self.catalog = Catalog(settings, engines, engine_factory)
         super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
         limits = settings.limits
-        self.responses = MemoryResponses(
+        self.responses = MemoryResponseStore(
             count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
         )
         self.created = int(time.time())
@@ -86,17 +86,17 @@ class App(Door):
         self.admin_token = new_token()
         """If no keys are configured, `/admin` requires it in the header X-Dragoman-Admin-Token."""
         self._is_stopped = False
-        self._settings_loader = reread
+        self._settings_loader = reload_settings
         self._reloading = asyncio.Lock()
         self._initial_settings = settings
-        self.followers: list[Callable[[Settings], Awaitable[None]]] = []
+        self.settings_listeners: list[Callable[[Settings], Awaitable[None]]] = []
         """Called with new settings; `reload` waits for them."""
 
     @property
     def can_reload(self) -> bool:
         return self._settings_loader is not None
 
-    async def reload(self) -> Reloaded:
+    async def reload(self) -> ReloadResult:
         """Load and apply the configuration again. A ConfigError leaves everything as it was."""
         if self._settings_loader is None:
             raise NotSupported("this server was started without a configuration file, so it cannot reload one")
@@ -107,13 +107,13 @@ class App(Door):
             settings = _keep_fixed_settings(loaded, self._initial_settings)
             before = {name: spec for spec in self.settings.models for name in spec.names}
             after = {name: spec for spec in settings.models for name in spec.names}
-            self._adopt(settings)
-            await asyncio.gather(*(follow(settings) for follow in self.followers))
-            result = Reloaded(
+            self._apply_reloaded(settings)
+            await asyncio.gather(*(follow(settings) for follow in self.settings_listeners))
+            result = ReloadResult(
                 models=tuple(after),
                 added=tuple(name for name in after if name not in before),
                 changed=tuple(
-                    name for name in after if name in before and not before[name].same_but_for_place(after[name])
+                    name for name in after if name in before and not before[name].equals_except_location(after[name])
                 ),
                 removed=tuple(name for name in before if name not in after),
                 restart_needed=_changed_fixed_settings(self._initial_settings, loaded),
@@ -124,39 +124,39 @@ class App(Door):
     def _reconfigure(self, settings: Settings) -> None:
         self.catalog.reconfigure(settings)
 
-    def _take_lease(self, exchange: Exchange, route: Route | None) -> None:
+    def _enter_quota(self, exchange: HttpExchange, route: Route | None) -> None:
         quota = exchange.caller.quota
         if quota is not None and exchange.method == "POST":
-            exchange.lease = lease = Lease(quota, self.telemetry.metrics.limited)
+            exchange.lease = lease = QuotaLease(quota, self.telemetry.metrics.limited)
             lease.enter()
 
-    def _answer(self, exchange: Exchange, route: Route) -> Awaitable[None]:
+    def _answer(self, exchange: HttpExchange, route: Route) -> Awaitable[None]:
         return route.handler(self, exchange)
 
-    def engagement(self, exchange: Exchange) -> Engagement:
-        return self.engagement_of(exchange.caller, self.lease_of(exchange))
+    def model_lease(self, exchange: HttpExchange) -> ModelLease:
+        return self.make_model_lease(exchange.caller, self.quota_lease_of(exchange))
 
-    def engagement_of(self, caller: Caller, lease: Lease | None) -> Engagement:
-        return Engagement(self.catalog, caller, lease)
+    def make_model_lease(self, caller: Caller, lease: QuotaLease | None) -> ModelLease:
+        return ModelLease(self.catalog, caller, lease)
 
-    def lease_for(self, headers: Mapping[bytes, bytes]) -> Lease | None:
+    def quota_lease_for(self, headers: Mapping[bytes, bytes]) -> QuotaLease | None:
         """A lease on the quota of the caller with these headers; None if it has no quota. Nothing is reserved yet."""
         quota = self._access.caller(headers).quota
-        return None if quota is None else Lease(quota, self.telemetry.metrics.limited)
+        return None if quota is None else QuotaLease(quota, self.telemetry.metrics.limited)
 
-    def lease_of(self, exchange: Exchange) -> Lease | None:
+    def quota_lease_of(self, exchange: HttpExchange) -> QuotaLease | None:
         lease = exchange.lease
-        assert lease is None or isinstance(lease, Lease)
+        assert lease is None or isinstance(lease, QuotaLease)
         return lease
 
-    def valid_caller(self, exchange: Exchange) -> Caller | None:
+    def valid_caller(self, exchange: HttpExchange) -> Caller | None:
         """The caller of an open route; None if a key is required and the request has no valid one."""
         try:
             return self._access.caller(exchange.headers)
         except (Unauthorized, StorageUnavailable):
             return None
 
-    async def model(self, exchange: Exchange, name: str) -> Model:
+    async def model(self, exchange: HttpExchange, name: str) -> ServedModel:
         """Find the model with this name, and check that the caller may use it."""
         model = await find_model(self.catalog, exchange.caller, name)
         exchange.record.model = model.label

@@ -22,18 +22,18 @@ from dragoman.server.auth.scopes import scope_for_path
 from dragoman.server.deadlines import DeadlineMonitor
 from dragoman.server.http.cors import CorsPolicy, is_preflight
 from dragoman.server.http.proxies import TrustedProxies
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLeaseProtocol
 from dragoman.server.routing import Route, RouteTable, no_route_error, refuse_websocket
 from dragoman.server.telemetry import Recorder
-from dragoman.storage.base import Keeping
+from dragoman.storage.base import BasicResponseStore
 
 STOPPING = "the server is stopping"
 METRICS_PATH = "/metrics"
 
 
-class Door(ABC):
-    responses: Keeping
+class BaseApp(ABC):
+    responses: BasicResponseStore
 
     def __init__(self, routes: RouteTable, settings: Settings, telemetry: Recorder) -> None:
         self.routes = routes
@@ -52,7 +52,7 @@ class Door(ABC):
         self._proxies = proxies
         self._hosts = None if settings.hosts is None else frozenset(name.lower().encode() for name in settings.hosts)
 
-    def _adopt(self, settings: Settings) -> None:
+    def _apply_reloaded(self, settings: Settings) -> None:
         """Apply the settings that may change while the server runs. A ConfigError leaves everything as it was."""
         access, proxies = Access(settings), TrustedProxies(settings.proxies)
         try:
@@ -76,17 +76,17 @@ class Door(ABC):
         """Further calls do nothing."""
 
     @abstractmethod
-    def engagement(self, exchange: Exchange) -> ModelLeaseProtocol:
+    def model_lease(self, exchange: HttpExchange) -> ModelLeaseProtocol:
         """A new model lease for the request."""
 
     @abstractmethod
-    def _take_lease(self, exchange: Exchange, route: Route | None) -> Awaitable[None] | None:
+    def _enter_quota(self, exchange: HttpExchange, route: Route | None) -> Awaitable[None] | None:
         """Take a lease on the caller's quota. The result, if any, must be awaited."""
 
     @abstractmethod
-    def _answer(self, exchange: Exchange, route: Route) -> Awaitable[None]: ...
+    def _answer(self, exchange: HttpExchange, route: Route) -> Awaitable[None]: ...
 
-    def is_strict(self, exchange: Exchange) -> bool:
+    def is_strict(self, exchange: HttpExchange) -> bool:
         header = exchange.headers.get(b"x-dragoman-strict")
         return self.settings.strict if header is None else header.lower() in (b"true", b"1")
 
@@ -99,7 +99,7 @@ class Door(ABC):
             return
         if not self._started:
             self.start()
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         if self.is_stopping:
             exchange.stopping = Unavailable(STOPPING, retry_after=10)
         self.watch.add(exchange)
@@ -116,10 +116,10 @@ class Door(ABC):
         finally:
             self.watch.discard(exchange)
             exchange.close()
-            if not exchange.is_relayed:
+            if not exchange.is_answered_by_parent:
                 self.telemetry.request(exchange.record)
 
-    async def _dispatch(self, exchange: Exchange) -> None:
+    async def _dispatch(self, exchange: HttpExchange) -> None:
         methods = self.routes.methods_at(exchange.path)
         if exchange.path not in self.routes.paths:
             # The path may contain a key by mistake.
@@ -137,16 +137,16 @@ class Door(ABC):
             return
         if not self._is_open(exchange.path, route):
             self._authorize(exchange)
-            entering = self._take_lease(exchange, route)
+            entering = self._enter_quota(exchange, route)
             if entering is not None:
                 await entering
         if route is None:
             raise no_route_error(exchange, methods)
         await self._answer(exchange, route)
 
-    def _note_client(self, exchange: Exchange) -> None:
+    def _note_client(self, exchange: HttpExchange) -> None:
         record, peer = exchange.record, exchange.peer
-        loop_guard.arrive(exchange.headers.get(loop_guard.HEADER_BYTES))
+        loop_guard.store_path_header(exchange.headers.get(loop_guard.HEADER_BYTES))
         if self._proxies.is_empty:
             record.client = peer
         else:
@@ -159,7 +159,7 @@ class Door(ABC):
         is_open = route is not None and route.is_open
         return is_open or (path == METRICS_PATH and self.settings.telemetry.metrics == "open")
 
-    def _authorize(self, exchange: Exchange) -> None:
+    def _authorize(self, exchange: HttpExchange) -> None:
         timeout = exchange.headers.get(b"x-dragoman-timeout")
         exchange.timer.set_deadline(self.settings.limits.request_seconds, timeout)
         exchange.caller = caller = self._access.caller(exchange.headers)
@@ -167,7 +167,7 @@ class Door(ABC):
         exchange.record.scope = scope = scope_for_path(exchange.path)
         caller.check_route(scope)
 
-    async def _fail(self, exchange: Exchange, error: DragomanError) -> None:
+    async def _fail(self, exchange: HttpExchange, error: DragomanError) -> None:
         response = exchange.response
         status = response.family.status(error)
         exchange.record.status = status

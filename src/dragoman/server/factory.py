@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
-from dragoman.models import MakeOf
-from dragoman.server.app import App, Reread
+from dragoman.models import EngineFactory
+from dragoman.server.app import App, SettingsLoader
 from dragoman.server.routes import ROUTES
 
 ENGINES_ONLY = Settings(models_dir=())
@@ -15,11 +15,11 @@ ENGINES_ONLY = Settings(models_dir=())
 def build_app(
     settings: Settings,
     engines: Sequence[Engine] = (),
-    reread: Reread | None = None,
-    make_of: MakeOf | None = None,
+    reload_settings: SettingsLoader | None = None,
+    engine_factory: EngineFactory | None = None,
 ) -> App:
-    """`reread` loads the settings again; `make_of` makes engines that run elsewhere."""
-    return App(ROUTES, settings, engines, reread, make_of)
+    """`reload_settings` loads the settings again; `engine_factory` makes engines that run elsewhere."""
+    return App(ROUTES, settings, engines, reload_settings, engine_factory)
 
 
 def create_app(*engines: Engine, settings: Settings | None = None) -> App:

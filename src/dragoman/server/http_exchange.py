@@ -80,9 +80,9 @@ def _slow_body(seconds: float) -> DragomanError:
     return RequestTimeout(f"the body took longer than {seconds:g} s to arrive")
 
 
-class Exchange:
+class HttpExchange:
     is_disconnected = False
-    is_relayed = False
+    is_answered_by_parent = False
     """Whether another process answers and records the request."""
     stopping: DragomanError | None = None
     """The error to send if the server cancels this request because it stops."""
@@ -136,7 +136,7 @@ class Exchange:
         client = self._scope.get("client")
         return client[0] if client else None
 
-    def plain_scope(self) -> dict[str, Any]:
+    def serializable_scope(self) -> dict[str, Any]:
         """The part of the scope that another process needs to answer the request."""
         return {name: self._scope[name] for name in SERIALIZABLE}
 

@@ -16,14 +16,14 @@ from dragoman.config.model_spec import NO_DEFAULTS, SamplingDefaults
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ModelNotFound, quote
 from dragoman.core.request import Asked
-from dragoman.models import Catalog, Host, Model
+from dragoman.models import Catalog, ModelHost, ServedModel
 from dragoman.models.admission import Slots
-from dragoman.pipeline.generate import Turns, check
-from dragoman.server.auth.quotas import Estimate, Lease
+from dragoman.pipeline.generate import ChoiceSlots, check_features
+from dragoman.server.auth.quotas import Estimate, QuotaLease
 from dragoman.server.auth.scopes import Caller
 
 
-class Wish(msgspec.Struct, frozen=True, array_like=True):
+class LeaseRequest(msgspec.Struct, frozen=True, array_like=True):
     """What a model lease needs to know about a request."""
 
     model: str
@@ -33,7 +33,7 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     strict: bool
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True):
+class LeaseInfo(msgspec.Struct, frozen=True, array_like=True):
     """The model of a lease. `label` is its name in metrics. `fallbacks` are the models that the caller may use instead.
     `sampling` is None if the configuration sets no defaults."""
 
@@ -53,12 +53,12 @@ class ModelLeaseProtocol(Protocol):
     queue_us: int
     """Time spent waiting for a slot."""
 
-    async def find(self, wish: Wish) -> Found: ...
+    async def find(self, wish: LeaseRequest) -> LeaseInfo: ...
 
     async def start(self) -> Engine: ...
 
     @property
-    def turns(self) -> Turns:
+    def turns(self) -> ChoiceSlots:
         """The slots for further choices, after `start`."""
 
     def note_speed(self, tokens: int, seconds: float) -> None: ...
@@ -66,22 +66,22 @@ class ModelLeaseProtocol(Protocol):
     def close(self) -> None: ...
 
 
-class Engagement:
+class ModelLease:
     """A lease on a model of this process."""
 
-    def __init__(self, catalog: Catalog, caller: Caller, lease: Lease | None) -> None:
+    def __init__(self, catalog: Catalog, caller: Caller, lease: QuotaLease | None) -> None:
         self.label: str | None = None
         self.fallbacks: tuple[str, ...] = ()
         self.queue_us = 0
         self._catalog = catalog
         self._caller = caller
         self._lease = lease
-        self._host: Host | None = None
+        self._host: ModelHost | None = None
         self._engine: Engine | None = None
         self._slots: Slots | None = None
         self._has_slot = False
 
-    async def find(self, wish: Wish) -> Found:
+    async def find(self, wish: LeaseRequest) -> LeaseInfo:
         model = await find_model(self._catalog, self._caller, wish.model)
         self.label = model.label
         self._caller.check_model(model.name)
@@ -91,21 +91,21 @@ class Engagement:
         others = self._catalog.fallbacks(model)
         self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
         self._host = host = model.host
-        if not host.is_known or host.is_returning:
+        if not host.is_known or host.is_restarting:
             # The features of a model are known once it was loaded. Waiting for a restart of its process needs no slot.
             self._engine = await host.enter()
         self._slots = Slots(host.admission, self._caller.principal)
-        ignored = check(model.name, wish.asked, host.supports, wish.strict)
+        ignored = check_features(model.name, wish.asked, host.supports, wish.strict)
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
-        return Found(model.name, model.label, self.fallbacks, sampling, ignored)
+        return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored)
 
     def start_now(self) -> Engine | None:
         """The engine, if slot and engine are available immediately."""
-        self._has_slot = self._has_slot or self.turns.take_first()
+        self._has_slot = self._has_slot or self.turns.try_acquire_first()
         if not self._has_slot or self._host is None:
             return None
         if self._engine is None:
-            self._engine = self._host.enter_now()
+            self._engine = self._host.try_enter()
         return self._engine
 
     async def start(self) -> Engine:
@@ -121,7 +121,7 @@ class Engagement:
             self._has_slot = True
             self.queue_us = int((time.monotonic() - began) * 1e6)
         if self._engine is None:
-            self._engine = host.enter_now() or await host.enter()
+            self._engine = host.try_enter() or await host.enter()
         return self._engine
 
     @property
@@ -144,10 +144,10 @@ class Engagement:
             self._host.leave()
 
 
-async def find_model(catalog: Catalog, caller: Caller, name: str) -> Model:
+async def find_model(catalog: Catalog, caller: Caller, name: str) -> ServedModel:
     """Find a model by name, without checking whether the caller may use it."""
     try:
-        return catalog.at_hand(name) or await catalog.find(name)
+        return catalog.get_configured(name) or await catalog.find(name)
     except ModelNotFound:
         if caller.models is None:
             raise

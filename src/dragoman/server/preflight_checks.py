@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.config.diagnostics import Mistake
+from dragoman.config.diagnostics import Diagnostic
 from dragoman.config.sections import Keys, Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
@@ -34,7 +34,7 @@ def check_exposure(settings: Settings) -> None:
         )
 
 
-def remarks(settings: Settings) -> list[str]:
+def preflight_warnings(settings: Settings) -> list[str]:
     """Warnings about valid but probably unintended settings."""
     return [*_unused_isolation(settings), *_too_many_workers(settings.workers or 1, cpus())]
 
@@ -58,7 +58,7 @@ def _has_keys(settings: Settings) -> bool:
     return bool(settings.api_keys or settings.keys.jwt or KeyStore(store_path(settings.keys)).all())
 
 
-def check_place(settings: Settings) -> None:
+def check_listen_address(settings: Settings) -> None:
     """Check that the server can listen on its address with its TLS files."""
     if settings.tls is not None:
         tls_context(settings.tls)
@@ -116,7 +116,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def unusable_files(settings: Settings) -> list[Mistake]:
+def check_files(settings: Settings) -> list[Diagnostic]:
     """Problems with the files and directories that the server needs."""
     problems = [*_check_keys(settings.keys)]
     if settings.tls is not None:
@@ -124,43 +124,43 @@ def unusable_files(settings: Settings) -> list[Mistake]:
     if settings.event_log is not None:
         problems += _check_event_log(Path(settings.event_log))
     if settings.socket is not None and not Path(settings.socket).parent.is_dir():
-        problems.append(Mistake("socket", f"there is no folder {Path(settings.socket).parent}"))
+        problems.append(Diagnostic("socket", f"there is no folder {Path(settings.socket).parent}"))
     return problems
 
 
-def _check_tls(tls: Tls) -> Iterator[Mistake]:
+def _check_tls(tls: Tls) -> Iterator[Diagnostic]:
     missing = [
         (key, path) for key, path in (("certificate", tls.certificate), ("key", tls.key)) if not Path(path).is_file()
     ]
     for key, path in missing:
-        yield Mistake(f"tls.{key}", f"there is no file {path}")
+        yield Diagnostic(f"tls.{key}", f"there is no file {path}")
     if not missing:
         try:
             tls_context(tls)
         except ConfigError as error:
-            yield Mistake("tls", str(error).removeprefix("tls: "))
+            yield Diagnostic("tls", str(error).removeprefix("tls: "))
 
 
-def _check_keys(keys: Keys) -> Iterator[Mistake]:
+def _check_keys(keys: Keys) -> Iterator[Diagnostic]:
     if keys.jwt is not None:
         try:
             JwtVerifier(keys.jwt, keys.limits)
         except ConfigError as error:
-            yield Mistake(KEY_FILE, str(error).removeprefix(f"{KEY_FILE}: "))
+            yield Diagnostic(KEY_FILE, str(error).removeprefix(f"{KEY_FILE}: "))
     path = store_path(keys)
     if keys.store is not None and not path.parent.is_dir():
-        yield Mistake("keys.store", f"there is no folder {path.parent}; `dragoman keys create NAME` makes it")
+        yield Diagnostic("keys.store", f"there is no folder {path.parent}; `dragoman keys create NAME` makes it")
         return
     try:
         KeyStore(path).all()
     except ConfigError as error:
-        yield Mistake("keys.store", str(error))
+        yield Diagnostic("keys.store", str(error))
 
 
-def _check_event_log(path: Path) -> Iterator[Mistake]:
+def _check_event_log(path: Path) -> Iterator[Diagnostic]:
     if path.is_dir():
-        yield Mistake("event_log", f"{path} is a folder; expected a file")
+        yield Diagnostic("event_log", f"{path} is a folder; expected a file")
     elif not path.parent.is_dir():
-        yield Mistake("event_log", f"there is no folder {path.parent}")
+        yield Diagnostic("event_log", f"there is no folder {path.parent}")
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        yield Mistake("event_log", f"{path} cannot be written: permission denied")
+        yield Diagnostic("event_log", f"{path} cannot be written: permission denied")

@@ -12,7 +12,7 @@ from dragoman.server.routing import RESPONSES_PATH, Route, RouteTable
 
 def _generation_route(protocol: Protocol) -> Route:
     handler = partial(answer, protocol=protocol)
-    return Route(handler, protocol.id_prefix, protocol.family, is_fronted=True)
+    return Route(handler, protocol.id_prefix, protocol.family, runs_in_frontend=True)
 
 
 PATHS = {
@@ -26,7 +26,7 @@ PATHS = {
     "/v1/messages": {"POST": _generation_route(PROTOCOLS["messages"])},
     "/v1/messages/count_tokens": {"POST": Route(tokens.messages_count, family=ANTHROPIC)},
     RESPONSES_PATH: {
-        "POST": Route(responses.create, PREFIX, OPENAI, is_fronted=True),
+        "POST": Route(responses.create, PREFIX, OPENAI, runs_in_frontend=True),
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},

@@ -10,11 +10,11 @@ from dragoman.core.errors import DragomanError, MethodNotAllowed, NotFound, Upgr
 from dragoman.protocols import openai
 from dragoman.protocols.registry import Family
 from dragoman.server.asgi import Receive, Scope, Send
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 
 RESPONSES_PATH = "/v1/responses"
 """Codex tries a WebSocket here first."""
-Handler = Callable[[Any, Exchange], Awaitable[None]]
+Handler = Callable[[Any, HttpExchange], Awaitable[None]]
 """Called with the app and the exchange. A handler that a front end runs gets its `FrontEnd`, all others the `App`."""
 
 
@@ -26,7 +26,7 @@ class Route:
     """The error format; None: chosen by the path and the headers of the request."""
     is_open: bool = False
     """Whether it works without a key."""
-    is_fronted: bool = False
+    runs_in_frontend: bool = False
     """Whether a front end runs the handler itself: it is expensive and has no state."""
 
 
@@ -51,11 +51,11 @@ class RouteTable:
         return {}
 
 
-def not_found_error(exchange: Exchange, hint: str = "") -> NotFound:
+def not_found_error(exchange: HttpExchange, hint: str = "") -> NotFound:
     return NotFound(f"there is nothing at {exchange.path[:100]}{hint}")
 
 
-def no_route_error(exchange: Exchange, methods: Methods) -> DragomanError:
+def no_route_error(exchange: HttpExchange, methods: Methods) -> DragomanError:
     if not methods:
         return not_found_error(exchange)
     exchange.response.extra_headers.append((b"allow", ", ".join(methods).encode()))

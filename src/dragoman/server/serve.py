@@ -20,13 +20,13 @@ from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
 from dragoman.core.logs import configure
 from dragoman.engines.llama.hardware import cpus
-from dragoman.models import Host
-from dragoman.server.app import App, Reread
+from dragoman.models import ModelHost
+from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.admin_token import TokenFile
 from dragoman.server.factory import ENGINES_ONLY, build_app
-from dragoman.server.frontends.supervisor import Crew, places
-from dragoman.server.http.server import Listener, SocketFile, settle, unix_socket
-from dragoman.server.preflight_checks import check_exposure, check_place, remarks, with_hosts
+from dragoman.server.frontends.supervisor import FrontEndSupervisor, bind_frontend_sockets
+from dragoman.server.http.server import HttpServer, SocketFile, tune_memory, unix_socket
+from dragoman.server.preflight_checks import check_exposure, check_listen_address, preflight_warnings, with_hosts
 
 log = logging.getLogger("dragoman")
 
@@ -47,18 +47,23 @@ def serve(*engines: Engine, host: str | None = None, port: int | None = None, se
 
 
 def run(
-    settings: Settings, engines: Sequence[Engine] = (), reread: Reread | None = None, warnings: Sequence[str] = ()
+    settings: Settings,
+    engines: Sequence[Engine] = (),
+    reload_settings: SettingsLoader | None = None,
+    warnings: Sequence[str] = (),
 ) -> None:
     """Serve until a signal stops the process. If the only model fails to load, raise a ConfigError.
 
-    `reread` loads the settings again, for SIGHUP and `POST /admin/reload`. `warnings` are logged.
+    `reload_settings` loads the settings again, for SIGHUP and `POST /admin/reload`. `warnings` are logged.
     """
     check_exposure(settings)
-    check_place(settings)
+    check_listen_address(settings)
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
-    for warning in (*warnings, *remarks(settings)):
+    for warning in (*warnings, *preflight_warnings(settings)):
         log.warning("%s", warning)
-    app = build_app(with_hosts(settings), engines, None if reread is None else _checked_reload(reread, settings))
+    app = build_app(
+        with_hosts(settings), engines, None if reload_settings is None else _checked_reload(reload_settings, settings)
+    )
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         count = settings.workers or default_workers(cpus())
         runner.run(_serve(app) if count == 1 else _serve_with_frontends(app, count))
@@ -69,11 +74,11 @@ def default_workers(cpus: int) -> int:
     return max(1, min(MAX_WORKERS, cpus // CPUS_PER_WORKER))
 
 
-def _checked_reload(reread: Reread, initial: Settings) -> Reread:
+def _checked_reload(reload_settings: SettingsLoader, initial: Settings) -> SettingsLoader:
     """Load the settings again, and check them for the address of the running server, which does not change."""
 
     def load() -> Settings:
-        settings = reread()
+        settings = reload_settings()
         actual = msgspec.structs.replace(settings, host=initial.host, port=initial.port, socket=initial.socket)
         check_exposure(actual)
         return msgspec.structs.replace(settings, hosts=with_hosts(actual).hosts)
@@ -104,7 +109,7 @@ def _url(settings: Settings) -> str:
     return f"{'https' if settings.tls else 'http'}://{host}:{settings.port}/v1"
 
 
-class AppServer(Listener):
+class AppServer(HttpServer):
     """Serves in one process. SIGTERM and SIGINT stop it: running requests may finish, or get an error."""
 
     def __init__(self, app: App, file: SocketFile | None = None) -> None:
@@ -132,8 +137,8 @@ class AppServer(Listener):
         if self._token_file is not None:
             self._token_file.remove()
 
-    def hurry(self) -> None:
-        super().hurry()
+    def force_stop(self) -> None:
+        super().force_stop()
         self._forced.set()
 
     def give_up(self) -> None:
@@ -144,7 +149,7 @@ class AppServer(Listener):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Supervisors and shells may send SIGTERM twice, to the process and to its group. Only Ctrl-C forces a stop.
         if self.should_exit and sig == signal.SIGINT:
-            asyncio.get_running_loop().call_soon_threadsafe(self.hurry)
+            asyncio.get_running_loop().call_soon_threadsafe(self.force_stop)
         self.should_exit = True
 
     @contextmanager
@@ -201,12 +206,12 @@ def _failure(preload: "asyncio.Task[None]") -> BaseException | None:
 async def _serve_with_frontends(app: App, count: int) -> None:
     """Run the parent, which has all state; the front ends have the connections."""
     initial = app.settings
-    sockets = places(initial, count)
+    sockets = bind_frontend_sockets(initial, count)
     file = SocketFile(initial.socket)
     app.start()
     token_file = _write_token_file(app, _port(sockets[0]))
     stopping, forced = asyncio.Event(), asyncio.Event()
-    supervisor = Crew(app, sockets)
+    supervisor = FrontEndSupervisor(app, sockets)
     preload = asyncio.create_task(_preload(app, stopping.set))
     with _reload_on_sighup(app), _signals(stopping, forced, supervisor):
         try:
@@ -215,7 +220,7 @@ async def _serve_with_frontends(app: App, count: int) -> None:
                 _log_address(app, _port(sockets[0]))
             await supervisor.until(stopping)
             app.stop_requests()
-            supervisor.tell_stopping()
+            supervisor.announce_stop()
             if _failure(preload) is None:
                 await _drain(app.settings, forced)
             file.remove()
@@ -231,7 +236,9 @@ async def _serve_with_frontends(app: App, count: int) -> None:
 
 
 @contextmanager
-def _signals(stopping: asyncio.Event, forced: asyncio.Event, supervisor: Crew) -> Generator[None, None, None]:
+def _signals(
+    stopping: asyncio.Event, forced: asyncio.Event, supervisor: FrontEndSupervisor
+) -> Generator[None, None, None]:
     """The first signal stops cleanly, a second Ctrl-C forces the stop, a third kills the front ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -243,7 +250,7 @@ def _signals(stopping: asyncio.Event, forced: asyncio.Event, supervisor: Crew) -
             supervisor.kill()
         elif stopping.is_set():
             forced.set()
-            supervisor.hurry()
+            supervisor.force_stop()
         stopping.set()
 
     loop.add_signal_handler(signal.SIGINT, interrupt)
@@ -296,7 +303,7 @@ async def _preload(app: App, stop: Callable[[], None]) -> None:
         return
     try:
         await _wait_until_loaded(host)
-        settle()
+        tune_memory()
         log.info("ready")
     except DragomanError as error:
         if all(model.host is host for model in app.catalog.listed()):
@@ -304,7 +311,7 @@ async def _preload(app: App, stop: Callable[[], None]) -> None:
             raise ConfigError(host.failure or error.message) from error
 
 
-async def _wait_until_loaded(host: Host) -> None:
+async def _wait_until_loaded(host: ModelHost) -> None:
     """Wait without a time limit; `ready` gives up after that of a request."""
     while True:
         try:

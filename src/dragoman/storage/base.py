@@ -14,24 +14,24 @@ from typing import Protocol
 import msgspec
 
 
-class KeptItem(msgspec.Struct, frozen=True):
+class StoredItem(msgspec.Struct, frozen=True):
     """An item of a conversation; `body` is its JSON."""
 
     id: str
     body: bytes
 
 
-class KeptResponse(msgspec.Struct, frozen=True):
+class StoredResponse(msgspec.Struct, frozen=True):
     """A response with its input and output items; `body` is its JSON, including the items."""
 
     id: str
     principal: str
     body: bytes
-    input: tuple[KeptItem, ...]
-    output: tuple[KeptItem, ...]
+    input: tuple[StoredItem, ...]
+    output: tuple[StoredItem, ...]
 
     @property
-    def items(self) -> tuple[KeptItem, ...]:
+    def items(self) -> tuple[StoredItem, ...]:
         return self.input + self.output
 
     @property
@@ -39,15 +39,15 @@ class KeptResponse(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(item.body) for item in self.items)
 
 
-class Keeping(Protocol):
-    async def keep(self, response: KeptResponse) -> None: ...
+class BasicResponseStore(Protocol):
+    async def keep(self, response: StoredResponse) -> None: ...
 
-    async def find(self, principal: str, response_id: str) -> KeptResponse | None: ...
+    async def find(self, principal: str, response_id: str) -> StoredResponse | None: ...
 
     async def items(self, principal: str, ids: Iterable[str]) -> Mapping[str, bytes]:
         """Return the bodies of the items that exist, in any response."""
 
 
-class ResponseStore(Keeping, Protocol):
+class ResponseStore(BasicResponseStore, Protocol):
     async def delete(self, principal: str, response_id: str) -> bool:
         """Return whether the response existed."""

@@ -23,9 +23,9 @@ import msgspec
 
 from dragoman.config.sections import KeyLimits, Keys, RouteScope
 from dragoman.core.errors import ConfigError, StorageUnavailable
-from dragoman.files.sources import home
+from dragoman.files.sources import home_directory
 
-FORM = re.compile(rb"dgm_([0-9a-f]{12})_[0-9a-f]{48}")
+KEY_PATTERN = re.compile(rb"dgm_([0-9a-f]{12})_[0-9a-f]{48}")
 PRINCIPAL = re.compile(r"(user:[A-Za-z0-9._@+-]{1,64}|agent:[A-Za-z0-9._+-]{1,64}/[A-Za-z0-9._@+-]{1,64})")
 SCHEMA = 1
 TABLE = """
@@ -41,7 +41,7 @@ FIRST_READ_SECONDS = 10.0
 """At its start the server waits for a writer: without the keys it cannot serve."""
 
 
-class Key(msgspec.Struct, frozen=True):
+class ApiKey(msgspec.Struct, frozen=True):
     """Times are Unix times. `models` are names and patterns; empty `models` or `routes` mean all."""
 
     id: str
@@ -66,10 +66,10 @@ def digest(key: bytes) -> bytes:
 
 
 def store_path(settings: Keys) -> Path:
-    return Path(settings.store).expanduser() if settings.store else home() / "keys.db"
+    return Path(settings.store).expanduser() if settings.store else home_directory() / "keys.db"
 
 
-def checked_principal(name: str) -> str:
+def parse_principal(name: str) -> str:
     """`NAME` is short for `user:NAME`."""
     principal = name if ":" in name else f"user:{name}"
     if not PRINCIPAL.fullmatch(principal):
@@ -89,13 +89,13 @@ class KeyStore:
         routes: Sequence[RouteScope] = (),
         limits: KeyLimits | None = None,
         expires: float | None = None,
-    ) -> tuple[str, Key]:
+    ) -> tuple[str, ApiKey]:
         """Create a key; return it, for the only time, with its stored record."""
         key_id, limits = secrets.token_hex(6), limits or KeyLimits()
         secret = f"dgm_{key_id}_{secrets.token_hex(24)}"
-        key = Key(
+        key = ApiKey(
             id=key_id,
-            principal=checked_principal(principal),
+            principal=parse_principal(principal),
             digest=digest(secret.encode()),
             created=time.time(),
             expires=expires,
@@ -115,7 +115,7 @@ class KeyStore:
             statement = "UPDATE keys SET revoked = ? WHERE id = ? AND revoked IS NULL"
             return connection.execute(statement, (time.time(), key_id)).rowcount > 0
 
-    def all(self) -> list[Key]:
+    def all(self) -> list[ApiKey]:
         """Return all keys, oldest first; an empty list if there is no file."""
         try:
             with KeyReader(self.path) as reader:
@@ -169,7 +169,7 @@ class KeyReader:
         """Whether the store has changed since the last `keys`."""
         return (version := self._version()) is not None and version != self._last_version
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[ApiKey]:
         version = self._version()
         try:
             assert self._connection is not None
@@ -212,9 +212,9 @@ def _check_schema(connection: sqlite3.Connection) -> None:
         raise ConfigError("it was created by a newer version of Dragoman")
 
 
-def _key(row: tuple[str, str, bytes, float, float | None, float | None, str, str, str]) -> Key:
+def _key(row: tuple[str, str, bytes, float, float | None, float | None, str, str, str]) -> ApiKey:
     key_id, principal, hashed, created, expires, revoked, models, routes, limits = row
-    return Key(
+    return ApiKey(
         id=key_id,
         principal=principal,
         digest=hashed,

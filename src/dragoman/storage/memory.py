@@ -7,19 +7,19 @@ larger than the size limit is not stored.
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from dragoman.storage.base import KeptResponse
+from dragoman.storage.base import StoredResponse
 
 OVERHEAD = 512
 """Approximate overhead in bytes of a response and of each item."""
 
 
-class MemoryResponses:
+class MemoryResponseStore:
     def __init__(self, *, count: int, size: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_count = count
         self._max_bytes = size
         self._max_age = seconds
         self._clock = clock
-        self._responses: dict[str, tuple[float, KeptResponse]] = {}
+        self._responses: dict[str, tuple[float, StoredResponse]] = {}
         """With the expiry time, oldest first."""
         self._item_bodies: dict[tuple[str, str], dict[str, bytes]] = {}
         """Bodies of each item of a principal, by response id."""
@@ -28,7 +28,7 @@ class MemoryResponses:
     def __len__(self) -> int:
         return len(self._responses)
 
-    async def keep(self, response: KeptResponse) -> None:
+    async def keep(self, response: StoredResponse) -> None:
         size = _memory_size(response)
         if size > self._max_bytes:
             return
@@ -43,7 +43,7 @@ class MemoryResponses:
         for key, body in bodies.items():
             self._item_bodies.setdefault(key, {})[response.id] = body
 
-    async def find(self, principal: str, response_id: str) -> KeptResponse | None:
+    async def find(self, principal: str, response_id: str) -> StoredResponse | None:
         self._evict_expired()
         _, response = self._responses.get(response_id, (0, None))
         return response if response is not None and response.principal == principal else None
@@ -77,5 +77,5 @@ class MemoryResponses:
                 self._item_bodies.pop(key, None)
 
 
-def _memory_size(response: KeptResponse) -> int:
+def _memory_size(response: StoredResponse) -> int:
     return response.size + OVERHEAD * (1 + len(response.items))

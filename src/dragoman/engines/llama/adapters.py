@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from dragoman.core.errors import ConfigError
-from dragoman.engines.llama.binding import Adapter, Model
+from dragoman.engines.llama.binding import Adapter, LlamaModel
 from dragoman.files.gguf import read_metadata, read_outline
 
 
@@ -28,7 +28,7 @@ def adapter_path(entry: Entry) -> Path:
     return Path(entry if isinstance(entry, str) else entry.path).expanduser()
 
 
-def load_adapter(model: Model, name: str, entry: Entry) -> tuple[Adapter, float]:
+def load_adapter(model: LlamaModel, name: str, entry: Entry) -> tuple[Adapter, float]:
     """Return the adapter and its scale."""
     path = adapter_path(entry)
     if not path.is_file():

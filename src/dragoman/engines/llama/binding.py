@@ -4,7 +4,7 @@ Only this module and `library` use ctypes.
 
 Rules
 1. Python keeps a reference to everything that C holds a pointer to, such as the arrays of a batch.
-2. A `Model` may be used from any thread; a `Context` only from the thread that decodes.
+2. A `LlamaModel` may be used from any thread; a `Context` only from the thread that decodes.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ ATTRIBUTE_UNKNOWN, ATTRIBUTE_CONTROL = 1, 8
 NO_TOKEN = -1
 
 
-class Model:
+class LlamaModel:
     """A loaded model file with its vocabulary and metadata."""
 
     def __init__(self, path: Path, progress: Callable[[float], None] | None = None) -> None:
@@ -233,7 +233,7 @@ def _read_buffer(read: Callable[..., int], size: int) -> bytes:
 class Adapter:
     """A LoRA adapter from a file. It is freed with the model."""
 
-    def __init__(self, model: Model, path: Path) -> None:
+    def __init__(self, model: LlamaModel, path: Path) -> None:
         c = model.library
         log.errors.clear()
         self.handle = c.llama_adapter_lora_init(model.handle, str(path).encode())
@@ -252,7 +252,7 @@ class Context:
 
     def __init__(
         self,
-        model: Model,
+        model: LlamaModel,
         *,
         sequences: int,
         length: int,

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Turns:
+class ComputeThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dragoman-compute")
 

@@ -25,11 +25,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.core.embeddings import Embedding, Input, each
+from dragoman.core.embeddings import Embedding, Input, map_inputs
 from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed
-from dragoman.engines.llama.binding import Context, Model, Vectors
-from dragoman.engines.llama.compute_thread import STOPPED, Turns
-from dragoman.engines.llama.pace import Pace
+from dragoman.engines.llama.binding import Context, LlamaModel, Vectors
+from dragoman.engines.llama.compute_thread import STOPPED, ComputeThread
+from dragoman.engines.llama.pace import StepPace
 from dragoman.engines.llama.scheduler import share
 from dragoman.engines.prompt_reader import check_tokens
 
@@ -103,13 +103,13 @@ class Embedder:
 
     def __init__(
         self,
-        model: Model,
+        model: LlamaModel,
         create_context: Callable[[], Context],
         *,
         length: int,
         sequences: int,
         rows: int,
-        turns: Turns,
+        turns: ComputeThread,
         is_writing: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
@@ -118,8 +118,8 @@ class Embedder:
         self.turns = turns
         self.is_writing = is_writing
         self.pooling = model.pooling
-        self.pace = Pace(STEP_SECONDS, least=MIN_ROWS, most=rows)
-        self.busy_pace = Pace(BUSY_STEP_SECONDS, least=MIN_ROWS, most=rows)
+        self.pace = StepPace(STEP_SECONDS, least=MIN_ROWS, most=rows)
+        self.busy_pace = StepPace(BUSY_STEP_SECONDS, least=MIN_ROWS, most=rows)
         self.context: Context | None = None
         self.jobs: deque[EmbeddingJob] = deque()
         self.active: list[_ActiveText] = []
@@ -133,7 +133,7 @@ class Embedder:
 
     def read(self, inputs: Sequence[Input]) -> list[Sequence[int]]:
         """Tokenize and check the inputs."""
-        return each(inputs, self._read_input)
+        return map_inputs(inputs, self._read_input)
 
     def _read_input(self, entry: Input) -> Sequence[int]:
         if isinstance(entry, str):
@@ -216,7 +216,7 @@ class Embedder:
         if is_writing:
             time.sleep(min(seconds, STEP_SECONDS))
 
-    def _step(self, pace: Pace) -> float:
+    def _step(self, pace: StepPace) -> float:
         """Decode once and return how many seconds that took."""
         if self.context is None:
             self.prepare()

@@ -22,14 +22,14 @@ from typing import Self, TypeVar
 import msgspec
 
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import Engine, ModelInfo, Rendered
+from dragoman.core.engine import Engine, ModelInfo, RenderedPrompt
 from dragoman.core.errors import ConfigError, EngineFailed, NotSupported
 from dragoman.core.events import Event, Finished
 from dragoman.core.request import GenerationRequest
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.adapters import adapter_path, adapter_problems, load_adapter
-from dragoman.engines.llama.binding import Context, Model
-from dragoman.engines.llama.compute_thread import Turns
+from dragoman.engines.llama.binding import Context, LlamaModel
+from dragoman.engines.llama.compute_thread import ComputeThread
 from dragoman.engines.llama.embedder import Embedder
 from dragoman.engines.llama.generation import Generation
 from dragoman.engines.llama.memory_fit import ContextSize, expected_bytes, fit_context, option_warnings
@@ -37,12 +37,12 @@ from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.request_builder import LlamaRequestBuilder
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
-from dragoman.engines.llama.tuning.layout import prepared
+from dragoman.engines.llama.tuning.layout import prepare_model_file
 from dragoman.engines.llama.tuning.threads import choose_threads
 from dragoman.engines.prompt_reader import detokenize, tokenize
 from dragoman.files.gguf import read_metadata
-from dragoman.formats import detect, named
-from dragoman.grammar.schema_check import warnings
+from dragoman.formats import detect_format, get_format
+from dragoman.grammar.schema_check import find_violations
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -68,7 +68,7 @@ FEATURES = EMBEDDING_FEATURES | frozenset(
 class _Loaded(msgspec.Struct, frozen=True):
     """The parts that generate text."""
 
-    intake: LlamaRequestBuilder
+    request_builder: LlamaRequestBuilder
     runner: Runner
     adapter_runners: Mapping[str, Runner]
     """By adapter name."""
@@ -86,13 +86,13 @@ class _Loaded(msgspec.Struct, frozen=True):
 
 class LlamaEngine(Engine):
     Options = LlamaOptions
-    streams_events = True
+    emits_events = True
 
     def __init__(self, name: str, options: LlamaOptions) -> None:
         self.name = name
         self.options = options
         self.slots = options.slots
-        self.model: Model | None = None
+        self.model: LlamaModel | None = None
         self.embedder: Embedder | None = None
         self.loaded: _Loaded | None = None
         self.active_generations = 0
@@ -102,7 +102,7 @@ class LlamaEngine(Engine):
         self.tokenize_pool = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tokenize")
         # Checking a reply against keywords that were not enforced may take half a second.
         self.check_pool = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
-        self.compute_thread = Turns()
+        self.compute_thread = ComputeThread()
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -115,7 +115,7 @@ class LlamaEngine(Engine):
         return True
 
     @classmethod
-    def memory_beside_file(cls, options: msgspec.Struct) -> int:
+    def extra_memory_bytes(cls, options: msgspec.Struct) -> int:
         assert isinstance(options, LlamaOptions)
         files = [adapter_path(entry) for entry in options.adapters.values()]
         adapter_bytes = sum(file.stat().st_size for file in files if file.is_file())
@@ -142,7 +142,7 @@ class LlamaEngine(Engine):
             length = self.options.context if self.embedder is None else self.embedder.length
             format_name = self.options.format or "plain"
         else:
-            length, format_name = self.loaded.intake.context, self.loaded.intake.format.name
+            length, format_name = self.loaded.request_builder.context, self.loaded.request_builder.format.name
         return [ModelInfo(name, context=length, format=format_name) for name in (self.name, *self.options.adapters)]
 
     def supports(self) -> frozenset[str]:
@@ -177,14 +177,14 @@ class LlamaEngine(Engine):
         if embedder is not None:
             embedder.close()
         if loaded is not None:
-            await loaded.intake.constraints.close()
+            await loaded.request_builder.constraints.close()
         await asyncio.to_thread(self._free, model, loaded, embedder)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         loaded = self._require_loaded()
-        read = await self._run_in_pool(loaded.intake.read, request)
-        constrained = await loaded.intake.constrain(request, read)
-        generation = await self._run_in_pool(loaded.intake.generation, request, read, constrained)
+        read = await self._run_in_pool(loaded.request_builder.read, request)
+        constrained = await loaded.request_builder.constrain(request, read)
+        generation = await self._run_in_pool(loaded.request_builder.generation, request, read, constrained)
         runner = loaded.adapter_runners.get(request.model, loaded.runner)
         runner.submit(generation)
         self.active_generations += 1
@@ -201,8 +201,8 @@ class LlamaEngine(Engine):
             if not self.active_generations:
                 self.kv_used = 0.0
 
-    async def render(self, request: GenerationRequest) -> Rendered:
-        return await self._run_in_pool(self._require_loaded().intake.render, request, pool=self.tokenize_pool)
+    async def render(self, request: GenerationRequest) -> RenderedPrompt:
+        return await self._run_in_pool(self._require_loaded().request_builder.render, request, pool=self.tokenize_pool)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         model, _ = self._require_running()
@@ -220,7 +220,7 @@ class LlamaEngine(Engine):
         finally:
             embedder.cancel(job)
 
-    def _require_running(self) -> tuple[Model, Embedder]:
+    def _require_running(self) -> tuple[LlamaModel, Embedder]:
         if self.model is None or self.embedder is None:
             raise EngineFailed("the engine is not running")
         return self.model, self.embedder
@@ -234,7 +234,7 @@ class LlamaEngine(Engine):
     async def _run_in_pool(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool or self.prompt_pool, function, *arguments)
 
-    def _free(self, model: Model | None, loaded: _Loaded | None, embedder: Embedder | None) -> None:
+    def _free(self, model: LlamaModel | None, loaded: _Loaded | None, embedder: Embedder | None) -> None:
         for pool in (self.prompt_pool, self.check_pool, self.tokenize_pool):
             pool.shutdown(wait=True)
         for runner in () if loaded is None else loaded.runners:
@@ -250,15 +250,18 @@ class LlamaEngine(Engine):
 
 
 def _load(
-    options: LlamaOptions, loop: asyncio.AbstractEventLoop, compute_thread: Turns, progress: Callable[[float], None]
-) -> tuple[Model, _Loaded | None, Embedder]:
+    options: LlamaOptions,
+    loop: asyncio.AbstractEventLoop,
+    compute_thread: ComputeThread,
+    progress: Callable[[float], None],
+) -> tuple[LlamaModel, _Loaded | None, Embedder]:
     path = Path(options.path).expanduser()
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
     if options.layout == "auto":
-        path = prepared(path, bar=lambda _, done: progress(TRIAL_PROGRESS_SHARE * done))
+        path = prepare_model_file(path, bar=lambda _, done: progress(TRIAL_PROGRESS_SHARE * done))
     with contextlib.ExitStack() as stack:
-        model = Model(path, progress)
+        model = LlamaModel(path, progress)
         stack.callback(model.close)
         _check_kind(model, options)
         if model.is_bidirectional:
@@ -269,7 +272,7 @@ def _load(
         runners = _create_runners(model, options, size, loop, compute_thread, stack)
         threads = options.threads or compute_thread.run(_set_threads, [runner.context for runner in runners], path)
         loaded = _create_loaded(model, options, size.length, runners)
-        length = loaded.intake.context
+        length = loaded.request_builder.context
         embedder = Embedder(
             model,
             partial(_embedding_context, model, length, options.batch, threads),
@@ -283,7 +286,7 @@ def _load(
         return model, loaded, embedder
 
 
-def _check_kind(model: Model, options: LlamaOptions) -> None:
+def _check_kind(model: LlamaModel, options: LlamaOptions) -> None:
     path, description = options.path, model.description
     if not model.is_decoder:
         raise ConfigError(f"llama: {path} does not generate text token by token ({description})")
@@ -294,11 +297,11 @@ def _check_kind(model: Model, options: LlamaOptions) -> None:
 
 
 def _create_runners(
-    model: Model,
+    model: LlamaModel,
     options: LlamaOptions,
     size: ContextSize,
     loop: asyncio.AbstractEventLoop,
-    compute_thread: Turns,
+    compute_thread: ComputeThread,
     stack: contextlib.ExitStack,
 ) -> list[Runner]:
     """Return one runner for the model itself, then one for each adapter."""
@@ -327,16 +330,18 @@ def _create_runners(
         if adapter is not None:
             context.adapt(*adapter)
         compute_thread.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, size.length))
-        gap, leaps = options.gap_ms / 1000, options.flash_attention
-        runners.append(Runner(context, loop, schedule, batch=options.batch, gap=gap, leaps=leaps, turns=compute_thread))
+        gap, long_steps = options.gap_ms / 1000, options.flash_attention
+        runners.append(
+            Runner(context, loop, schedule, batch=options.batch, gap=gap, long_steps=long_steps, turns=compute_thread)
+        )
     for runner in runners:
         runner.company = [other for other in runners if other is not runner]
     return runners
 
 
-def _create_loaded(model: Model, options: LlamaOptions, length: int, runners: Sequence[Runner]) -> _Loaded:
+def _create_loaded(model: LlamaModel, options: LlamaOptions, length: int, runners: Sequence[Runner]) -> _Loaded:
     runner, *others = runners
-    syntax = named(options.format or detect(model.chat_template, model.metadata.get("general.name", "")))
+    syntax = get_format(options.format or detect_format(model.chat_template, model.metadata.get("general.name", "")))
     speculation = options.speculation and not model.is_recurrent
     context = min(length, runner.context.length)
     builder = LlamaRequestBuilder(model, context, syntax, options.template_options, speculation=speculation)
@@ -352,7 +357,7 @@ def _set_threads(contexts: Sequence[Context], path: Path) -> int:
     return counts.many
 
 
-def _bidirectional_embedder(model: Model, options: LlamaOptions, compute_thread: Turns) -> Embedder:
+def _bidirectional_embedder(model: LlamaModel, options: LlamaOptions, compute_thread: ComputeThread) -> Embedder:
     length = min(options.context or MAX_DEFAULT_EMBEDDING_TOKENS, model.trained_context)
     rows = max(length, min(options.batch, MAX_DEFAULT_EMBEDDING_TOKENS))
     embedder = Embedder(
@@ -371,7 +376,7 @@ def _bidirectional_embedder(model: Model, options: LlamaOptions, compute_thread:
     return embedder
 
 
-def _embedding_context(model: Model, length: int, rows: int, threads: int) -> Context:
+def _embedding_context(model: LlamaModel, length: int, rows: int, threads: int) -> Context:
     sequences = EMBEDDING_SEQUENCES
     return Context(model, sequences=sequences, length=length, rows=rows, outputs=rows, threads=threads, vectors=True)
 
@@ -381,7 +386,7 @@ def _check_reply(generation: Generation, finished: Finished) -> Finished:
     guide, checks = generation.guide, generation.params.checks
     if guide is None or finished.reason == "length":
         return finished
-    return msgspec.structs.replace(finished, warnings=(*finished.warnings, *warnings(checks, guide.captures())))
+    return msgspec.structs.replace(finished, warnings=(*finished.warnings, *find_violations(checks, guide.captures())))
 
 
 def _warm_up(context: Context, rows: int) -> None:

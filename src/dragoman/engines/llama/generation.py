@@ -25,16 +25,16 @@ import numpy as np
 
 from dragoman.core.detokenizer import Detokenizer
 from dragoman.core.errors import EngineFailed
-from dragoman.core.event_queue import Mailbox
+from dragoman.core.event_queue import EventQueue
 from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.binding import Context, LlamaModel
 from dragoman.engines.llama.sampling import SamplingParams, TokenMask, TokenPicker, token_logprob
 from dragoman.engines.llama.scheduler import Chunk, Job
 from dragoman.engines.llama.speculation import DraftLookup
-from dragoman.engines.reply_limits import Budget, Sections
+from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
 from dragoman.grammar.masks import Guide
-from dragoman.grammar.schema_check import Check
+from dragoman.grammar.schema_check import SchemaCheck
 
 _ids = itertools.count()
 
@@ -44,9 +44,9 @@ class GenerationParams(msgspec.Struct, frozen=True):
 
     limit: int
     guide: Guide | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[SchemaCheck, ...] = ()
     calls: bool = False
-    budget: Budget | None = None
+    budget: ThinkingBudget | None = None
     thinking: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -55,7 +55,7 @@ class Generation:
     def __init__(
         self,
         request: GenerationRequest,
-        model: Model,
+        model: LlamaModel,
         sampling: SamplingParams,
         prompt: tuple[int, ...],
         params: GenerationParams,
@@ -75,13 +75,13 @@ class Generation:
         self.prompt_text = _prompt_text(request, model) if request.echo else None
         prompt_outputs = request.logprobs is not None and request.logprobs.prompt
         self.job = Job(next(_ids), prompt, prompt_outputs, request.principal, request.keep_seconds)
-        self.inbox = Mailbox()
+        self.inbox = EventQueue()
         self.picker: TokenPicker | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.lookup = lookup
         self.detokenizer = Detokenizer()
         self.forced: deque[int] = deque()
-        self.sections = Sections() if params.calls else None
+        self.sections = RepeatedCallDetector() if params.calls else None
         self.cached = self.kept = 0
         self.count = 0
 
@@ -128,11 +128,11 @@ class Generation:
             events += self._finish("length")
         return token, events
 
-    def hopes(self) -> Sequence[float]:
+    def draft_chances(self) -> Sequence[float]:
         """Return the probabilities that one, two, three … drafted tokens are all right."""
         if self.lookup is None or self.forced:
             return ()
-        return self.lookup.hopes(self.limit - self.count - 1)
+        return self.lookup.draft_chances(self.limit - self.count - 1)
 
     def draft(self, count: int) -> Sequence[int]:
         """Return up to `count` likely next tokens that the grammar allows."""
@@ -196,6 +196,6 @@ class Generation:
         return [TextDelta(rest, count=0), finished] if rest else [finished]
 
 
-def _prompt_text(request: GenerationRequest, model: Model) -> str | None:
+def _prompt_text(request: GenerationRequest, model: LlamaModel) -> str | None:
     prompt = request.prompt
     return model.detokenize(prompt) if isinstance(prompt, tuple) else prompt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-MANY = 16
+MAX_DEFAULT_THREADS = 16
 """Default maximum of threads. With more, decoding is usually bound by memory."""
 CGROUP_ROOT, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -24,7 +24,7 @@ class Processor(msgspec.Struct, frozen=True):
 
 def threads() -> int:
     """Return the number of compute threads to use without measurement."""
-    return min(cpus(), MANY)
+    return min(cpus(), MAX_DEFAULT_THREADS)
 
 
 def cpus() -> int:

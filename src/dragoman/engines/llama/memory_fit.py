@@ -12,7 +12,7 @@ import msgspec
 
 from dragoman.core.errors import ConfigError
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.binding import MAX_SEQUENCES, Kv, Model
+from dragoman.engines.llama.binding import MAX_SEQUENCES, Kv, LlamaModel
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.files.gguf import Value, read_metadata
 
@@ -54,7 +54,7 @@ class ContextSize(msgspec.Struct, frozen=True):
         return self.slots + self.cached
 
 
-def fit_context(model: Model, options: LlamaOptions) -> ContextSize:
+def fit_context(model: LlamaModel, options: LlamaOptions) -> ContextSize:
     """Choose the sizes that the options leave open. Raises `ConfigError` if the memory is too small."""
     contexts = 1 + len(options.adapters)
     token_bytes = contexts * kv_bytes_per_token(model, options.kv)
@@ -70,7 +70,7 @@ def fit_context(model: Model, options: LlamaOptions) -> ContextSize:
     return size
 
 
-def kv_bytes_per_token(model: Model, kv: Kv) -> int:
+def kv_bytes_per_token(model: LlamaModel, kv: Kv) -> int:
     return max(KvShape(*model.attention_shape).token_bytes(kv), 1)
 
 

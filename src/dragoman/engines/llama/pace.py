@@ -19,14 +19,14 @@ STEPS_BEFORE_TRY = 5
 """Normal steps of a prompt before the first long step. Long steps do not pay at the beginning of a text."""
 
 
-class Pace:
-    """Number of prompt rows for a step of `seconds`. With `leaps`, long steps of LONG_STEP_ROWS are tried."""
+class StepPace:
+    """Number of prompt rows for a step of `seconds`. With `long_steps`, long steps of LONG_STEP_ROWS are tried."""
 
-    def __init__(self, seconds: float, *, least: int, most: int, leaps: bool = False) -> None:
+    def __init__(self, seconds: float, *, least: int, most: int, long_steps: bool = False) -> None:
         self.seconds = seconds
         self.most = most
         self.least = min(least, most)
-        self.leaps = leaps and most >= LONG_STEP_ROWS
+        self.long_steps = long_steps and most >= LONG_STEP_ROWS
         self._rows = self.least
         self._row_seconds = 0.0
         self._is_long = False
@@ -48,7 +48,7 @@ class Pace:
             return
         self._row_seconds = seconds / rows
         self._adjust(seconds)
-        if self.leaps:
+        if self.long_steps:
             self._steps_until_try -= 1
             estimated = LONG_STEP_ROWS * ESTIMATED_ROW_COST * self._row_seconds
             self._is_long = self._steps_until_try <= 0 and estimated <= MAX_LONG_STEP * self.seconds

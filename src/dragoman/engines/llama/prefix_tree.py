@@ -25,7 +25,7 @@ class _Node:
         self.children: dict[int, _Node] = {}
 
 
-class Prefixes:
+class PrefixTree:
     """The texts of holders, which are integers."""
 
     def __init__(self) -> None:

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.llama.binding import Model
+from dragoman.engines.llama.binding import LlamaModel
 from dragoman.engines.llama.generation import Generation, GenerationParams
 from dragoman.engines.llama.sampling import complete_sampling, default_sampling
 from dragoman.engines.llama.speculation import DraftLookup
-from dragoman.engines.prompt_reader import Read, Reading
+from dragoman.engines.prompt_reader import PromptReader, PromptTokens
 from dragoman.formats.syntax import ModelFormat
-from dragoman.grammar.constraints import Constrained, Constraints
+from dragoman.grammar.constraints import CompiledConstraint, ConstraintCompiler
 
 
-class LlamaRequestBuilder(Reading):
+class LlamaRequestBuilder(PromptReader):
     def __init__(
         self,
-        model: Model,
+        model: LlamaModel,
         context: int,
         syntax: ModelFormat,
         template_options: Sequence[str] = (),
@@ -26,7 +26,7 @@ class LlamaRequestBuilder(Reading):
         self.weights = model
         self.speculation = speculation
         self.defaults = default_sampling(model.metadata)
-        self.constraints = Constraints(self.speaker, model.pieces, model.hidden, self.inner_tokens)
+        self.constraints = ConstraintCompiler(self.speaker, model.pieces, model.hidden, self.tokenize_inner_text)
 
     def drafts(self, request: GenerationRequest) -> bool:
         """Whether to draft tokens. Drafts change the rounding of logits, so a request with a seed has none."""
@@ -35,14 +35,16 @@ class LlamaRequestBuilder(Reading):
     def least(self, request: GenerationRequest) -> int:
         return 0 if request.max_tokens == 0 else 1
 
-    async def constrain(self, request: GenerationRequest, read: Read) -> Constrained | None:
+    async def constrain(self, request: GenerationRequest, read: PromptTokens) -> CompiledConstraint | None:
         """Compile the constraint on the reply. Runs in the event loop and leaves the work to processes and threads."""
-        if not self.is_shaped(request):
+        if not self.is_constrained(request):
             return None
         thinks, opened = self.may_think(request), read.opener is not None
         return await self.constraints.constrain(request, thinks=thinks, opened=opened)
 
-    def generation(self, request: GenerationRequest, read: Read, constrained: Constrained | None = None) -> Generation:
+    def generation(
+        self, request: GenerationRequest, read: PromptTokens, constrained: CompiledConstraint | None = None
+    ) -> Generation:
         sampling = complete_sampling(request.sampling, self.defaults, self.weights.suppressed)
         shape = None if constrained is None else constrained.shape
         params = GenerationParams(

@@ -32,12 +32,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dragoman.core.errors import DragomanError, EngineFailed
 from dragoman.core.events import Event, Finished
 from dragoman.engines.llama.binding import ABORTED, Context
-from dragoman.engines.llama.compute_thread import STOPPED, Turns
+from dragoman.engines.llama.compute_thread import STOPPED, ComputeThread
 from dragoman.engines.llama.generation import Generation
-from dragoman.engines.llama.pace import Pace
+from dragoman.engines.llama.pace import StepPace
 from dragoman.engines.llama.scheduler import Chunk, Plan, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy
-from dragoman.engines.llama.speculation import MOST_DRAFTED, Cost, worthwhile
+from dragoman.engines.llama.speculation import MAX_DRAFTED, StepCost, choose_draft_counts
 from dragoman.grammar.masks import Guide
 
 log = logging.getLogger("dragoman.engine")
@@ -66,11 +66,11 @@ class Runner:
         *,
         batch: int,
         gap: float,
-        leaps: bool,
-        turns: Turns,
+        long_steps: bool,
+        turns: ComputeThread,
     ) -> None:
         """`batch` is the most prompt tokens of a step, `gap` the seconds that somebody who decodes may wait as a rule;
-        `leaps` may be made where the rows of a prompt are looked at together."""
+        `long_steps` may be made where the rows of a prompt are looked at together."""
         self.context = context
         self.schedule = schedule
         self.scheduler = schedule()
@@ -80,14 +80,14 @@ class Runner:
         self.decodes = False
         self.tokens = 0
         """Those that its jobs have in memory, after the last step."""
-        self.alone = Pace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
-        self.among_others = Pace(gap, least=LEAST_CHUNK, most=batch, leaps=leaps)
-        self.among_principals = Pace(min(gap, SHARED_SECONDS), least=LEAST_CHUNK, most=batch)
+        self.alone = StepPace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
+        self.among_others = StepPace(gap, least=LEAST_CHUNK, most=batch, long_steps=long_steps)
+        self.among_principals = StepPace(min(gap, SHARED_SECONDS), least=LEAST_CHUNK, most=batch)
         self._last_job: dict[str, float] = {}
         """When each principal sent its latest job."""
         self.gap = gap
-        self.most_drafted = min(batch, MOST_DRAFTED)
-        self.cost = Cost()
+        self.most_drafted = min(batch, MAX_DRAFTED)
+        self.cost = StepCost()
         self.drafted = self.accepted = 0
         self.live: dict[int, Generation] = {}
         self.sole: Generation | None = None
@@ -179,7 +179,7 @@ class Runner:
             rows = sum(len(chunk.tokens) for chunk in plan.chunks)
             self.cost.took(rows, rows - len(plan.chunks), time.monotonic() - begun)
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> StepPace:
         if len(self._last_job) > 1:
             oldest = time.monotonic() - RECENT_SECONDS
             self._last_job = {principal: at for principal, at in self._last_job.items() if at > oldest}
@@ -189,8 +189,8 @@ class Runner:
         return self.among_others if awaited else self.alone
 
     def _drafts(self) -> dict[int, Sequence[int]]:
-        hopes = {job: self.live[job].hopes() for job in self.scheduler.decoding}
-        counts = worthwhile(self.cost, hopes, self.gap, self.most_drafted)
+        draft_chances = {job: self.live[job].draft_chances() for job in self.scheduler.decoding}
+        counts = choose_draft_counts(self.cost, draft_chances, self.gap, self.most_drafted)
         return {job: self.live[job].draft(count) for job, count in counts.items()}
 
     def _prepare(self, plan: Plan) -> None:

@@ -39,8 +39,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from dragoman.engines.llama.prefix_tree import Prefixes
-from dragoman.engines.llama.sequences import LEFT, WORTH, Effect, Sequences
+from dragoman.engines.llama.prefix_tree import PrefixTree
+from dragoman.engines.llama.sequences import MIN_DECODED_TOKENS, MIN_SHARED_TOKENS, Effect, SequenceAllocator
 
 MAX_PROMPT_OUTPUTS = 64
 """Each takes one float per token of the vocabulary until the next decode."""
@@ -114,8 +114,8 @@ class Scheduler:
         self.isolate = isolate
         self.waiting: dict[int, Job] = {}
         self.slots: dict[int, _Slot] = {}
-        self.sequences = Sequences(slots, cached if sharing else 0, sharing=sharing, clock=clock)
-        self.promised = Prefixes()
+        self.sequences = SequenceAllocator(slots, cached if sharing else 0, sharing=sharing, clock=clock)
+        self.promised = PrefixTree()
         """The prompts of those that are prefilling."""
         self.in_flight: dict[int, Chunk] = {}
 
@@ -215,7 +215,7 @@ class Scheduler:
         return self.sharing and not job.prompt_outputs
 
     def _keeps(self, job: Job) -> bool:
-        return job.keep > 0 and len(job.prompt) >= WORTH and self.sequences.pins.limit > 0
+        return job.keep > 0 and len(job.prompt) >= MIN_SHARED_TOKENS and self.sequences.pins.limit > 0
 
     def _salt(self, job: Job) -> str:
         return job.principal if self.isolate else ""
@@ -227,8 +227,8 @@ class Scheduler:
             return False
         if leader is not None and leader.done < slot.common:
             return True
-        coming, leaders = self.promised.longest(job.prompt[:-LEFT], self._salt(job))
-        if coming < self.sequences.prefix(job.prompt, self._salt(job))[0] + WORTH:
+        coming, leaders = self.promised.longest(job.prompt[:-MIN_DECODED_TOKENS], self._salt(job))
+        if coming < self.sequences.prefix(job.prompt, self._salt(job))[0] + MIN_SHARED_TOKENS:
             return False
         slot.leader = max(leaders, key=lambda leader: self.slots[leader].done)
         slot.common = coming
@@ -242,7 +242,7 @@ class Scheduler:
             self.promised.hold(job.id, job.prompt, self._salt(job))
 
     def _close_up(self) -> None:
-        if (move := self.sequences.close_up()) is not None:
+        if (move := self.sequences.close_gap()) is not None:
             seat, free = move
             next(slot for slot in self.slots.values() if slot.sequence == seat).sequence = free
 

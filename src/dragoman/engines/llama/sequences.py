@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
-from dragoman.engines.llama.prefix_tree import Prefixes
+from dragoman.engines.llama.prefix_tree import PrefixTree
 
-WORTH = 32
+MIN_SHARED_TOKENS = 32
 """Smallest number of tokens worth sharing."""
-LEFT = 2
+MIN_DECODED_TOKENS = 2
 """Tokens at the end of a prompt that are always decoded."""
 GAP_PLANS = 2
 """Plans for which a gap waits for a new job, because the next turn of a conversation often comes at once."""
@@ -90,14 +90,14 @@ class PinnedPrefixes:
         return self._pins
 
 
-class Sequences:
+class SequenceAllocator:
     def __init__(
         self, slots: int, cached: int = 0, *, sharing: bool = True, clock: Callable[[], float] = lambda: 0.0
     ) -> None:
         self.slots = range(slots)
         self.cache = range(slots, slots + cached)
         self.sharing = sharing
-        self.held = Prefixes()
+        self.held = PrefixTree()
         self.pins = PinnedPrefixes(cached // 2, clock)
         self.occupied: set[int] = set()
         """Slots that belong to a job."""
@@ -110,8 +110,8 @@ class Sequences:
 
     def prefix(self, prompt: Sequence[int], salt: str) -> tuple[int, frozenset[int]]:
         """Return how many tokens of a prompt can be reused, and the sequences that hold them."""
-        length, holders = self.held.longest(prompt[:-LEFT], salt)
-        return (length, holders) if length >= WORTH else (0, frozenset())
+        length, holders = self.held.longest(prompt[:-MIN_DECODED_TOKENS], salt)
+        return (length, holders) if length >= MIN_SHARED_TOKENS else (0, frozenset())
 
     def take(self, prompt: Sequence[int], salt: str, *, reuse: bool = True) -> tuple[int, int]:
         """Return a slot for a job, and how many tokens of its prompt are in it."""
@@ -119,7 +119,7 @@ class Sequences:
         pinned = self._pinned_sequences()
 
         def needs_caching(slot: int) -> bool:
-            return self._lost_tokens(slot, length, holders) >= (1 if slot in pinned else WORTH)
+            return self._lost_tokens(slot, length, holders) >= (1 if slot in pinned else MIN_SHARED_TOKENS)
 
         slot = min(
             (slot for slot in self.slots if slot not in self.occupied),
@@ -148,7 +148,7 @@ class Sequences:
             self.held.hold(slot, prompt[:length], salt)
         return slot, length
 
-    def close_up(self) -> tuple[int, int] | None:
+    def close_gap(self) -> tuple[int, int] | None:
         """Close a gap between jobs. Call it once per plan; returns the old and the new slot of a job that moves."""
         occupied = self.occupied
         if not self.sharing or not occupied or max(occupied) - min(occupied) < len(occupied):
@@ -189,7 +189,7 @@ class Sequences:
 
     def _move_job(self, slot: int, free: int) -> None:
         pinned = self._pinned_sequences()
-        if self.held.exclusive_length(free) >= (1 if free in pinned else WORTH):
+        if self.held.exclusive_length(free) >= (1 if free in pinned else MIN_SHARED_TOKENS):
             self._move_to_cache(free, slot, pinned)
         self._copy_text(slot, free)
         self.occupied.remove(slot)
@@ -207,7 +207,9 @@ class Sequences:
     def _pinned_sequences(self) -> frozenset[int]:
         """Return the sequences that are the only holders of a pinned prefix."""
         matches = [self.held.longest(pin.tokens, pin.salt) for pin in self.pins.live]
-        return frozenset().union(*(holders for length, holders in matches if length >= WORTH and len(holders) == 1))
+        return frozenset().union(
+            *(holders for length, holders in matches if length >= MIN_SHARED_TOKENS and len(holders) == 1)
+        )
 
     def _move_to_cache(self, slot: int, source: int, pinned: frozenset[int]) -> None:
         """Move the slot's text to the cache, if a sequence there may be evicted. `source` is about to be copied."""
@@ -222,7 +224,7 @@ class Sequences:
         self.last_use[target] = self.last_use[slot]
 
     def _is_exclusive(self, sequence: int) -> bool:
-        return self.held.exclusive_length(sequence) >= WORTH
+        return self.held.exclusive_length(sequence) >= MIN_SHARED_TOKENS
 
     def _copy_text(self, source: int, target: int) -> None:
         """Copy the memory of a sequence and make `target` the holder of its text."""

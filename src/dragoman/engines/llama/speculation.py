@@ -25,7 +25,7 @@ GRAM = 3
 """Tokens that must match. Two tokens match too often by accident."""
 MAX_AHEAD = 7
 """Drafted tokens of one job. llama.cpp's kernels gain nothing from more rows of one sequence."""
-MOST_DRAFTED = 32
+MAX_DRAFTED = 32
 """Drafted tokens of one step. Kernels for 64 rows and more round differently."""
 CONFIRMED_TOKENS = 4
 """Tokens after which a match counts as confirmed."""
@@ -82,7 +82,7 @@ class DraftLookup:
         else:
             self._find_match()
 
-    def hopes(self, most: int) -> list[float]:
+    def draft_chances(self, most: int) -> list[float]:
         """Return the probabilities that the first, the first two, the first three … guessed tokens are right."""
         if self.match == NO_MATCH:
             return []
@@ -108,7 +108,7 @@ class DraftLookup:
         self.confirmed = 0
 
 
-class Cost:
+class StepCost:
     """Estimates the duration of a step as `fixed + row * rows` seconds."""
 
     def __init__(self) -> None:
@@ -142,18 +142,20 @@ class Cost:
         self.row = (self.row + FORGETTING_RATE * (even - self.row)) * factor
 
 
-def worthwhile(
-    cost: Cost, hopes: Mapping[int, Sequence[float]], gap: float, most: int = MOST_DRAFTED
+def choose_draft_counts(
+    cost: StepCost, draft_chances: Mapping[int, Sequence[float]], gap: float, most: int = MAX_DRAFTED
 ) -> dict[int, int]:
     """Return how many tokens to draft for each job, given the probabilities from `DraftLookup`. Omits zeros."""
-    plain = cost.seconds(len(hopes))
+    plain = cost.seconds(len(draft_chances))
     if not plain:
         return {}
-    longest = max(gap, plain / MIN_JOB_SPEED) if len(hopes) > 1 else math.inf
-    best, chosen = MIN_GAIN * len(hopes) / plain, 0
+    longest = max(gap, plain / MIN_JOB_SPEED) if len(draft_chances) > 1 else math.inf
+    best, chosen = MIN_GAIN * len(draft_chances) / plain, 0
     # The probabilities of one job decrease, so a guess never precedes the guess that it depends on.
-    order = sorted(((chance, job) for job, chances in hopes.items() for chance in chances), key=lambda item: -item[0])
-    expected = dict.fromkeys(hopes, 1.0)
+    order = sorted(
+        ((chance, job) for job, chances in draft_chances.items() for chance in chances), key=lambda item: -item[0]
+    )
+    expected = dict.fromkeys(draft_chances, 1.0)
     for count, (chance, job) in enumerate(order[:most], 1):
         seconds = plain + cost.row * count
         expected[job] += chance

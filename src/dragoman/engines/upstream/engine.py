@@ -21,7 +21,7 @@ import msgspec
 from dragoman.client.call import PROTOCOLS
 from dragoman.core import loop_guard
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import Engine, MakeVectors, ModelInfo
+from dragoman.core.engine import EmbedFunction, Engine, ModelInfo
 from dragoman.core.errors import (
     AnswerTimeout,
     BadRequest,
@@ -35,13 +35,13 @@ from dragoman.core.errors import (
 )
 from dragoman.core.events import Event, Finished, Listener, Started, Usage
 from dragoman.core.request import GenerationRequest, Image, Sampling
-from dragoman.core.urls import public, site
+from dragoman.core.urls import parse_address, remove_credentials
 from dragoman.engines.upstream import error_mapping
-from dragoman.engines.upstream.options import UpstreamOptions, key_of
-from dragoman.engines.upstream.pool import PlaceState, Pool, Spot
-from dragoman.engines.upstream.prefix_index import chain
+from dragoman.engines.upstream.options import UpstreamOptions, read_api_key
+from dragoman.engines.upstream.pool import PoolMember, ServerPool, UpstreamState
+from dragoman.engines.upstream.prefix_index import hash_prefixes
 from dragoman.engines.upstream.upstream_server import PROBE_SECONDS, TrackedListener, UpstreamServer
-from dragoman.pipeline.event_stream import read
+from dragoman.pipeline.event_stream import pull_events
 
 FIRST_PROBE_SECONDS = 1.0
 """How long `start` waits for the first probe of all servers."""
@@ -64,18 +64,20 @@ PROTOCOL_FEATURES = frozenset(Sampling.__struct_fields__) | {
 
 class UpstreamEngine(Engine):
     Options = UpstreamOptions
-    streams_events = True
-    calls_back = True
+    emits_events = True
+    is_push_based = True
     device = "elsewhere"
 
     def __init__(self, name: str, options: UpstreamOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.options = options
         self.slots = options.slots
-        self.tells_calls = options.format is None
+        self.emits_tool_calls = options.format is None
         self._id = loop_guard.new_id()
-        self.servers = [UpstreamServer(server, options, key_of(name, server), self._id) for server in options.places]
-        self.pool = Pool([Spot(server.weight, server.rank) for server in options.places], clock)
+        self.servers = [
+            UpstreamServer(server, options, read_api_key(name, server), self._id) for server in options.places
+        ]
+        self.pool = ServerPool([PoolMember(server.weight, server.rank) for server in options.places], clock)
         self._prober: asyncio.Task[None] | None = None
         self._first_probe: asyncio.Future[None]
         """Done when all servers have been probed once."""
@@ -174,11 +176,11 @@ class UpstreamEngine(Engine):
         url, problem = self.servers[at].url, f"listing its models takes longer than {PROBE_SECONDS:g} s"
         if before == "up" and self.pool.state(at) == "out":
             log.warning("model %s: %s is unreachable: %s, and no request succeeded", self.name, url, problem)
-        elif self.pool.spots[at].slow_probes == 1:
+        elif self.pool.members[at].slow_probes == 1:
             log.warning("model %s: %s is slow: %s; requests are still sent to it", self.name, url, problem)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        return read(lambda listener: self.tell(request, listener))
+        return pull_events(lambda listener: self.tell(request, listener))
 
     async def tell(self, request: GenerationRequest, listener: Listener) -> None:
         loop_guard.check(self._id, request.model)
@@ -190,7 +192,7 @@ class UpstreamEngine(Engine):
                 await pause
             return
         tried: set[int] = set()
-        links = chain(request) if len(self.servers) > 1 else []
+        links = hash_prefixes(request) if len(self.servers) > 1 else []
         failure: DragomanError | None = None
         while True:
             at = self._choose_server(links, tried, failure)
@@ -261,7 +263,7 @@ class UpstreamEngine(Engine):
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
         return await self._embed(self.name, inputs)
 
-    def vectors_of(self, model: str) -> MakeVectors:
+    def embed_function_for(self, model: str) -> EmbedFunction:
         return partial(self._embed, model)
 
     async def _embed(self, model: str, inputs: Sequence[Input]) -> Sequence[Embedding]:
@@ -294,19 +296,19 @@ class UpstreamEngine(Engine):
             finally:
                 self.pool.ended(at)
 
-    def states(self) -> list[PlaceState]:
+    def states(self) -> list[UpstreamState]:
         """The state of each server, for the operator."""
         return [
-            PlaceState(server.url, self.pool.state(at), spot.running, spot.failures, spot.weight, spot.rank)
-            for at, (server, spot) in enumerate(zip(self.servers, self.pool.spots, strict=True))
+            UpstreamState(server.url, self.pool.state(at), spot.running, spot.failures, spot.weight, spot.rank)
+            for at, (server, spot) in enumerate(zip(self.servers, self.pool.members, strict=True))
         ]
 
     def drain(self, url: str, drained: bool) -> None:
         """Stop or resume sending requests to a server."""
-        address = site(url).api
+        address = parse_address(url).api
         found = [at for at, server in enumerate(self.servers) if server.talk.site.api == address]
         if not found:
-            raise ConfigError(f"model {self.name} has no server {public(url)!r:.200}")
+            raise ConfigError(f"model {self.name} has no server {remove_credentials(url)!r:.200}")
         self.pool.drain(found[0], drained)
 
 

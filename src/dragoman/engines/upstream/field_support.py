@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
-from dragoman.client.call import Spoken
+from dragoman.client.call import ClientProtocol
 from dragoman.core.errors import ContextTooLong, DragomanError, InvalidSchema, NotSupported, UnsupportedParameter
 from dragoman.core.request import GenerationRequest, Sampling, Thinking
 from dragoman.protocols.client import request_fields
@@ -79,9 +79,9 @@ def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> s
     return FEATURE_BY_FIELD[max(named, key=len)] if named else None
 
 
-def adapt_request(request: GenerationRequest, protocol: Spoken, rejected: Collection[str]) -> AdaptedRequest:
+def adapt_request(request: GenerationRequest, protocol: ClientProtocol, rejected: Collection[str]) -> AdaptedRequest:
     """Remove unsupported features from the request; raise `NotSupported` if an essential one is among them."""
-    missing = [name for name in request_fields.asked(request) if name not in protocol.says]
+    missing = [name for name in request_fields.used_fields(request) if name not in protocol.says]
     _check_essential(request, missing, rejected)
     omitted = [*missing, *(name for name in rejected if name not in ESSENTIAL_FEATURES)]
     features = {"thinking" if name == "thinking_budget" else name for name in omitted if name not in UNREPORTED}

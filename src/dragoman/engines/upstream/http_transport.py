@@ -19,8 +19,8 @@ from typing import cast
 import httptools
 import httpx
 
-from dragoman.client.async_transport import POUR
-from dragoman.client.http_settings import KEPT_SECONDS
+from dragoman.client.async_transport import PUSH_BODY
+from dragoman.client.http_settings import KEEPALIVE_SECONDS
 
 MAX_BUFFERED_BYTES = 1024 * 1024
 MAX_HEAD_BYTES = 256 * 1024
@@ -259,13 +259,15 @@ class UpstreamTransport(httpx.AsyncBaseTransport):
             connection.close()
             raise connection.error
         body = ResponseBody(connection, self, origin, request)
-        return httpx.Response(connection.status, headers=connection.headers, stream=body, extensions={POUR: body.pour})
+        return httpx.Response(
+            connection.status, headers=connection.headers, stream=body, extensions={PUSH_BODY: body.pour}
+        )
 
     def _reuse_idle(self, origin: Origin) -> UpstreamConnection | None:
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if not connection.is_lost and time.monotonic() - connection.idle_since < KEPT_SECONDS:
+            if not connection.is_lost and time.monotonic() - connection.idle_since < KEEPALIVE_SECONDS:
                 return connection
             connection.close()
         return None

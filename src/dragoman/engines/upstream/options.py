@@ -9,7 +9,7 @@ import msgspec
 from dragoman.client.planner import ProtocolName
 from dragoman.core.errors import ConfigError
 from dragoman.core.types import Seconds, Word
-from dragoman.core.urls import DEFAULT, public, site
+from dragoman.core.urls import DEFAULT, parse_address, remove_credentials
 
 
 class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         errors += [f"proxy: {message}" for message in _url_errors(self.proxy or DEFAULT)]
         if errors:
             raise ValueError("; ".join(errors))
-        addresses = [site(server.url).api for server in self._servers]
+        addresses = [parse_address(server.url).api for server in self._servers]
         if len(set(addresses)) < len(addresses):
             raise ValueError("urls contains the same address twice; use weight to send more requests to one server")
 
@@ -82,18 +82,20 @@ class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _url_errors(url: str) -> Sequence[str]:
     try:
-        site(url)
+        parse_address(url)
     except ConfigError as error:
         return error.mistakes
     return ()
 
 
-def key_of(name: str, server: ServerOptions) -> str | None:
+def read_api_key(name: str, server: ServerOptions) -> str | None:
     """Read the API key of a server from the environment."""
     if server.key_env is None:
         return None
     key = os.environ.get(server.key_env, "").strip()
     if not key:
-        message = f"models.{name}: the environment variable {server.key_env} has no key for {public(server.url)}"
+        message = (
+            f"models.{name}: the environment variable {server.key_env} has no key for {remove_credentials(server.url)}"
+        )
         raise ConfigError(message)
     return key

@@ -35,7 +35,7 @@ SLACK_SHARE = 0.5
 Clock = Callable[[], float]
 
 
-class Spot:
+class PoolMember:
     """State of one server in the pool."""
 
     def __init__(self, weight: float = 1.0, rank: int = 0) -> None:
@@ -76,7 +76,7 @@ class Spot:
         self.suspensions += 1
 
 
-class PlaceState(msgspec.Struct, frozen=True):
+class UpstreamState(msgspec.Struct, frozen=True):
     """State of one server, as shown to the operator."""
 
     url: str
@@ -87,31 +87,31 @@ class PlaceState(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Pool:
-    def __init__(self, spots: Sequence[Spot], clock: Clock, prefixes: PrefixIndex | None = None) -> None:
-        self.spots = list(spots)
+class ServerPool:
+    def __init__(self, members: Sequence[PoolMember], clock: Clock, prefixes: PrefixIndex | None = None) -> None:
+        self.members = list(members)
         self._clock = clock
         self._prefixes = PrefixIndex() if prefixes is None else prefixes
 
     def choose(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
         """Choose a server and count the request there; None if no server is available."""
-        chosen = self.preferred(links, without)
+        chosen = self.find_preferred(links, without)
         if chosen is not None:
             self.take(chosen, links)
         return chosen
 
-    def preferred(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
+    def find_preferred(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
         """Choose a server without counting the request."""
         now = self._clock()
-        available = [at for at, spot in enumerate(self.spots) if at not in without and spot.is_available(now)]
+        available = [at for at, spot in enumerate(self.members) if at not in without and spot.is_available(now)]
         if not available:
             return None
-        rank = min(self.spots[at].rank for at in available)
-        return self._best([at for at in available if self.spots[at].rank == rank], links)
+        rank = min(self.members[at].rank for at in available)
+        return self._best([at for at in available if self.members[at].rank == rank], links)
 
     def take(self, at: int, links: Sequence[bytes] = ()) -> None:
         """Count a request as running on the server."""
-        spot = self.spots[at]
+        spot = self.members[at]
         spot.running += 1
         spot.served += 1 / spot.weight
         if spot.suspensions:
@@ -123,36 +123,36 @@ class Pool:
         least = min(candidates, key=self._load_order)
         if len(candidates) == 1 or not links:
             return least
-        holders, count = self._prefixes.find_longest(links, {at: self.spots[at].generation for at in candidates})
+        holders, count = self._prefixes.find_longest(links, {at: self.members[at].generation for at in candidates})
         if not count:
             return least
         holder = min(holders, key=self._load_order)
-        lowest = self.spots[least].load
-        return holder if self.spots[holder].load <= lowest + max(SLACK, lowest * SLACK_SHARE) else least
+        lowest = self.members[least].load
+        return holder if self.members[holder].load <= lowest + max(SLACK, lowest * SLACK_SHARE) else least
 
     def _load_order(self, at: int) -> tuple[float, float]:
-        return self.spots[at].load, self.spots[at].served
+        return self.members[at].load, self.members[at].served
 
     def ended(self, at: int, begun: bool = False) -> None:
         """Count a request as ended; `begun` is whether its reply had begun."""
-        self.spots[at].running -= 1
-        self.spots[at].streaming -= begun
+        self.members[at].running -= 1
+        self.members[at].streaming -= begun
 
     def record_reply_start(self, at: int) -> None:
         """Record that a reply has begun and continues."""
-        self.spots[at].streaming += 1
+        self.members[at].streaming += 1
         self.record_success(at)
 
     def record_success(self, at: int) -> None:
         """Record a successful answer."""
-        spot = self.spots[at]
+        spot = self.members[at]
         spot.failures = spot.slow_probes = 0
         spot.succeeded_at = self._clock()
         if spot.suspensions:
             self._restore(spot)
 
     def record_failure(self, at: int, is_unreachable: bool) -> None:
-        spot = self.spots[at]
+        spot = self.members[at]
         spot.failures += 1
         if not is_unreachable and spot.failures < MAX_FAILURES and not spot.suspensions:
             return
@@ -163,12 +163,12 @@ class Pool:
         spot.is_unreachable = is_unreachable
 
     def pause(self, at: int, seconds: float) -> None:
-        spot = self.spots[at]
+        spot = self.members[at]
         spot.paused_until = max(spot.paused_until, self._clock() + min(seconds, MAX_PAUSE_SECONDS))
 
     def record_probe(self, at: int) -> None:
         """Record an answered probe; an unreachable server is restored."""
-        spot = self.spots[at]
+        spot = self.members[at]
         spot.slow_probes = 0
         if spot.suspensions and spot.is_unreachable:
             spot.failures = 0
@@ -176,28 +176,28 @@ class Pool:
 
     def record_slow_probe(self, at: int) -> None:
         """Record a probe that timed out."""
-        spot, now = self.spots[at], self._clock()
+        spot, now = self.members[at], self._clock()
         spot.slow_probes += 1
         is_working = spot.streaming > 0 or now - spot.succeeded_at < RECENT_SECONDS
-        has_others = any(other is not spot and other.is_available(now) for other in self.spots)
+        has_others = any(other is not spot and other.is_available(now) for other in self.members)
         if spot.slow_probes >= MAX_FAILURES and has_others and not is_working:
             self.record_failure(at, is_unreachable=True)
 
     def drain(self, at: int, drained: bool) -> None:
         """Stop or resume sending requests to the server. Running requests continue."""
-        self.spots[at].is_drained = drained
+        self.members[at].is_drained = drained
 
-    def renew(self, at: int) -> None:
+    def reset_member(self, at: int) -> None:
         """Reset the state of a server that has been replaced."""
         self.drain(at, drained=False)
-        self._restore(self.spots[at])
+        self._restore(self.members[at])
 
     def seconds_until_available(self) -> float:
         """Estimate the seconds until a server is available."""
         now = self._clock()
         available_at = [
             max(spot.suspended_until if spot.suspensions else 0, spot.paused_until)
-            for spot in self.spots
+            for spot in self.members
             if not spot.is_drained
         ]
         return max(1.0, min(available_at) - now) if available_at else MAX_SUSPENSION_SECONDS
@@ -205,19 +205,19 @@ class Pool:
     @property
     def is_known_unreachable(self) -> bool:
         """Whether all servers are suspended, and not just one server for the first time."""
-        return all(spot.suspensions for spot in self.spots) and sum(spot.suspensions for spot in self.spots) > 1
+        return all(spot.suspensions for spot in self.members) and sum(spot.suspensions for spot in self.members) > 1
 
     def state(self, at: int) -> str:
-        spot, now = self.spots[at], self._clock()
+        spot, now = self.members[at], self._clock()
         if spot.is_drained:
             return "draining" if spot.running else "drained"
         if spot.suspensions:
             return "out"
         return "resting" if now < spot.paused_until else "up"
 
-    def _restore(self, spot: Spot) -> None:
+    def _restore(self, spot: PoolMember) -> None:
         spot.suspensions = 0
         spot.suspended_until = 0.0
         spot.generation += 1
-        others = [other.served for other in self.spots if other is not spot and not other.suspensions]
+        others = [other.served for other in self.members if other is not spot and not other.suspensions]
         spot.served = max(spot.served, min(others, default=0.0))

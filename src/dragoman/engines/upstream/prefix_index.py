@@ -27,7 +27,7 @@ MAX_HOLDERS = 8
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
-def chain(request: GenerationRequest) -> list[bytes]:
+def hash_prefixes(request: GenerationRequest) -> list[bytes]:
     """Return one hash per complete block of the prompt."""
     data = _encoder.encode((request.prompts, request.tools, request.messages))[: BLOCK * MAX_BLOCKS]
     link = hashlib.blake2b(_encoder.encode((request.principal, request.model)), digest_size=16).digest()

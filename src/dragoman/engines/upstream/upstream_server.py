@@ -8,16 +8,16 @@ import httpx
 import msgspec
 
 from dragoman.client import http_settings, rest_calls
-from dragoman.client.async_transport import Answer, Line
-from dragoman.client.call import COMPLETIONS, PROTOCOLS, Exchange, Spoken
-from dragoman.client.planner import Call, Talk
-from dragoman.client.rest_calls import Made, Model
+from dragoman.client.async_transport import AsyncTransport, OpenedHttpxResponse
+from dragoman.client.call import COMPLETIONS, PROTOCOLS, ClientCall, ClientProtocol
+from dragoman.client.planner import CallPlanner, PlannedCall
+from dragoman.client.rest_calls import EmbeddingResult, ServerModel
 from dragoman.core import loop_guard
 from dragoman.core.embeddings import Input
 from dragoman.core.errors import DragomanError, MethodNotAllowed, NotFound, NotSupported
 from dragoman.core.events import Event, Finished, Listener, Started
 from dragoman.core.request import GenerationRequest
-from dragoman.core.urls import find_secrets, public, redact_secrets
+from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
 from dragoman.engines.upstream.field_support import (
     ESSENTIAL_FEATURES,
     adapt_request,
@@ -39,7 +39,7 @@ MISSING_USAGE = "the upstream server of this model did not report token usage"
 class Attempt(msgspec.Struct, frozen=True):
     """A request in one protocol, and the parameters left out of it."""
 
-    call: Call
+    call: PlannedCall
     ignored: tuple[str, ...]
 
 
@@ -73,21 +73,21 @@ class TrackedListener:
 
 class UpstreamServer:
     def __init__(self, server: ServerOptions, options: UpstreamOptions, key: str | None, engine_id: str) -> None:
-        self.url = public(server.url)
+        self.url = remove_credentials(server.url)
         self.model = server.model
-        self.talk = Talk(
+        self.talk = CallPlanner(
             server.url, api_key=key, protocol=server.protocol or "auto", retries=0, extra_headers=NO_COMPRESSION
         )
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, ServerModel] = {}
         """The known models of the server, by lower-case name."""
-        settings = http_settings.settings(self.talk.site, options.silence_seconds, options.connect_seconds)
+        settings = http_settings.client_settings(self.talk.site, options.silence_seconds, options.connect_seconds)
         settings |= {"trust_env": False, "event_hooks": {"request": [partial(_add_loop_header, engine_id)]}}
         # httpx's own transport implements proxies.
         settings |= {"transport": UpstreamTransport()} if options.proxy is None else {"proxy": options.proxy}
         if options.proxy is not None and self.talk.site.is_tls:
             # Like UpstreamTransport, use only the certificates of the environment.
             settings |= {"verify": httpx.create_ssl_context()}
-        self._transport = Line(self.talk, httpx.AsyncClient(**settings))
+        self._transport = AsyncTransport(self.talk, httpx.AsyncClient(**settings))
         self._rejected: defaultdict[str, set[str]] = defaultdict(set)
         """Rejected features by model."""
         self._secrets = find_secrets(server.url, key)
@@ -117,7 +117,7 @@ class UpstreamServer:
         listener.ignored = attempt.ignored
         await self._transport.tell(attempt.call.exchange, response, listener)
 
-    async def _send(self, request: GenerationRequest) -> tuple[Attempt, Answer]:
+    async def _send(self, request: GenerationRequest) -> tuple[Attempt, OpenedHttpxResponse]:
         """Send the request, and again without each feature that the server rejects."""
         rejected = self._rejected[request.model]
         topic = "completions" if request.prompts else "generate"
@@ -155,14 +155,14 @@ class UpstreamServer:
             raise first_error
         return attempts
 
-    def _build_attempt(self, protocol: Spoken, request: GenerationRequest, rejected: set[str]) -> Attempt:
+    def _build_attempt(self, protocol: ClientProtocol, request: GenerationRequest, rejected: set[str]) -> Attempt:
         adapted = adapt_request(request, protocol, rejected)
-        exchange = Exchange(protocol, adapted.request, stream=True, check_calls=False)
+        exchange = ClientCall(protocol, adapted.request, stream=True, check_calls=False)
         if "stream_options" in rejected:
             exchange.body.pop("stream_options", None)
         return Attempt(self.talk.question(protocol.name, exchange, stream=True), adapted.ignored)
 
-    async def embed(self, inputs: Sequence[Input], model: str) -> Made:
+    async def embed(self, inputs: Sequence[Input], model: str) -> EmbeddingResult:
         body = await self._transport.json("embeddings", [rest_calls.embeddings_call(self.talk, inputs, model, None)])
         return rest_calls.read_embeddings(body, len(inputs))
 
@@ -173,7 +173,7 @@ class UpstreamServer:
 
 
 async def _add_loop_header(engine_id: str, request: httpx.Request) -> None:
-    request.headers[loop_guard.HEADER] = loop_guard.signed(engine_id)
+    request.headers[loop_guard.HEADER] = loop_guard.add_own_id(engine_id)
 
 
 def _sent_fields(attempts: Sequence[Attempt]) -> set[str]:

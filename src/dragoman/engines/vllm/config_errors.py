@@ -23,7 +23,7 @@ from dragoman.engines.vllm.options import (
     arg_names,
     find_collisions,
 )
-from dragoman.files.sources import BUILT_IN, is_model_folder
+from dragoman.files.sources import BUILT_IN, is_model_directory
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 """A model name on the Hugging Face hub; the oldest models have no organization."""
@@ -49,7 +49,7 @@ def find_errors(options: VllmOptions) -> Iterator[tuple[str, str]]:
 def _source_error(path: str) -> str | None:
     directory = Path(path).expanduser()
     if not path.startswith(HUB) and directory.is_dir():
-        if is_model_folder(directory):
+        if is_model_directory(directory):
             return None
         return f"the directory {path} has no config.json; vllm needs a model directory in Hugging Face's layout"
     if path.startswith(("/", ".", "~")):

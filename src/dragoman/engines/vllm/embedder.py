@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from dragoman.core.embeddings import Embedding, Input, each
+from dragoman.core.embeddings import Embedding, Input, map_inputs
 from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed
 from dragoman.engines.prompt_reader import check_tokens
 from dragoman.engines.vllm.vllm_api import ABORT, ERROR, StepOutput, VllmApi
 from dragoman.engines.vllm.vocabulary import HfVocabulary
-from dragoman.pipeline.event_stream import failed
+from dragoman.pipeline.event_stream import engine_failure
 
 log = logging.getLogger("dragoman.engine")
 
@@ -35,7 +35,7 @@ class PendingEmbedding:
         except Exception as error:
             # For example, half-precision poolers may return NaN.
             log.exception("an embedding of vLLM could not be read")
-            self.future.set_exception(failed(error))
+            self.future.set_exception(engine_failure(error))
 
 
 class EmbeddingRequestBuilder:
@@ -52,7 +52,7 @@ class EmbeddingRequestBuilder:
         self.ids = itertools.count()
 
     def build(self, inputs: Sequence[Input]) -> list[Any]:
-        return each(inputs, lambda entry: self._build_request(self._tokenize(entry)))
+        return map_inputs(inputs, lambda entry: self._build_request(self._tokenize(entry)))
 
     def _tokenize(self, entry: Input) -> Sequence[int]:
         if isinstance(entry, str):

@@ -20,12 +20,12 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import ModelInfo, Rendered
+from dragoman.core.engine import ModelInfo, RenderedPrompt
 from dragoman.core.errors import ConfigError, DragomanError, EngineFailed, NotSupported
 from dragoman.core.events import Event, Finished
 from dragoman.core.request import GenerationRequest
 from dragoman.engines import prompt_reader
-from dragoman.engines.step_delivery import Portion, SteppingEngine
+from dragoman.engines.step_delivery import RequestUpdate, SteppingEngine
 from dragoman.engines.vllm import vllm_api as vllm
 from dragoman.engines.vllm.captured_stderr import Overheard, overhearing, refers
 from dragoman.engines.vllm.config_errors import describe_error, find_errors, last_line
@@ -34,9 +34,9 @@ from dragoman.engines.vllm.generation import VllmGeneration
 from dragoman.engines.vllm.options import VllmOptions, adapter_directories, build_engine_args, check_arg_names
 from dragoman.engines.vllm.request_builder import VllmRequestBuilder
 from dragoman.engines.vllm.vocabulary import HfVocabulary
-from dragoman.formats import detect, named
-from dragoman.grammar.schema_check import warnings
-from dragoman.pipeline.event_stream import failed
+from dragoman.formats import detect_format, get_format
+from dragoman.grammar.schema_check import find_violations
+from dragoman.pipeline.event_stream import engine_failure
 
 log = logging.getLogger("dragoman.engine")
 T = TypeVar("T")
@@ -61,7 +61,7 @@ CONSTRAINT_FEATURES = frozenset({"strict_tools", "constraint"})
 
 class VllmEngine(SteppingEngine):
     Options = VllmOptions
-    takes_folder = True
+    loads_directory = True
 
     def __init__(self, name: str, options: VllmOptions) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class VllmEngine(SteppingEngine):
 
     async def begin(self, key: int, request: GenerationRequest) -> None:
         builder = self._require_builder()
-        if builder.is_shaped(request):
+        if builder.is_constrained(request):
             prompt = await self._run_in_pool(builder.read, request)
             constrained = await builder.constrain(request, prompt)
             generation = await self._run_in_pool(builder.build, key, request, prompt, constrained)
@@ -226,7 +226,7 @@ class VllmEngine(SteppingEngine):
             for entry in entries:
                 self._abort(entry)
 
-    async def render(self, request: GenerationRequest) -> Rendered:
+    async def render(self, request: GenerationRequest) -> RenderedPrompt:
         return await self._run_in_pool(self._require_builder().render, request, pool=self._query_pool)
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
@@ -302,7 +302,7 @@ class VllmEngine(SteppingEngine):
         if portions:
             self.receiver.take(portions)
 
-    def _process_output(self, generation: VllmGeneration, output: vllm.StepOutput) -> Portion | None:
+    def _process_output(self, generation: VllmGeneration, output: vllm.StepOutput) -> RequestUpdate | None:
         try:
             events = generation.process(output)
             if generation.closing_tokens:
@@ -310,7 +310,7 @@ class VllmEngine(SteppingEngine):
         except Exception as error:  # noqa: BLE001 (reported to the client and the log; other requests continue)
             return self._fail(generation, error)
         if not generation.has_ended:
-            return Portion(generation.key, events)
+            return RequestUpdate(generation.key, events)
         if generation.needs_abort:
             self._abort(generation)
         if generation.settings.checks and generation.guide is not None:
@@ -318,15 +318,15 @@ class VllmEngine(SteppingEngine):
             self._create_task(self._finish_checked(generation, events), generation)
             return None
         self._remove(generation)
-        return Portion(generation.key, events, ended=True)
+        return RequestUpdate(generation.key, events, ended=True)
 
-    def _fail(self, generation: VllmGeneration, error: BaseException) -> Portion:
+    def _fail(self, generation: VllmGeneration, error: BaseException) -> RequestUpdate:
         if not isinstance(error, DragomanError):
             log.error("a request failed", exc_info=error)
-            error = failed(error)
+            error = engine_failure(error)
         self._abort(generation)
         self._remove(generation)
-        return Portion(generation.key, ended=True, error=error)
+        return RequestUpdate(generation.key, ended=True, error=error)
 
     def _remove(self, generation: VllmGeneration) -> None:
         self._pending.pop(generation.request.request_id, None)
@@ -346,10 +346,12 @@ class VllmEngine(SteppingEngine):
         *before, finished = events
         if isinstance(finished, Finished) and finished.reason != "length" and generation.guide is not None:
             captures = generation.guide.captures()
-            found = await self._run_in_pool(warnings, generation.settings.checks, captures, pool=self._check_pool)
+            found = await self._run_in_pool(
+                find_violations, generation.settings.checks, captures, pool=self._check_pool
+            )
             finished = msgspec.structs.replace(finished, warnings=(*finished.warnings, *found))
         if self._generations.pop(generation.key, None) is not None:
-            self.receiver.take([Portion(generation.key, (*before, finished), ended=True)])
+            self.receiver.take([RequestUpdate(generation.key, (*before, finished), ended=True)])
 
     async def _watch_process(self, core: vllm.EngineCore) -> None:
         """Detect the death of the engine process. vLLM's own calls fail only after its cleanup."""
@@ -423,7 +425,7 @@ def _create_builder(
     tasks: Sequence[str],
     loras: Mapping[str, Any],
 ) -> VllmRequestBuilder:
-    syntax = named(options.format or detect(vocabulary.chat_template, Path(options.path).name))
+    syntax = get_format(options.format or detect_format(vocabulary.chat_template, Path(options.path).name))
     return VllmRequestBuilder(
         api,
         llm.input_processor,

@@ -16,11 +16,11 @@ import msgspec
 
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
-from dragoman.engines.reply_limits import Budget, Sections
+from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
 from dragoman.engines.vllm.vllm_api import ABORT, ERROR, LENGTH, STOP, StepOutput
 from dragoman.engines.vllm.vocabulary import HfVocabulary
 from dragoman.grammar.masks import Guide
-from dragoman.grammar.schema_check import Check
+from dragoman.grammar.schema_check import SchemaCheck
 
 MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
@@ -41,9 +41,9 @@ class ReplySettings(msgspec.Struct, frozen=True):
     prompt_top: int | None = None
     prompt_text: str | None = None
     guide: Guide | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[SchemaCheck, ...] = ()
     calls: bool = False
-    budget: Budget | None = None
+    budget: ThinkingBudget | None = None
     thinking: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -57,7 +57,7 @@ class VllmGeneration:
         self.request = request
         self.decoder = vocabulary.create_decoder()
         self.guide = settings.guide
-        self.repeated_calls = Sections() if settings.calls and settings.guide is not None else None
+        self.repeated_calls = RepeatedCallDetector() if settings.calls and settings.guide is not None else None
         self.budget = settings.budget
         self.is_plain = settings.top is None and settings.guide is None and settings.budget is None
         self.has_started = False
@@ -147,7 +147,7 @@ class VllmGeneration:
             return False
         return self.repeated_calls is not None and self.repeated_calls.repeats(text, guide.accepting)
 
-    def _is_budget_used_up(self, budget: Budget, token: int, text: str, output: StepOutput) -> bool:
+    def _is_budget_used_up(self, budget: ThinkingBudget, token: int, text: str, output: StepOutput) -> bool:
         self.reply_tokens.append(token)
         budget.read(text)
         if output.finish_reason is not None or not budget.closing:

@@ -20,13 +20,13 @@ import msgspec
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import GenerationRequest, Sampling
-from dragoman.engines.prompt_reader import Read, Reading
+from dragoman.engines.prompt_reader import PromptReader, PromptTokens
 from dragoman.engines.vllm.generation import ReplySettings, VllmGeneration
 from dragoman.engines.vllm.vllm_api import VllmApi
 from dragoman.engines.vllm.vocabulary import HfVocabulary
 from dragoman.formats.syntax import ModelFormat
-from dragoman.grammar.constraints import Constrained, Constraints
-from dragoman.grammar.reply_grammar import Shape
+from dragoman.grammar.constraints import CompiledConstraint, ConstraintCompiler
+from dragoman.grammar.reply_grammar import ReplyGrammar
 
 SEED_COUNT = 2**32
 MIN_TOP_P = 1e-6
@@ -45,7 +45,7 @@ SAMPLING_PARAMS = (
 """Parameters with the same name here and in vLLM."""
 
 
-class VllmRequestBuilder(Reading):
+class VllmRequestBuilder(PromptReader):
     def __init__(
         self,
         api: VllmApi,
@@ -75,12 +75,12 @@ class VllmRequestBuilder(Reading):
         self.constraints = (
             None
             if vocabulary.kind is None
-            else Constraints(self.speaker, vocabulary.pieces, vocabulary.hidden, self.inner_tokens)
+            else ConstraintCompiler(self.speaker, vocabulary.pieces, vocabulary.hidden, self.tokenize_inner_text)
         )
 
-    def is_shaped(self, request: GenerationRequest) -> bool:
+    def is_constrained(self, request: GenerationRequest) -> bool:
         """Constrain only if needed: the CPU computes masks between GPU steps, which delays all requests."""
-        if not super().is_shaped(request):
+        if not super().is_constrained(request):
             return False
         strict = self.strict_tools or any(tool.strict for tool in request.tools)
         return strict or request.constraint is not None or request.tool_choice.mode != "auto"
@@ -88,20 +88,20 @@ class VllmRequestBuilder(Reading):
     def read_and_build(self, key: int, request: GenerationRequest) -> VllmGeneration:
         return self.build(key, request, self.read(request))
 
-    async def constrain(self, request: GenerationRequest, prompt: Read) -> Constrained | None:
+    async def constrain(self, request: GenerationRequest, prompt: PromptTokens) -> CompiledConstraint | None:
         """Compile the constraint. Runs in the event loop; other processes and threads do the work."""
-        if self.constraints is None or not self.is_shaped(request):
+        if self.constraints is None or not self.is_constrained(request):
             return None
         opened = prompt.opener is not None and not self._head(request, prompt)
         return await self.constraints.constrain(request, thinks=self.may_think(request), opened=opened)
 
-    def _head(self, request: GenerationRequest, prompt: Read) -> tuple[int, ...]:
+    def _head(self, request: GenerationRequest, prompt: PromptTokens) -> tuple[int, ...]:
         """Tokens that close the reasoning before the model generates."""
         budget = self.budget(request, prompt.opener)
         return () if budget is None else tuple(budget.closing[: self.limit(request, len(prompt.tokens))])
 
     def build(
-        self, key: int, request: GenerationRequest, prompt: Read, constrained: Constrained | None = None
+        self, key: int, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
     ) -> VllmGeneration:
         budget = self.budget(request, prompt.opener)
         limit = self.limit(request, len(prompt.tokens))
@@ -151,7 +151,7 @@ class VllmRequestBuilder(Reading):
         prompt: Sequence[int],
         limit: int,
         settings: ReplySettings,
-        shape: Shape | None,
+        shape: ReplyGrammar | None,
     ) -> Any:
         salt = request.principal if self.isolate else None
         try:
@@ -171,7 +171,9 @@ class VllmRequestBuilder(Reading):
             built.sampling_params.structured_outputs = structured_outputs
         return built
 
-    def _params(self, request: GenerationRequest, limit: int, settings: ReplySettings, shape: Shape | None) -> Any:
+    def _params(
+        self, request: GenerationRequest, limit: int, settings: ReplySettings, shape: ReplyGrammar | None
+    ) -> Any:
         params = {**self.defaults, **_given_params(request.sampling)}
         if "top_p" in params:
             params["top_p"] = max(params["top_p"], MIN_TOP_P)
@@ -211,7 +213,7 @@ def _clamp_bias(sampling: Sampling) -> dict[int, float] | None:
     return bias or None
 
 
-def _ignored(request: GenerationRequest, shape: Shape | None, ignores_budget: bool) -> tuple[str, ...]:
+def _ignored(request: GenerationRequest, shape: ReplyGrammar | None, ignores_budget: bool) -> tuple[str, ...]:
     if shape is None:
         return ()
     stops = ("stop_token_ids",) if request.stop_token_ids else ()

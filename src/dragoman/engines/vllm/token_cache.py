@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
-from dragoman.grammar.lru_cache import Kept
+from dragoman.grammar.lru_cache import LruCache
 
 Encode = Callable[[str], list[int]]
 
@@ -51,7 +51,7 @@ class CachingEncoder:
         self._encode = encode
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._min_length = min_length
-        self._cache: Kept[tuple[int, ...]] = Kept(MAX_PIECES, MAX_CHARACTERS)
+        self._cache: LruCache[tuple[int, ...]] = LruCache(MAX_PIECES, MAX_CHARACTERS)
 
     def encode(self, text: str) -> list[int]:
         if len(text) < self._min_length:

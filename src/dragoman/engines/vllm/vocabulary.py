@@ -20,7 +20,7 @@ import msgspec
 
 from dragoman.core.detokenizer import Detokenizer
 from dragoman.engines.vllm.token_cache import AddedToken, CachingEncoder, create_encoder
-from dragoman.prompt.template import FALLBACK
+from dragoman.prompt.template import FALLBACK_TEMPLATE
 
 Kind = Literal["byte-level", "spaced"]
 NO_TOKEN = -1
@@ -141,7 +141,7 @@ class HfVocabulary:
 
     def _tokens_in_prompts(self, added: Sequence[AddedToken]) -> frozenset[int]:
         """The added tokens that occur in prompts."""
-        template = self.chat_template or FALLBACK
+        template = self.chat_template or FALLBACK_TEMPLATE
         return frozenset([self.bos, self.eos, *(token.id for token in added if token.content in template)])
 
     @property

@@ -36,11 +36,11 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.protocols.client import error_classifier, reply_fields, request_fields, usage_fields
-from dragoman.protocols.client.reply_draft import DraftReader
-from dragoman.protocols.sse import Frame
+from dragoman.protocols.client.reply_draft import BaseReplyReader
+from dragoman.protocols.sse import SseFrame
 
 PATH = "/chat/completions"
-SAYS = request_fields.SAMPLING | {
+SUPPORTED_FIELDS = request_fields.SAMPLING | {
     *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking_budget"),
     *("json_object", "json_schema", "regex", "grammar", "one_of"),
     # Without `metadata`: OpenAI accepts it only for stored replies.
@@ -72,7 +72,7 @@ def generation_fields(request: GenerationRequest, stream: bool) -> dict[str, Any
         "stop": list(request.stop) or None,
         "stop_token_ids": list(request.stop_token_ids) or None,
         "ignore_eos": request.ignore_eos or None,
-        **request_fields.sampling(request.sampling),
+        **request_fields.sampling_fields(request.sampling),
         "stream": stream or None,
         "stream_options": {"include_usage": True} if stream else None,
     }
@@ -82,14 +82,14 @@ def _messages(message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
         return [
             {"role": "tool", "tool_call_id": result.call_id, "content": _content(result.content)}
-            for result in request_fields.results(message)
+            for result in request_fields.tool_results(message)
         ]
     if message.role == "assistant":
         return [_assistant(message)]
     # Few servers support the developer role; all support the system role.
     role = "system" if message.role == "developer" else message.role
     name = {"name": message.name} if message.name else {}
-    return [{"role": role, **name, "content": _content(request_fields.shown(message))}]
+    return [{"role": role, **name, "content": _content(request_fields.text_and_images(message))}]
 
 
 def _assistant(message: Message) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _content(parts: Sequence[Text | Image]) -> str | list[dict[str, Any]]:
     return [
         {"type": "text", "text": part.text}
         if isinstance(part, Text)
-        else {"type": "image_url", "image_url": {"url": request_fields.address(part)}}
+        else {"type": "image_url", "image_url": {"url": request_fields.image_url(part)}}
         for part in parts
     ]
 
@@ -196,8 +196,8 @@ class _PlainChunk(msgspec.Struct):
 _plain_chunks = msgspec.json.Decoder(_PlainChunk)
 
 
-class Reader(DraftReader):
-    def frame(self, frame: Frame) -> list[Event]:
+class ChatReader(BaseReplyReader):
+    def frame(self, frame: SseFrame) -> list[Event]:
         data = frame.data.strip()
         if data == DONE:
             self._close()
@@ -205,14 +205,14 @@ class Reader(DraftReader):
             self._draft.say(text)
         elif data:
             body = reply_fields.parse(data)
-            error = error_classifier.of_frame(body, frame.event, data)
+            error = error_classifier.error_from_frame(body, frame.event, data)
             if error is not None:
                 raise error
             if isinstance(body, dict):
                 self._chunk(body)
         return self._draft.take()
 
-    def plain(self, frame: Frame) -> str | None:
+    def plain(self, frame: SseFrame) -> str | None:
         if frame.event:
             return None
         try:
@@ -232,7 +232,7 @@ class Reader(DraftReader):
         return self._draft.take()
 
     def _close(self) -> None:
-        if not self.knows_end:
+        if not self.can_finish:
             raise StreamCutOff("the stream ended before the reply was complete: it has no finish_reason")
         self._draft.finish()
 
@@ -249,20 +249,20 @@ class Reader(DraftReader):
             self._draft.say(choice["text"])
         reason = choice.get("finish_reason") or choice.get("done_reason")
         if reason:
-            self._draft.end_with(reason, choice.get("stop_reason"))
+            self._draft.set_finish_reason(reason, choice.get("stop_reason"))
 
     def _read_usage(self, body: Mapping[str, Any]) -> None:
         groq = body.get("x_groq")
         groq_usage = groq.get("usage") if isinstance(groq, dict) else None
         for field in (body.get("usage"), groq_usage, body.get("timings"), body):
-            usage = usage_fields.read(field)
+            usage = usage_fields.read_usage(field)
             if usage is not None:
                 self._draft.usage = usage
                 return
 
     def _read_message(self, message: Mapping[str, Any]) -> None:
         draft = self._draft
-        for kind, text in reply_fields.said(message):
+        for kind, text in reply_fields.message_texts(message):
             if kind == "thought":
                 draft.think(text)
             else:
@@ -270,7 +270,7 @@ class Reader(DraftReader):
         calls = message.get("tool_calls")
         for call in [*(calls if isinstance(calls, list) else ()), message.get("function_call")]:
             if isinstance(call, dict):
-                draft.tell_calls(draft.calls.add(call))
+                draft.add_events(draft.calls.add(call))
 
 
 def _first_choice(body: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -97,7 +97,7 @@ def _calls(field: ChatMessage, path: str, asked: list[Asked]) -> list[ToolCall]:
         if call.function is not None:
             calls.append(_call(call.id or f"call_{at}", call.function))
         elif call.type in (None, "function"):
-            raise json_body.missing(f"{inner}.function")
+            raise json_body.missing_field(f"{inner}.function")
         else:
             # There is no value for other kinds of calls; the feature makes the server reject the request.
             asked.append(Asked("custom_tools", f"{inner}.type"))

@@ -62,7 +62,7 @@ def decode(body: bytes) -> GenerationRequest:
     parsed = json_body.parse(body)
     fields = json_body.convert(parsed, ChatFields)
     _check(fields)
-    asked = [CHAT, *openai.asked_fields(fields, parsed, OTHER_FIELDS)]
+    asked = [CHAT, *openai.requested_features(fields, parsed, OTHER_FIELDS)]
     messages = [conversation.decode(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
     _note_options(fields, asked)
     offered, choice = tools.decode(parsed, asked)
@@ -76,11 +76,11 @@ def decode(body: bytes) -> GenerationRequest:
         thinking=thinking.decode(parsed, asked),
         documents=tuple(fields.documents or ()),
         template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
-        sampling=openai.sampling(fields),
-        keep_seconds=openai.keep_seconds(fields.prompt_cache_retention),
-        labels=openai.labels(fields),
+        sampling=openai.decode_sampling(fields),
+        keep_seconds=openai.retention_seconds(fields.prompt_cache_retention),
+        labels=openai.decode_labels(fields),
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        stop=openai.stops(fields.stop),
+        stop=openai.decode_stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=Logprobs(fields.top_logprobs or 0) if fields.logprobs else None,

@@ -69,9 +69,9 @@ FIELDS = frozenset(ToolFields.__struct_fields__)
 AUTO = ToolChoice()
 
 
-def checked_name(name: str | None, path: str) -> str:
+def check_name(name: str | None, path: str) -> str:
     if name is None:
-        raise json_body.missing(path)
+        raise json_body.missing_field(path)
     if not NAME.fullmatch(name):
         raise BadRequest(f"{path}: expected 1 to 128 letters, digits or . _ - : /", param=path)
     return name
@@ -90,7 +90,7 @@ def check_count(count: int, path: str) -> None:
         raise BadRequest(f"{path}: at most {MAX_TOOLS} tools, not {count}", param=path)
 
 
-def nothing_to_call(path: str) -> BadRequest:
+def no_tools_error(path: str) -> BadRequest:
     return BadRequest(f"{path}: a tool call is required, but the request has no tools", param=path)
 
 
@@ -119,7 +119,7 @@ def _tools(fields: ToolFields, asked: list[Asked]) -> tuple[Tool, ...]:
     tools: dict[str, Tool] = {}
     for path, function in _functions(fields, asked):
         where = f"{path}.name"
-        if checked_name(function.name, where) in tools:
+        if check_name(function.name, where) in tools:
             raise BadRequest(f"{where}: duplicate tool name {function.name!r}", param=where)
         if function.strict:
             asked.append(Asked("strict_tools", f"{path}.strict"))
@@ -137,7 +137,7 @@ def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, Fu
         if tool.type != "function":
             asked.append(Asked("custom_tools", f"{path}.type"))
         elif tool.function is None:
-            raise json_body.missing(f"{path}.function")
+            raise json_body.missing_field(f"{path}.function")
         else:
             yield f"{path}.function", tool.function
     for at, function in enumerate(fields.functions or ()):
@@ -163,7 +163,7 @@ def _mode(fields: ToolFields, asked: list[Asked]) -> tuple[Mode, str | None]:
             asked.append(Asked("custom_tools", "tool_choice.type"))
             return "auto", None
         if choice.function is None:
-            raise json_body.missing("tool_choice.function")
+            raise json_body.missing_field("tool_choice.function")
         choice = choice.function
     if choice == "required" or isinstance(choice, NamedFunction):
         asked.append(Asked("constraint", _choice_field_name(fields)))
@@ -178,7 +178,7 @@ def _allowed(
     field: AllowedTools | None, tools: tuple[Tool, ...], parallel: bool, asked: list[Asked]
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
     if field is None:
-        raise json_body.missing("tool_choice.allowed_tools")
+        raise json_body.missing_field("tool_choice.allowed_tools")
     check_count(len(field.tools), "tool_choice.allowed_tools.tools")
     known = {tool.name for tool in tools}
     names: set[str] = set()
@@ -197,6 +197,6 @@ def _allowed(
 
 def _check(choice: ToolChoice, tools: Sequence[Tool], path: str) -> None:
     if choice.mode in ("required", "named") and not tools:
-        raise nothing_to_call(path)
+        raise no_tools_error(path)
     if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
         raise BadRequest(f"{path}: no tool named {quote(choice.name)}", param=path)

@@ -213,7 +213,7 @@ def error_from_response(status: int, headers: Mapping[str, str], body: bytes) ->
     return _attach(_error(fields, status, retry_after(headers)), answered)
 
 
-def of_frame(body: object, event: str, text: str, request_id: str | None = None) -> DragomanError | None:
+def error_from_frame(body: object, event: str, text: str, request_id: str | None = None) -> DragomanError | None:
     """Classify an error frame of a stream; None for any other frame."""
     if not _is_error(body, event):
         return None

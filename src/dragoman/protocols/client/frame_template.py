@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
-from dragoman.protocols.sse import Decoder, Frame
+from dragoman.protocols.sse import SseDecoder, SseFrame
 
 PROBE = "the probe text of a template"
 FIRST_LESSONS = 8
@@ -30,7 +30,7 @@ _texts = msgspec.json.Decoder(list[str])
 class FrameTemplate:
     """`plain_text` returns the text of a frame that contains only text, whatever came before it; otherwise None."""
 
-    def __init__(self, plain_text: Callable[[Frame], str | None]) -> None:
+    def __init__(self, plain_text: Callable[[SseFrame], str | None]) -> None:
         self._plain_text = plain_text
         self._prefix = self._suffix = self._between = b""
         self._start = self._end = 0
@@ -56,7 +56,7 @@ class FrameTemplate:
             raise msgspec.DecodeError("a text contains a separator")
         return texts
 
-    def learn(self, chunk: bytes, frame: Frame) -> None:
+    def learn(self, chunk: bytes, frame: SseFrame) -> None:
         """Learn from a chunk that consists of this one frame."""
         if self._lessons >= FIRST_LESSONS + self._hits // HITS_PER_LESSON:
             return
@@ -76,5 +76,5 @@ class FrameTemplate:
     def _passes_probe(self, chunk: bytes) -> bool:
         if not chunk.endswith(b"\n\n"):
             return False
-        frames = Decoder().feed(chunk)
+        frames = SseDecoder().feed(chunk)
         return len(frames) == 1 and self._plain_text(frames[0]) == PROBE

@@ -14,7 +14,7 @@ from dragoman.core.errors import BadAnswer
 from dragoman.core.events import Event, Finished, FinishReason, ReasoningDelta, Started, TextDelta, TokenLogprob, Usage
 from dragoman.protocols.client.reply_fields import replace_surrogates
 from dragoman.protocols.client.tool_calls import NewId, ToolCallAssembler, new_id
-from dragoman.protocols.sse import Frame
+from dragoman.protocols.sse import SseFrame
 
 REASONS: dict[str, FinishReason] = {
     "stop": "stop",
@@ -90,10 +90,10 @@ class ReplyDraft:
         if text or signature:
             self._add_outside_calls(ReasoningDelta(text, 0, (), self._take_logprobs(), signature))
 
-    def tell_calls(self, events: Iterable[Event]) -> None:
+    def add_events(self, events: Iterable[Event]) -> None:
         self._add(events)
 
-    def end_with(self, reason: object, stop: object = None) -> None:
+    def set_finish_reason(self, reason: object, stop: object = None) -> None:
         """Set the finish reason. More may follow, such as the usage."""
         name = str(reason).lower()
         if name in FAILURE_REASONS:
@@ -139,7 +139,7 @@ class ReplyDraft:
             self._ready.append(event)
 
 
-class DraftReader:
+class BaseReplyReader:
     """Base class of the reply readers of all protocols."""
 
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
@@ -150,14 +150,14 @@ class DraftReader:
         return self._draft.finished
 
     @property
-    def knows_end(self) -> bool:
+    def can_finish(self) -> bool:
         return self._draft.reason is not None
 
     def take(self) -> list[Event]:
         """Return the events that were ready before an error."""
         return self._draft.take()
 
-    def plain(self, frame: Frame) -> str | None:
+    def plain(self, frame: SseFrame) -> str | None:
         return None
 
     def say(self, texts: Sequence[str]) -> list[Event]:

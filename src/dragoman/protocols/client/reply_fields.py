@@ -77,7 +77,7 @@ def excerpt(text: str | bytes) -> str:
     return shown if len(shown) <= MAX_EXCERPT else shown[:MAX_EXCERPT] + "…"
 
 
-def said(message: Mapping[str, Any]) -> Iterator[TypedText]:
+def message_texts(message: Mapping[str, Any]) -> Iterator[TypedText]:
     """Yield the texts of a message or a delta: its reasoning, then its content."""
     reasoning = _reasoning(message)
     if reasoning:
@@ -126,7 +126,7 @@ def _detail_texts(details: list[Any]) -> Iterator[str]:
                 yield text
 
 
-def key(value: object) -> str | int | None:
+def dict_key(value: object) -> str | int | None:
     """Return an id or index that can be a dict key; None for any other value."""
     return value if isinstance(value, str | int) else None
 

@@ -20,12 +20,12 @@ FIELDS = (
     "ignore_eos",
     "logprobs",
 )
-TOOL_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+EMPTY_SCHEMA: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-def asked(request: GenerationRequest) -> list[str]:
+def used_fields(request: GenerationRequest) -> list[str]:
     """Return the names of the fields in use: those of `Sampling`, the kind of constraint, `thinking_budget`, …"""
-    names = list(sampling(request.sampling))
+    names = list(sampling_fields(request.sampling))
     names += [name for name in FIELDS if getattr(request, name)]
     if request.constraint is not None:
         names.append(msgspec.inspect.type_info(type(request.constraint)).tag)  # type: ignore[attr-defined]
@@ -39,20 +39,20 @@ def asked(request: GenerationRequest) -> list[str]:
     return names
 
 
-def sampling(values: Sampling) -> dict[str, Any]:
+def sampling_fields(values: Sampling) -> dict[str, Any]:
     fields = {name: getattr(values, name) for name in Sampling.__struct_fields__}
     fields["logit_bias"] = {str(token): bias for token, bias in values.logit_bias.items()} or None
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def check_supported(request: GenerationRequest, protocol: str, supported: frozenset[str]) -> None:
-    unsupported = [name for name in asked(request) if name not in supported]
+    unsupported = [name for name in used_fields(request) if name not in supported]
     if unsupported:
         message = f"{', '.join(unsupported)}: not supported by the {protocol} protocol"
         raise UnsupportedParameter(message, param=unsupported[0])
 
 
-def address(image: Image) -> str:
+def image_url(image: Image) -> str:
     """Return the URL of an image, or a data URL with its content."""
     if image.url is not None:
         return image.url
@@ -60,9 +60,9 @@ def address(image: Image) -> str:
     return f"data:{image.media_type or 'image/png'};base64,{data}"
 
 
-def results(message: Message) -> list[ToolResult]:
+def tool_results(message: Message) -> list[ToolResult]:
     return [part for part in message.parts if isinstance(part, ToolResult)]
 
 
-def shown(message: Message) -> list[Text | Image]:
+def text_and_images(message: Message) -> list[Text | Image]:
     return [part for part in message.parts if isinstance(part, Text | Image)]

@@ -27,7 +27,7 @@ OUTSIDE_PROMPT = ("cache_read_input_tokens", "cache_creation_input_tokens", "cac
 """Tokens that are not included in the prompt count."""
 
 
-def read(fields: object, previous: Usage | None = None) -> Usage | None:
+def read_usage(fields: object, previous: Usage | None = None) -> Usage | None:
     """Return the usage. Missing counts are taken from `previous`."""
     if not isinstance(fields, dict):
         return previous

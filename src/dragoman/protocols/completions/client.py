@@ -10,8 +10,16 @@ from dragoman.protocols.chat import client as chat
 from dragoman.protocols.client import request_fields
 
 PATH = "/completions"
-SAYS = request_fields.SAMPLING | {"prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs", "user"}
-Reader = chat.Reader
+SUPPORTED_FIELDS = request_fields.SAMPLING | {
+    "prompts",
+    "suffix",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "user",
+}
+CompletionsReader = chat.ChatReader
 
 
 def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:

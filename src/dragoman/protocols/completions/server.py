@@ -39,16 +39,16 @@ def decode(body: bytes) -> GenerationRequest:
     _check(fields, prompts)
     options = fields.stream_options or openai.ChatStreamOptions()
     echo = bool(fields.echo)
-    asked = [*_asked(fields, prompts), *openai.asked_fields(fields, parsed, response_format.FIELDS)]
+    asked = [*_asked(fields, prompts), *openai.requested_features(fields, parsed, response_format.FIELDS)]
     return GenerationRequest(
         model=fields.model or "",
         prompts=prompts,
         suffix=fields.suffix or None,
         echo=echo,
         constraint=response_format.decode(parsed, asked),
-        sampling=openai.sampling(fields),
+        sampling=openai.decode_sampling(fields),
         max_tokens=fields.max_tokens,
-        stop=openai.stops(fields.stop),
+        stop=openai.decode_stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=None if fields.logprobs is None else Logprobs(fields.logprobs, prompt=echo),

@@ -37,7 +37,7 @@ def decode(body: bytes) -> EmbeddingRequest:
     )
 
 
-def place(request: EmbeddingRequest, at: int) -> str:
+def input_path(request: EmbeddingRequest, at: int) -> str:
     """Return the path of an input."""
     return f"input[{at}]" if request.listed else "input"
 

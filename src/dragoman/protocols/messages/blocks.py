@@ -109,7 +109,7 @@ def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[s
 def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) -> Part | None:
     kind = block.get("type")
     if kind is None:
-        raise json_body.missing(f"{path}.type")
+        raise json_body.missing_field(f"{path}.type")
     decoder = DECODERS.get(kind) if isinstance(kind, str) else None
     if decoder is None:
         raise BadRequest(f"{path}.type: unknown block type {quote(kind)}", param=f"{path}.type")
@@ -137,7 +137,7 @@ def _unsupported_source(source: ContentSource, path: str, asked: list[Asked]) ->
     """Return an empty text for a source that would have to be read from a file."""
     required = {"base64": "data", "url": "url", "text": "data", "content": "content"}.get(source.type)
     if required is not None and getattr(source, required) is None:
-        raise json_body.missing(f"{path}.source.{required}")
+        raise json_body.missing_field(f"{path}.source.{required}")
     asked.append(Asked("files", f"{path}.source"))
     return Text("")
 

@@ -33,12 +33,12 @@ from dragoman.core.request import (
     ToolResult,
 )
 from dragoman.protocols.client import error_classifier, reply_fields, request_fields, usage_fields
-from dragoman.protocols.client.reply_draft import DraftReader
+from dragoman.protocols.client.reply_draft import BaseReplyReader
 from dragoman.protocols.client.tool_calls import NewId, arguments_text, new_id
-from dragoman.protocols.sse import Frame
+from dragoman.protocols.sse import SseFrame
 
 PATH = "/messages"
-SAYS = frozenset(
+SUPPORTED_FIELDS = frozenset(
     {
         *("temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema"),
         *("cache_control", "user"),
@@ -74,7 +74,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         "stop_sequences": list(request.stop) or None,
         "stream": stream or None,
         "metadata": {"user_id": request.labels["user"]} if "user" in request.labels else None,
-        **request_fields.sampling(request.sampling),
+        **request_fields.sampling_fields(request.sampling),
     }
     _add_cache_control(body, request)
     return {name: value for name, value in body.items() if value is not None}
@@ -153,7 +153,7 @@ def _result(result: ToolResult) -> Block:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    encoded = {"name": tool.name, "input_schema": tool.parameters or request_fields.TOOL_ARGUMENTS}
+    encoded = {"name": tool.name, "input_schema": tool.parameters or request_fields.EMPTY_SCHEMA}
     if tool.description:
         encoded["description"] = tool.description
     return {**encoded, "strict": True} if tool.strict else encoded
@@ -201,14 +201,14 @@ class _PlainEvent(msgspec.Struct, tag_field="type", tag="content_block_delta"):
 _plain_events = msgspec.json.Decoder(_PlainEvent)
 
 
-class Reader(DraftReader):
+class MessagesReader(BaseReplyReader):
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
         super().__init__(make_id, check_calls)
         self._open: dict[object, Block] = {}
         """The open blocks by index, each as its start event had it."""
         self._signature = ""
 
-    def plain(self, frame: Frame) -> str | None:
+    def plain(self, frame: SseFrame) -> str | None:
         if frame.event not in ("", "content_block_delta"):
             return None
         try:
@@ -216,12 +216,12 @@ class Reader(DraftReader):
         except DECODE_ERRORS:
             return None
 
-    def frame(self, frame: Frame) -> list[Event]:
+    def frame(self, frame: SseFrame) -> list[Event]:
         data = frame.data.strip()
         if not data or data == "[DONE]":
             return []
         body = reply_fields.parse(data)
-        error = error_classifier.of_frame(body, frame.event, data)
+        error = error_classifier.error_from_frame(body, frame.event, data)
         if error is not None:
             raise error
         if isinstance(body, dict):
@@ -232,12 +232,12 @@ class Reader(DraftReader):
         content = body.get("content")
         if not isinstance(content, list | str):
             raise BadAnswer(f"the reply has no content: {reply_fields.excerpt(str(body))}")
-        self._draft.usage = usage_fields.read(body.get("usage"))
+        self._draft.usage = usage_fields.read_usage(body.get("usage"))
         for at, block in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
             if isinstance(block, dict):
                 self._start(at, block)
                 self._stop(at)
-        self._draft.end_with(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
+        self._draft.set_finish_reason(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
         self._draft.finish()
         return self._draft.take()
 
@@ -246,25 +246,25 @@ class Reader(DraftReader):
         return self._draft.take()
 
     def _close(self) -> None:
-        if not self.knows_end:
+        if not self.can_finish:
             raise StreamCutOff("the stream ended before the reply was complete: it has no stop_reason")
         self._draft.finish()
 
     def _event(self, kind: object, body: Mapping[str, Any]) -> None:
         draft = self._draft
         if kind == "content_block_delta":
-            self._delta(reply_fields.key(body.get("index")), _object(body.get("delta")))
+            self._delta(reply_fields.dict_key(body.get("index")), _object(body.get("delta")))
         elif kind == "content_block_start":
-            self._start(reply_fields.key(body.get("index")), _object(body.get("content_block")))
+            self._start(reply_fields.dict_key(body.get("index")), _object(body.get("content_block")))
         elif kind == "content_block_stop":
-            self._stop(reply_fields.key(body.get("index")))
+            self._stop(reply_fields.dict_key(body.get("index")))
         elif kind == "message_start":
-            draft.usage = usage_fields.read(_object(body.get("message")).get("usage"), draft.usage)
+            draft.usage = usage_fields.read_usage(_object(body.get("message")).get("usage"), draft.usage)
         elif kind == "message_delta":
             delta = _object(body.get("delta"))
-            draft.usage = usage_fields.read(body.get("usage"), draft.usage)
+            draft.usage = usage_fields.read_usage(body.get("usage"), draft.usage)
             if delta.get("stop_reason"):
-                draft.end_with(delta["stop_reason"], delta.get("stop_sequence"))
+                draft.set_finish_reason(delta["stop_reason"], delta.get("stop_sequence"))
         elif kind == "message_stop":
             self._close()
 
@@ -279,7 +279,7 @@ class Reader(DraftReader):
         elif kind == "redacted_thinking":
             draft.think("", _text(block.get("data")) or None)
         elif kind == "tool_use":
-            draft.tell_calls(draft.calls.take(index, _text(block.get("id")), _text(block.get("name")), ""))
+            draft.add_events(draft.calls.take(index, _text(block.get("id")), _text(block.get("name")), ""))
 
     def _delta(self, index: object, delta: Mapping[str, Any]) -> None:
         draft, kind = self._draft, delta.get("type")
@@ -293,13 +293,13 @@ class Reader(DraftReader):
             piece = _text(delta.get("partial_json"))
             if piece:
                 self._open.setdefault(index, {})["input"] = None
-                draft.tell_calls(draft.calls.take(index, "", "", piece))
+                draft.add_events(draft.calls.take(index, "", "", piece))
 
     def _stop(self, index: object) -> None:
         """Close a block. Its initial input counts if no input deltas followed."""
         draft, block = self._draft, self._open.pop(index, {})
         if block.get("type") == "tool_use" and block.get("input") is not None:
-            draft.tell_calls(draft.calls.take(index, "", "", arguments_text(block["input"] or {})))
+            draft.add_events(draft.calls.take(index, "", "", arguments_text(block["input"] or {})))
         elif block.get("type") == "thinking" and self._signature:
             draft.think("", self._signature)
             self._signature = ""

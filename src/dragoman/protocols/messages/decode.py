@@ -82,7 +82,7 @@ NEUTRAL: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": (
 def decode(body: bytes) -> GenerationRequest:
     request = decode_count(body)
     if request.max_tokens is None:
-        raise json_body.missing("max_tokens")
+        raise json_body.missing_field("max_tokens")
     return request
 
 

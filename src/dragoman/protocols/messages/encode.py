@@ -35,7 +35,7 @@ from dragoman.core.events import (
     ToolCallStart,
     Usage,
 )
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.core.reply import Reply
 from dragoman.core.request import GenerationRequest, Part, Reasoning, Text, ToolCall
 from dragoman.protocols import json_body
@@ -255,7 +255,7 @@ def _error_message(error: DragomanError) -> str:
     return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum{reply}"
 
 
-def rate_headers(rates: Sequence[Rate], clock: Callable[[], float] = time.time) -> list[tuple[bytes, bytes]]:
+def rate_headers(rates: Sequence[RateLimitState], clock: Callable[[], float] = time.time) -> list[tuple[bytes, bytes]]:
     headers = []
     for rate in rates:
         reset = datetime.fromtimestamp(math.ceil(clock() + rate.reset), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -55,9 +55,9 @@ def _tool(raw: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
     if kind != "custom" and definition is None:
         asked.append(Asked("server_tools", f"{path}.type"))
         return None
-    name = functions.checked_name(field.name, f"{path}.name")
+    name = functions.check_name(field.name, f"{path}.name")
     if definition is None and field.input_schema is None:
-        raise json_body.missing(f"{path}.input_schema")
+        raise json_body.missing_field(f"{path}.input_schema")
     functions.check_schema(field.input_schema, f"{path}.input_schema")
     if field.strict:
         asked.append(Asked("strict_tools", f"{path}.strict"))
@@ -74,13 +74,13 @@ def _choice(
     if field.type in ("auto", "none"):
         return ToolChoice("none" if field.type == "none" else "auto", None, parallel)
     if field.type == "tool" and field.name is None:
-        raise json_body.missing("tool_choice.name")
+        raise json_body.missing_field("tool_choice.name")
     if _requires_server_tool(field, tools, raw):
         asked.append(Asked("server_tools", "tool_choice"))
         return ToolChoice("auto", None, parallel)
     asked.append(Asked("constraint", "tool_choice"))
     if not tools:
-        raise functions.nothing_to_call("tool_choice")
+        raise functions.no_tools_error("tool_choice")
     if field.type == "any":
         return ToolChoice("required", None, parallel)
     if field.name not in tools:

@@ -44,7 +44,7 @@ def decode(body: bytes) -> RerankRequest:
     )
 
 
-def place(at: int) -> str:
+def input_path(at: int) -> str:
     """Return the path of an input: the query is input 0, the documents follow."""
     return f"documents[{at - 1}]" if at else "query"
 

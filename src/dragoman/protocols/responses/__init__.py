@@ -8,7 +8,7 @@
     client            the client side
 
 A response repeats fields of its request that are not part of a `GenerationRequest`. Therefore each request has its own
-`Telling`.
+`ResponseWriter`.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from typing import Any
 from dragoman.core.reply import Reply
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols.responses import encode
-from dragoman.protocols.responses.decode import Asking as Asking
-from dragoman.protocols.responses.decode import Question as Question
-from dragoman.protocols.responses.decode import Shown as Shown
+from dragoman.protocols.responses.decode import ParsedRequest as ParsedRequest
+from dragoman.protocols.responses.decode import ResponseContext as ResponseContext
+from dragoman.protocols.responses.decode import ResponseRequest as ResponseRequest
 from dragoman.protocols.responses.decode import decode as decode
-from dragoman.protocols.responses.decode import read as read
+from dragoman.protocols.responses.decode import parse as parse
 from dragoman.protocols.responses.encode import PREFIX as PREFIX
 from dragoman.protocols.responses.stored_items import decode_page as decode_page
 from dragoman.protocols.responses.stored_items import encode_page as encode_page
-from dragoman.protocols.responses.stored_items import kept_items as kept_items
+from dragoman.protocols.responses.stored_items import storable_items as storable_items
 from dragoman.protocols.responses.stream import ResponseEncoder as ResponseEncoder
 
 
-class Telling:
+class ResponseWriter:
     """Encodes the reply to one request. Afterwards `response` is the final response object."""
 
-    def __init__(self, context: Shown, clock: Callable[[], float]) -> None:
+    def __init__(self, context: ResponseContext, clock: Callable[[], float]) -> None:
         self.response: dict[str, Any] | None = None
         self._context = context
         self._clock = clock

@@ -29,12 +29,12 @@ from dragoman.core.request import (
     ToolCall,
 )
 from dragoman.protocols.client import error_classifier, reply_fields, request_fields, usage_fields
-from dragoman.protocols.client.reply_draft import DraftReader
+from dragoman.protocols.client.reply_draft import BaseReplyReader
 from dragoman.protocols.client.tool_calls import NewId, arguments_text, new_id
-from dragoman.protocols.sse import Frame
+from dragoman.protocols.sse import SseFrame
 
 PATH = "/responses"
-SAYS = (
+SUPPORTED_FIELDS = (
     request_fields.SAMPLING
     | {"stop", "stop_token_ids", "ignore_eos", "json_object", "json_schema"}
     | {*("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")}
@@ -67,7 +67,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         "include": [ENCRYPTED] if thinks and not request.thinking.is_off else None,
         "stream": stream or None,
         **request.labels,
-        **request_fields.sampling(request.sampling),
+        **request_fields.sampling_fields(request.sampling),
     }
     if request.tools:
         body["tool_choice"] = _choice(request)
@@ -77,7 +77,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
 
 def _items(message: Message) -> Iterable[dict[str, Any]]:
     if message.role == "tool":
-        for result in request_fields.results(message):
+        for result in request_fields.tool_results(message):
             yield {
                 "type": "function_call_output",
                 "call_id": result.call_id,
@@ -85,7 +85,11 @@ def _items(message: Message) -> Iterable[dict[str, Any]]:
             }
         return
     if message.role != "assistant":
-        yield {"type": "message", "role": message.role, "content": _content(request_fields.shown(message), "input")}
+        yield {
+            "type": "message",
+            "role": message.role,
+            "content": _content(request_fields.text_and_images(message), "input"),
+        }
         return
     for part in message.parts:
         if isinstance(part, Reasoning):
@@ -113,13 +117,13 @@ def _content(parts: Iterable[Text | Image], side: str) -> str | list[dict[str, A
     return [
         {"type": f"{side}_text", "text": part.text}
         if isinstance(part, Text)
-        else {"type": f"{side}_image", "image_url": request_fields.address(part), "detail": "auto"}
+        else {"type": f"{side}_image", "image_url": request_fields.image_url(part), "detail": "auto"}
         for part in parts
     ]
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    fields = {"type": "function", "name": tool.name, "parameters": tool.parameters or request_fields.TOOL_ARGUMENTS}
+    fields = {"type": "function", "name": tool.name, "parameters": tool.parameters or request_fields.EMPTY_SCHEMA}
     if tool.description:
         fields["description"] = tool.description
     return {**fields, "strict": tool.strict}
@@ -143,7 +147,7 @@ def _text_format(constraint: Constraint | None) -> dict[str, Any] | None:
     return {"format": {"type": "json_object"}} if isinstance(constraint, JsonObject) else None
 
 
-class ResponsesReader(DraftReader):
+class ResponsesReader(BaseReplyReader):
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
         super().__init__(make_id, check_calls)
         self._first_keys: dict[object, object] = {}
@@ -156,15 +160,15 @@ class ResponsesReader(DraftReader):
         """By item, the latest part of its summary."""
 
     @property
-    def knows_end(self) -> bool:
+    def can_finish(self) -> bool:
         return self._draft.finished
 
-    def frame(self, frame: Frame) -> list[Event]:
+    def frame(self, frame: SseFrame) -> list[Event]:
         data = frame.data.strip()
         if not data or data == "[DONE]":
             return []
         body = reply_fields.parse(data)
-        error = error_classifier.of_frame(body, frame.event, data)
+        error = error_classifier.error_from_frame(body, frame.event, data)
         if error is not None:
             raise error
         if isinstance(body, dict):
@@ -193,7 +197,7 @@ class ResponsesReader(DraftReader):
             self._added(at, _object(body.get("item")))
         elif kind == "response.function_call_arguments.delta":
             self._seen.add(at)
-            self._draft.tell_calls(self._draft.calls.take(at, "", "", _text(body.get("delta"))))
+            self._draft.add_events(self._draft.calls.take(at, "", "", _text(body.get("delta"))))
         elif kind == "response.output_item.done":
             self._item(at, _object(body.get("item")))
         elif kind in END_EVENTS or kind in FAILURE_EVENTS:
@@ -202,8 +206,8 @@ class ResponsesReader(DraftReader):
     def _item_key(self, body: Mapping[str, Any], item: Mapping[str, Any]) -> object:
         """Return the key of an item: its id, or its index until an id is known. Some servers omit one of them, or send
         the index 0 for every item."""
-        item_id = reply_fields.key(body.get("item_id") or item.get("id"))
-        index = reply_fields.key(body.get("output_index"))
+        item_id = reply_fields.dict_key(body.get("item_id") or item.get("id"))
+        index = reply_fields.dict_key(body.get("output_index"))
         if index is None:
             return item_id
         first = self._first_keys.setdefault(index, index if item_id is None else item_id)
@@ -225,7 +229,7 @@ class ResponsesReader(DraftReader):
 
     def _call(self, at: object, item: Mapping[str, Any], arguments: str) -> None:
         call_id = _text(item.get("call_id")) or _text(item.get("id"))
-        self._draft.tell_calls(self._draft.calls.take(at, call_id, _text(item.get("name")), arguments))
+        self._draft.add_events(self._draft.calls.take(at, call_id, _text(item.get("name")), arguments))
 
     def _item(self, at: object, item: Mapping[str, Any]) -> None:
         """Read a complete item, unless its deltas have been read."""
@@ -243,8 +247,8 @@ class ResponsesReader(DraftReader):
 
     def _conclude(self, response: Mapping[str, Any], text: str) -> None:
         draft, status = self._draft, response.get("status")
-        draft.usage = usage_fields.read(response.get("usage"), draft.usage)
-        error = error_classifier.of_frame(response, "error" if status == "failed" else "", text)
+        draft.usage = usage_fields.read_usage(response.get("usage"), draft.usage)
+        error = error_classifier.error_from_frame(response, "error" if status == "failed" else "", text)
         if error is not None:
             raise error
         output = response.get("output")
@@ -255,7 +259,7 @@ class ResponsesReader(DraftReader):
                     self._item(at, item)
         reason = _object(response.get("incomplete_details")).get("reason") if status == "incomplete" else None
         if status in (None, "completed", "incomplete"):
-            draft.end_with(reason or ("length" if status == "incomplete" else "stop"))
+            draft.set_finish_reason(reason or ("length" if status == "incomplete" else "stop"))
             draft.finish()
             return
         raise BadAnswer(f"the response has the status {str(status)[:50]!r}, expected completed or incomplete")

@@ -44,7 +44,7 @@ ECHOED = (
 REASONING_DEFAULTS = {"context": "auto", "mode": "standard"}
 
 
-class Asking(msgspec.Struct, frozen=True):
+class ParsedRequest(msgspec.Struct, frozen=True):
     """A parsed request and the ids of the stored items that it refers to."""
 
     parsed: dict[str, Any]
@@ -52,7 +52,7 @@ class Asking(msgspec.Struct, frozen=True):
     references: tuple[str, ...] = ()
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ResponseContext(msgspec.Struct, frozen=True):
     """What the response needs to know about its request beyond the `GenerationRequest`."""
 
     echoed: Mapping[str, Any] = {}
@@ -64,12 +64,12 @@ class Shown(msgspec.Struct, frozen=True):
     """The whole conversation before the response, as it is stored."""
 
 
-class Question(msgspec.Struct, frozen=True):
+class ResponseRequest(msgspec.Struct, frozen=True):
     request: GenerationRequest
-    shown: Shown
+    shown: ResponseContext
 
 
-def read(body: bytes) -> Asking:
+def parse(body: bytes) -> ParsedRequest:
     parsed = json_body.parse(body)
     fields = json_body.convert(parsed, ResponseFields)
     _check_supported(fields)
@@ -77,7 +77,7 @@ def read(body: bytes) -> Asking:
     items.check(sent)
     kinds = [items.kind_of(item, f"input[{at}]") for at, item in enumerate(sent)]
     references = (item.get("id") for item, kind in zip(sent, kinds, strict=True) if kind == "item_reference")
-    return Asking(parsed, fields, tuple(item_id for item_id in references if isinstance(item_id, str)))
+    return ParsedRequest(parsed, fields, tuple(item_id for item_id in references if isinstance(item_id, str)))
 
 
 def _check_supported(fields: ResponseFields) -> None:
@@ -98,10 +98,12 @@ def _check_supported(fields: ResponseFields) -> None:
 
 
 def decode(
-    asking: Asking, earlier: Sequence[dict[str, Any]] = (), referenced: Mapping[str, dict[str, Any]] | None = None
-) -> Question:
+    asking: ParsedRequest,
+    earlier: Sequence[dict[str, Any]] = (),
+    referenced: Mapping[str, dict[str, Any]] | None = None,
+) -> ResponseRequest:
     """`earlier` are the input and output items of the previous response; `referenced` the stored items by id."""
-    asked = [Asked("chat", "input"), *openai.asked_fields(asking.fields, asking.parsed)]
+    asked = [Asked("chat", "input"), *openai.requested_features(asking.fields, asking.parsed)]
     sent = _input_items(asking.fields, referenced or {}, asked)
     located = [("previous_response_id", item) for item in earlier] + sent
     items.check_count(len(located))
@@ -120,18 +122,18 @@ def decode(
         tool_choice=choice,
         constraint=_constraint((fields.text or TextField()).format, asked),
         thinking=_thinking(fields, asked),
-        sampling=openai.sampling(fields),
-        keep_seconds=openai.keep_seconds(fields.prompt_cache_retention),
-        labels=openai.labels(fields),
+        sampling=openai.decode_sampling(fields),
+        keep_seconds=openai.retention_seconds(fields.prompt_cache_retention),
+        labels=openai.decode_labels(fields),
         max_tokens=fields.max_output_tokens,
-        stop=openai.stops(fields.stop),
+        stop=openai.decode_stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=_logprobs(fields, asked),
         delivery=Delivery(stream=bool(fields.stream), usage=True),
         asked=tuple(asked),
     )
-    return Question(request, _response_context(asking, toolset, [item for _, item in located]))
+    return ResponseRequest(request, _response_context(asking, toolset, [item for _, item in located]))
 
 
 def _empty_input(asked: Sequence[Asked]) -> BadRequest:
@@ -231,7 +233,9 @@ def _logprobs(fields: ResponseFields, asked: list[Asked]) -> Logprobs | None:
     return Logprobs(fields.top_logprobs or 0)
 
 
-def _response_context(asking: Asking, toolset: tools.ToolSet, conversation: Sequence[Mapping[str, Any]]) -> Shown:
+def _response_context(
+    asking: ParsedRequest, toolset: tools.ToolSet, conversation: Sequence[Mapping[str, Any]]
+) -> ResponseContext:
     fields, parsed = asking.fields, asking.parsed
     echoed = {
         **{name: parsed.get(name) for name in ECHOED},
@@ -248,7 +252,7 @@ def _response_context(asking: Asking, toolset: tools.ToolSet, conversation: Sequ
         "truncation": "disabled",
     }
     encrypts = ENCRYPTED in (fields.include or ())
-    return Shown(echoed, toolset.client_tools, encrypts, fields.store is not False, tuple(conversation))
+    return ResponseContext(echoed, toolset.client_tools, encrypts, fields.store is not False, tuple(conversation))
 
 
 def _echoed_text(text: Mapping[str, Any]) -> dict[str, Any]:

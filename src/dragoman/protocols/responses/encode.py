@@ -10,7 +10,7 @@ from dragoman.core.events import FinishReason, TokenLogprob, Usage
 from dragoman.core.reply import Choice, Reply
 from dragoman.core.request import GenerationRequest, Part, Reasoning, Text, ToolCall
 from dragoman.protocols.responses.calls import ClientTool
-from dragoman.protocols.responses.decode import Shown
+from dragoman.protocols.responses.decode import ResponseContext
 from dragoman.protocols.responses.item_drafts import ItemDraft, MessageDraft, ReasoningDraft, call_draft
 
 PREFIX = "resp_"
@@ -22,7 +22,7 @@ INCOMPLETE_REASONS: dict[FinishReason, str] = {"length": "max_output_tokens", "c
 class ResponseBuilder:
     """Builds the object of one response and drafts of its items."""
 
-    def __init__(self, context: Shown, request: GenerationRequest, created: int) -> None:
+    def __init__(self, context: ResponseContext, request: GenerationRequest, created: int) -> None:
         self._context = context
         self._id_suffix = request.id.removeprefix(PREFIX)
         self._common: dict[str, Any] = {

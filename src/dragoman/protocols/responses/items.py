@@ -106,7 +106,7 @@ def kind_of(item: Item, path: str) -> str:
     if kind is None:
         kind = "message" if "role" in item else "item_reference" if "id" in item else None
     if not isinstance(kind, str):
-        raise json_body.missing(f"{path}.type")
+        raise json_body.missing_field(f"{path}.type")
     return kind
 
 
@@ -169,7 +169,7 @@ class _MessageBuilder:
         content = parts.decode(item.content, f"{path}.content", self._asked)
         if item.role != "assistant":
             if item.content is None:
-                raise json_body.missing(f"{path}.content")
+                raise json_body.missing_field(f"{path}.content")
             self._add(item.role, content)
             return
         if self._text_parts:
@@ -195,7 +195,7 @@ class _MessageBuilder:
     def _call(self, kind: Kind, path: str, item: CallItem) -> None:
         name = item.name if kind in ("function", "custom") else kind
         if not name:
-            raise json_body.missing(f"{path}.name")
+            raise json_body.missing_field(f"{path}.name")
         function = self._toolset.function_name(kind, name, item.namespace)
         self._calls.append(ToolCall(item.call_id or item.id or "", function, _arguments(kind, item)))
 
@@ -208,7 +208,7 @@ class _MessageBuilder:
     def _output(self, kind: str, path: str, item: OutputItem) -> None:
         call_id = item.call_id or (item.id if kind in CALL_ID_IN_ID else None)
         if not call_id and kind != TOOL_SEARCH_OUTPUT:
-            raise json_body.missing(f"{path}.call_id")
+            raise json_body.missing_field(f"{path}.call_id")
         content = OUTPUTS[kind](item, f"{path}.output", self._asked)
         self._add("tool", (ToolResult(call_id or "", content, item.status == "failed"),))
 

@@ -24,7 +24,7 @@ ID_PREFIXES = {kind: PREFIXES[call] for kind, call in CALLS.items()} | {
 WITHOUT_STATUS = ("reasoning", "additional_tools", "compaction")
 
 
-def kept_items(items: Iterable[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:
+def storable_items(items: Iterable[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:
     suffix = response_id.removeprefix(PREFIX)
     return [_stored_item(item, f"{suffix}_i{at}") for at, item in enumerate(items)]
 

@@ -119,14 +119,14 @@ class _ToolDecoder:
             inner = f"{path}[{at}]"
             kind = tool.get("type")
             if not isinstance(kind, str):
-                raise json_body.missing(f"{inner}.type")
+                raise json_body.missing_field(f"{inner}.type")
             if kind == "function":
                 self._function(inner, json_body.convert(tool, FunctionTool, inner), space, about)
             elif kind == "custom":
                 self._custom(inner, json_body.convert(tool, CustomTool, inner), space, about)
             elif kind == "namespace" and space is None:
                 nested = json_body.convert(tool, Namespace, inner)
-                functions.checked_name(nested.name, f"{inner}.name")
+                functions.check_name(nested.name, f"{inner}.name")
                 self.read(f"{inner}.tools", nested.tools, nested)
             elif kind in CLIENT_RUN and self._runs_on_client(tool, inner):
                 self._builtin(inner, CLIENT_RUN[kind], json_body.convert(tool, BuiltinTool, inner))
@@ -175,7 +175,7 @@ class _ToolDecoder:
         parameters: Mapping[str, Any] | None,
         strict: bool = False,
     ) -> None:
-        functions.checked_name(tool.name, f"{path}.name")
+        functions.check_name(tool.name, f"{path}.name")
         functions.check_schema(parameters, f"{path}.parameters")
         name = self._unique_name(tool, path)
         self.client_tools[name] = tool
@@ -217,7 +217,7 @@ def _required(parallel: bool, tools: Sequence[Tool], asked: list[Asked]) -> Tool
         asked.append(Asked("constraint", "tool_choice"))
         return ToolChoice("required", None, parallel)
     if not any(entry.feature == "server_tools" for entry in asked):
-        raise functions.nothing_to_call("tool_choice")
+        raise functions.no_tools_error("tool_choice")
     asked.append(Asked("server_tools", "tool_choice"))
     return ToolChoice("auto", None, parallel)
 
@@ -229,7 +229,7 @@ def _named(field: ResponseToolChoice, parallel: bool, toolset: ToolSet, asked: l
         return ToolChoice("named", found[0], parallel)
     if field.type in ("function", "custom"):
         if field.name is None:
-            raise json_body.missing("tool_choice.name")
+            raise json_body.missing_field("tool_choice.name")
         raise BadRequest(f"tool_choice: unknown tool {quote(field.name)}", param="tool_choice")
     asked.append(Asked("server_tools", "tool_choice"))
     return ToolChoice("auto", None, parallel)

@@ -30,7 +30,7 @@ from dragoman.core.urls import MIN_SECRET_LENGTH, redact_secrets
 from dragoman.server.auth.jwt import JwtVerifier
 from dragoman.server.auth.quotas import Quota
 from dragoman.server.auth.scopes import ANONYMOUS, DEFAULT_SCOPES, UNRESTRICTED, Caller, allowed_scopes
-from dragoman.storage.keys import FORM, Key, KeyReader, digest, store_path
+from dragoman.storage.keys import KEY_PATTERN, ApiKey, KeyReader, digest, store_path
 
 log = logging.getLogger("dragoman.auth")
 
@@ -130,7 +130,7 @@ class _StoredKeys:
         self._path = path
         self._limits = limits
         self._reader = KeyReader(path)
-        self._known: dict[bytes, tuple[Key, Caller]] = {}
+        self._known: dict[bytes, tuple[ApiKey, Caller]] = {}
         self._checked_at = -CHECK_SECONDS
         self._unreadable: StorageUnavailable | None = None
         self._was_used = False
@@ -154,7 +154,7 @@ class _StoredKeys:
         return self._was_used
 
     def find(self, sent: bytes, hashed: bytes) -> Caller | None:
-        form = FORM.fullmatch(sent)
+        form = KEY_PATTERN.fullmatch(sent)
         key_id = form[1] if form else b""
         if form and key_id not in self._known:
             # The check is as cheap as a refusal: the store is read only if it has changed.
@@ -182,7 +182,7 @@ class _StoredKeys:
             self._was_used = self._was_used or bool(keys)
         self._unreadable = None
 
-    def _caller(self, key: Key) -> Caller:
+    def _caller(self, key: ApiKey) -> Caller:
         """Make the caller of a key. It keeps its quota when other keys change."""
         limits = key.limits.over(self._limits)
         _, before = self._known.get(key.id.encode(), (None, None))

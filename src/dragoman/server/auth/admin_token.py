@@ -24,12 +24,12 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dragoman.files.sources import home
+from dragoman.files.sources import home_directory
 
 log = logging.getLogger("dragoman.auth")
 
-HEADER = "X-Dragoman-Admin-Token"
-_HEADER_BYTES = HEADER.lower().encode()
+ADMIN_TOKEN_HEADER = "X-Dragoman-Admin-Token"  # noqa: S105 (the name of a header)
+_HEADER_BYTES = ADMIN_TOKEN_HEADER.lower().encode()
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 _ANY = ("0.0.0.0", "::")  # noqa: S104 (names of files)
 MAX_LENGTH = 200
@@ -73,12 +73,12 @@ class TokenFile:
             self._path.unlink(missing_ok=True)
 
 
-def find_token(host: str, port: int) -> str | None:
+def find_admin_token(host: str, port: int) -> str | None:
     """The token of this user's server at an address of this machine, if one runs there."""
     return next((token for path in _candidates(host, port) if (token := _read(path)) is not None), None)
 
 
-def find_socket_token(socket: str) -> str | None:
+def find_socket_admin_token(socket: str) -> str | None:
     return _read(_socket_path(socket))
 
 
@@ -90,12 +90,12 @@ def _candidates(host: str, port: int) -> Iterator[Path]:
 
 
 def _address_path(host: str, port: int) -> Path:
-    return home() / "run" / f"{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:MAX_LENGTH]}_{port}.token"
+    return home_directory() / "run" / f"{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:MAX_LENGTH]}_{port}.token"
 
 
 def _socket_path(socket: str) -> Path:
     absolute = os.fsencode(Path(socket).expanduser().resolve())
-    return home() / "run" / f"unix_{hashlib.sha256(absolute).hexdigest()[:16]}.token"
+    return home_directory() / "run" / f"unix_{hashlib.sha256(absolute).hexdigest()[:16]}.token"
 
 
 def _read(path: Path) -> str | None:

@@ -24,7 +24,7 @@ from dragoman.config.sections import Jwt, KeyLimits, RouteScope
 from dragoman.core.errors import ConfigError, Unauthorized
 from dragoman.server.auth.quotas import Quota
 from dragoman.server.auth.scopes import Caller, allowed_scopes
-from dragoman.storage.keys import checked_principal, digest
+from dragoman.storage.keys import digest, parse_principal
 
 log = logging.getLogger("dragoman.auth")
 
@@ -100,7 +100,7 @@ class JwtVerifier:
 
     def _make_caller(self, claims: JwtClaims) -> Caller:
         try:
-            checked_principal(claims.sub)
+            parse_principal(claims.sub)
         except ConfigError as error:
             raise Unauthorized("the token's subject is not a valid name") from error
         principal = f"jwt:{claims.sub}"

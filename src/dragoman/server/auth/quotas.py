@@ -20,7 +20,7 @@ import msgspec
 
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import RateLimited, TokensLimited
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.core.request import GenerationRequest
 
 MINUTE = 60
@@ -88,10 +88,10 @@ class RateWindow:
                 return _until(second.expires, now)
         return float(MINUTE)
 
-    def rate(self, what: str, now: float) -> Rate:
+    def rate(self, what: str, now: float) -> RateLimitState:
         left = self.left(now)
         reset = self._seconds[-1].expires - now if self._seconds else 0.0
-        return Rate(what, self.limit, left, max(0.0, reset))
+        return RateLimitState(what, self.limit, left, max(0.0, reset))
 
 
 def _until(then: float, now: float) -> float:
@@ -144,10 +144,10 @@ class QuotaUsage(Protocol):
 
     def settle(self, tokens: int) -> None: ...
 
-    def rates(self) -> list[Rate]: ...
+    def rates(self) -> list[RateLimitState]: ...
 
 
-class Lease:
+class QuotaLease:
     """What one request uses of a quota. `limited` counts refusals by kind of limit."""
 
     def __init__(self, quota: Quota, limited: Counter[str]) -> None:
@@ -205,7 +205,7 @@ class Lease:
         """Settle the quota when the request has ended with an unknown number of tokens."""
         self.settle(self._reserved)
 
-    def rates(self) -> list[Rate]:
+    def rates(self) -> list[RateLimitState]:
         now, quota = self._quota.clock(), self._quota
         kinds = (("requests", quota.requests), ("tokens", quota.tokens))
         return [window.rate(what, now) for what, window in kinds if window is not None]

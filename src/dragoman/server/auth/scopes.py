@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import get_args
 
-from dragoman.config.sections import RESERVED, RouteScope
+from dragoman.config.sections import RESERVED_ROUTES, RouteScope
 from dragoman.core.errors import PermissionDenied
 from dragoman.server.auth.quotas import Quota
 
@@ -26,7 +26,7 @@ PATHS: tuple[tuple[str, RouteScope], ...] = (
 """The scope of each path prefix."""
 
 ALL_SCOPES: frozenset[RouteScope] = frozenset(get_args(RouteScope))
-DEFAULT_SCOPES = ALL_SCOPES - RESERVED
+DEFAULT_SCOPES = ALL_SCOPES - RESERVED_ROUTES
 ANONYMOUS = "anonymous"
 """The principal of a request without a valid key."""
 

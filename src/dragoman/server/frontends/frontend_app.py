@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from dragoman.config.settings import Settings
-from dragoman.server.base_app import Door
+from dragoman.server.base_app import BaseApp
 from dragoman.server.frontends.messages import CancelRelay, ConfigApplied, Relay
 from dragoman.server.frontends.remote import (
     ParentConnection,
@@ -14,7 +14,7 @@ from dragoman.server.frontends.remote import (
     RemoteTelemetry,
     relay_request,
 )
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routing import Route, RouteTable
 
 END_SECONDS = 5.0
@@ -22,7 +22,7 @@ END_SECONDS = 5.0
 POLL_SECONDS = 0.02
 
 
-class FrontEndApp(Door):
+class FrontEndApp(BaseApp):
     def __init__(self, routes: RouteTable, settings: Settings, parent: ParentConnection) -> None:
         super().__init__(routes, settings, RemoteTelemetry(parent, settings))
         self.responses = RemoteResponses(parent)
@@ -40,31 +40,31 @@ class FrontEndApp(Door):
 
     def configure(self, settings: Settings) -> None:
         """Apply settings that the parent has applied already."""
-        self._adopt(settings)
+        self._apply_reloaded(settings)
         self._parent.send(ConfigApplied())
 
     def _reconfigure(self, settings: Settings) -> None:
         """Nothing here can reject new settings."""
 
-    def engagement(self, exchange: Exchange) -> RemoteModelLease:
+    def model_lease(self, exchange: HttpExchange) -> RemoteModelLease:
         return RemoteModelLease(self._parent, exchange)
 
-    def _take_lease(self, exchange: Exchange, route: Route | None) -> Awaitable[None] | None:
+    def _enter_quota(self, exchange: HttpExchange, route: Route | None) -> Awaitable[None] | None:
         # The parent takes the lease of a relayed request.
-        is_relayed = route is not None and not route.is_fronted
-        if exchange.caller.quota is None or exchange.method != "POST" or is_relayed:
+        is_answered_by_parent = route is not None and not route.runs_in_frontend
+        if exchange.caller.quota is None or exchange.method != "POST" or is_answered_by_parent:
             return None
         exchange.lease = lease = RemoteQuotaLease()
         return lease.enter(self._parent, exchange)
 
-    def _answer(self, exchange: Exchange, route: Route) -> Awaitable[None]:
-        return route.handler(self, exchange) if route.is_fronted else self._relay(exchange)
+    def _answer(self, exchange: HttpExchange, route: Route) -> Awaitable[None]:
+        return route.handler(self, exchange) if route.runs_in_frontend else self._relay(exchange)
 
-    async def _relay(self, exchange: Exchange) -> None:
+    async def _relay(self, exchange: HttpExchange) -> None:
         body = await exchange.decoded(self.settings.limits, bytes) if exchange.method == "POST" else b""
-        message = Relay(exchange.record.id, exchange.plain_scope(), body)
+        message = Relay(exchange.record.id, exchange.serializable_scope(), body)
         # The parent enforces the deadline.
-        exchange.is_relayed = True
+        exchange.is_answered_by_parent = True
         exchange.timer.stop()
         try:
             answer = await relay_request(self._parent, message)

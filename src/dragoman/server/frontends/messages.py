@@ -1,28 +1,28 @@
 """Defines the messages between the parent and a front end, framed like those of a worker.
 
     parent -> front end
-        start     `Begin`
-        commands  `ApplyConfig` | `Stopping` | `GracefulStop` | `ForceStop` | `Knock`
-        requests  answers, and `Step` with the events of generations
+        start     `StartFrontEnd`
+        commands  `ApplyConfig` | `ShutdownNotice` | `GracefulStop` | `ForceStop` | `Ping`
+        requests  answers, and `ProgressBatch` with the events of generations
     front end -> parent
         start     `Listening`
-        commands  `ConfigApplied` after every `ApplyConfig`, `Pong` after every `Knock`
-        requests  [`Enter`] [`Engage` in-lease* `Leave`] `Ended`
-        in-lease  `Generate` | `Cancel` | `Pause` | `AcquireSlot` | `ReleaseSlot`
+        commands  `ConfigApplied` after every `ApplyConfig`, `Pong` after every `Ping`
+        requests  [`EnterQuota`] [`AcquireLease` in-lease* `ReleaseLease`] `RequestEnded`
+        in-lease  `StartGeneration` | `CancelGeneration` | `Pause` | `AcquireSlot` | `ReleaseSlot`
         relays    `Relay` [`CancelRelay`]
         storage   `FindResponse` | `FindItems` | `StoreResponse`
 
 The end of the socket ends the front end. `id` is the id of the request, as in its record. `key` is the key of a
 generation, unique across all front ends.
 
-    `Enter` -> `Entered` | `Refused`
-    `Engage` -> [`LeaseQueued`] `LeaseGranted` | `Refused`
-    `AcquireSlot` -> `Granted` | `Refused`
-    `Generate` -> `Step`*, until one with the end
-    `Relay` -> `Relayed` | `Refused`
-    `FindResponse`, `FindItems`, `StoreResponse` -> `Kept` | `Refused`
+    `EnterQuota` -> `QuotaEntered` | `ErrorReply`
+    `AcquireLease` -> [`LeaseQueued`] `LeaseGranted` | `ErrorReply`
+    `AcquireSlot` -> `SlotGranted` | `ErrorReply`
+    `StartGeneration` -> `ProgressBatch`*, until one with the end
+    `Relay` -> `RelayReply` | `ErrorReply`
+    `FindResponse`, `FindItems`, `StoreResponse` -> `StoreReply` | `ErrorReply`
 
-An answer that cannot be decoded, because a custom engine describes itself wrongly, is decoded as `Refused`.
+An answer that cannot be decoded, because a custom engine describes itself wrongly, is decoded as `ErrorReply`.
 """
 
 import logging
@@ -32,13 +32,13 @@ import msgspec
 
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, DragomanError
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.core.request import GenerationRequest
-from dragoman.ipc.worker_messages import HEADER, Failure, Progress
-from dragoman.pipeline.event_stream import failed
-from dragoman.server.model_lease import Found, Wish
+from dragoman.ipc.worker_messages import HEADER, Failure, GenerationProgress
+from dragoman.pipeline.event_stream import engine_failure
+from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry import RequestRecord
-from dragoman.storage.base import KeptResponse
+from dragoman.storage.base import StoredResponse
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -51,7 +51,7 @@ class RequestMessage(FrontEndMessage, frozen=True):
     id: str
 
 
-class Begin(FrontEndMessage, frozen=True):
+class StartFrontEnd(FrontEndMessage, frozen=True):
     number: int
     settings: Settings
 
@@ -66,7 +66,7 @@ class ConfigApplied(FrontEndMessage, frozen=True):
     pass
 
 
-class Stopping(FrontEndMessage, frozen=True):
+class ShutdownNotice(FrontEndMessage, frozen=True):
     """The server will stop: requests cancelled from now on get that as the reason."""
 
 
@@ -78,7 +78,7 @@ class ForceStop(FrontEndMessage, frozen=True):
     """Stop without the grace time; running requests are cancelled now."""
 
 
-class Knock(FrontEndMessage, frozen=True):
+class Ping(FrontEndMessage, frozen=True):
     """Check that the front end still answers."""
 
 
@@ -90,22 +90,22 @@ class Listening(FrontEndMessage, frozen=True):
     pass
 
 
-class Enter(RequestMessage, frozen=True):
+class EnterQuota(RequestMessage, frozen=True):
     """Count a request against the quota of its key, which the parent holds."""
 
     authorization: bytes
     api_key: bytes
 
 
-class Entered(RequestMessage, frozen=True):
-    rates: tuple[Rate, ...]
+class QuotaEntered(RequestMessage, frozen=True):
+    rates: tuple[RateLimitState, ...]
 
 
-class Refused(RequestMessage, frozen=True):
+class ErrorReply(RequestMessage, frozen=True):
     failure: Failure
     label: str | None = None
     fallbacks: tuple[str, ...] = ()
-    rates: tuple[Rate, ...] = ()
+    rates: tuple[RateLimitState, ...] = ()
     cause: str | None = None
     """The underlying error, for the log."""
 
@@ -116,13 +116,13 @@ class Refused(RequestMessage, frozen=True):
         return error
 
 
-class Engage(RequestMessage, frozen=True):
+class AcquireLease(RequestMessage, frozen=True):
     """`models` and `within` limit the models that the caller may use (see `scopes`); None: all. `via` is the header
     that detects loops (see `loop_guard`)."""
 
     principal: str
     models: tuple[str, ...] | None
-    wish: Wish
+    wish: LeaseRequest
     within: tuple[str, ...] | None
     via: bytes | None
 
@@ -130,34 +130,34 @@ class Engage(RequestMessage, frozen=True):
 class LeaseQueued(RequestMessage, frozen=True):
     """The request is valid and waits for a slot."""
 
-    found: Found
-    rates: tuple[Rate, ...] = ()
+    found: LeaseInfo
+    rates: tuple[RateLimitState, ...] = ()
 
 
 class LeaseGranted(RequestMessage, frozen=True):
     """Describes the engine as far as the pipeline needs it."""
 
-    found: Found
+    found: LeaseInfo
     format: str
     staged: frozenset[str]
-    tells_calls: bool
+    emits_tool_calls: bool
     queue_us: int
-    rates: tuple[Rate, ...] = ()
+    rates: tuple[RateLimitState, ...] = ()
 
 
-class Generate(RequestMessage, frozen=True, tag="Generate"):
+class StartGeneration(RequestMessage, frozen=True, tag="StartGeneration"):
     key: int
     request: GenerationRequest
 
 
-class PassedGenerate(RequestMessage, frozen=True, tag="Generate"):
-    """A `Generate` as the parent reads it, with the request still encoded for the worker."""
+class RawStartGeneration(RequestMessage, frozen=True, tag="StartGeneration"):
+    """A `StartGeneration` as the parent reads it, with the request still encoded for the worker."""
 
     key: int
     request: msgspec.Raw
 
 
-class Cancel(RequestMessage, frozen=True):
+class CancelGeneration(RequestMessage, frozen=True):
     key: int
 
 
@@ -172,7 +172,7 @@ class AcquireSlot(RequestMessage, frozen=True):
     pass
 
 
-class Granted(RequestMessage, frozen=True):
+class SlotGranted(RequestMessage, frozen=True):
     pass
 
 
@@ -180,7 +180,7 @@ class ReleaseSlot(RequestMessage, frozen=True):
     pass
 
 
-class Leave(RequestMessage, frozen=True):
+class ReleaseLease(RequestMessage, frozen=True):
     """Release everything that the request holds of its model. A finished reply had `tokens` in `seconds`."""
 
     tokens: int = 0
@@ -194,7 +194,7 @@ class TokenGaps(msgspec.Struct, frozen=True, array_like=True):
     total: float
 
 
-class Ended(FrontEndMessage, frozen=True):
+class RequestEnded(FrontEndMessage, frozen=True):
     record: RequestRecord
     gaps: TokenGaps | None = None
 
@@ -210,7 +210,7 @@ class Relay(RequestMessage, frozen=True):
     body: bytes
 
 
-class Relayed(RequestMessage, frozen=True):
+class RelayReply(RequestMessage, frozen=True):
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
@@ -231,20 +231,20 @@ class FindItems(RequestMessage, frozen=True):
 
 
 class StoreResponse(RequestMessage, frozen=True):
-    response: KeptResponse
+    response: StoredResponse
 
 
-class Kept(RequestMessage, frozen=True):
-    response: KeptResponse | None = None
+class StoreReply(RequestMessage, frozen=True):
+    response: StoredResponse | None = None
     items: dict[str, bytes] = {}
 
 
-class Step(FrontEndMessage, frozen=True, tag="Step"):
-    progress: tuple[Progress, ...]
+class ProgressBatch(FrontEndMessage, frozen=True, tag="ProgressBatch"):
+    progress: tuple[GenerationProgress, ...]
 
 
-class RawProgressBatch(FrontEndMessage, frozen=True, tag="Step"):
-    """A `Step` as the parent sends it, with encoded parts."""
+class RawProgressBatch(FrontEndMessage, frozen=True, tag="ProgressBatch"):
+    """A `ProgressBatch` as the parent sends it, with encoded parts."""
 
     progress: tuple[msgspec.Raw, ...]
 
@@ -261,42 +261,42 @@ ToParent = (
     Listening
     | ConfigApplied
     | Pong
-    | Enter
-    | Engage
-    | PassedGenerate
-    | Cancel
+    | EnterQuota
+    | AcquireLease
+    | RawStartGeneration
+    | CancelGeneration
     | Pause
     | AcquireSlot
     | ReleaseSlot
-    | Leave
-    | Ended
+    | ReleaseLease
+    | RequestEnded
     | Relay
     | CancelRelay
     | StoreQuery
 )
-Answer = Entered | LeaseQueued | LeaseGranted | Refused | Granted | Relayed | Kept
+Answer = QuotaEntered | LeaseQueued | LeaseGranted | ErrorReply | SlotGranted | RelayReply | StoreReply
 ANSWERS = frozenset(message.__name__ for message in get_args(Answer))
-ToFront = Begin | ApplyConfig | Stopping | GracefulStop | ForceStop | Knock | Answer | Step
+ToFrontEnd = StartFrontEnd | ApplyConfig | ShutdownNotice | GracefulStop | ForceStop | Ping | Answer | ProgressBatch
 
 _encoder = msgspec.msgpack.Encoder()
-_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+_to_front: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
 _to_parent: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
 _decode_raw_batch = msgspec.msgpack.Decoder(RawProgressBatch).decode
 _decode_head = msgspec.msgpack.Decoder(MessageHead).decode
-decode_to_front = _to_front.decode
+decode_to_frontend = _to_front.decode
 decode_to_parent = _to_parent.decode
 decode_request = msgspec.msgpack.Decoder(GenerationRequest).decode
 
 
-def encode(message: ToFront | ToParent | Generate | RawProgressBatch) -> bytes:
+def encode(message: ToFrontEnd | ToParent | StartGeneration | RawProgressBatch) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
 
-def decode_in_parts(body: memoryview, error: Exception) -> RawProgressBatch | Refused:
+def decode_in_parts(body: memoryview, error: Exception) -> RawProgressBatch | ErrorReply:
     """Decode a message that failed to decode as a whole with `error`."""
     head = _decode_head(body)
     if head.tag not in ANSWERS:
         return _decode_raw_batch(body)
     log.error("the engine's description of itself cannot be decoded", exc_info=error)
-    return Refused(msgspec.msgpack.decode(head.first, type=str), Failure.of(failed(error)))
+    return ErrorReply(msgspec.msgpack.decode(head.first, type=str), Failure.of(engine_failure(error)))

@@ -38,7 +38,7 @@ LISTEN_SECONDS = 60.0
 class FrontEndMonitor:
     """Detects a front end that does not listen or does not answer, and calls `kill` once."""
 
-    def __init__(self, send: Callable[[messages.ToFront], None], kill: Callable[[], None]) -> None:
+    def __init__(self, send: Callable[[messages.ToFrontEnd], None], kill: Callable[[], None]) -> None:
         self._send = send
         self._kill = kill
         self._loop = asyncio.get_running_loop()
@@ -75,7 +75,7 @@ class FrontEndMonitor:
             self.kill(f"has not answered for {MOST_PINGS * PING_SECONDS:g} s")
             return
         self._unanswered += 1
-        self._send(messages.Knock())
+        self._send(messages.Ping())
         self._timer = self._loop.call_later(PING_SECONDS, self._ping)
 
 
@@ -104,7 +104,7 @@ class FrontEndConnection:
         }
 
     def begin(self, number: int, settings: Settings) -> None:
-        self.send(messages.Begin(number, _without_models(settings)))
+        self.send(messages.StartFrontEnd(number, _without_models(settings)))
         self.monitor.start()
 
     def configure(self, settings: Settings) -> "asyncio.Future[None]":
@@ -114,7 +114,7 @@ class FrontEndConnection:
         self.send(messages.ApplyConfig(_without_models(settings)))
         return applied
 
-    def send(self, message: messages.ToFront) -> None:
+    def send(self, message: messages.ToFrontEnd) -> None:
         self.link.send(messages.encode(message))
 
     def put(self, progress: msgspec.Raw) -> None:

@@ -26,9 +26,9 @@ import uvloop
 from dragoman.core.errors import ConfigError
 from dragoman.core.logs import configure_as_parent
 from dragoman.server.frontends.frontend_app import FrontEndApp
-from dragoman.server.frontends.messages import ApplyConfig, Begin, ForceStop, Listening, Stopping
+from dragoman.server.frontends.messages import ApplyConfig, ForceStop, Listening, ShutdownNotice, StartFrontEnd
 from dragoman.server.frontends.remote import Command, ParentConnection
-from dragoman.server.http.server import Listener, settle
+from dragoman.server.http.server import HttpServer, tune_memory
 from dragoman.server.routes import ROUTES
 
 log = logging.getLogger("dragoman.fronts")
@@ -37,14 +37,14 @@ PR_SET_PDEATHSIG = 1
 CHECK_SECONDS = 1.0
 
 
-class _Server(Listener):
+class _Server(HttpServer):
     def __init__(self, front: FrontEndApp, parent: ParentConnection) -> None:
         super().__init__(front)
         self._parent = parent
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        settle()
+        tune_memory()
         self._parent.send(Listening())
 
     @contextmanager
@@ -66,7 +66,7 @@ class _Process:
             _exit_with(error)
 
     def _perform(self, command: Command) -> None:
-        if isinstance(command, Begin):
+        if isinstance(command, StartFrontEnd):
             self.parent.set_number(command.number)
             self._front = FrontEndApp(ROUTES, command.settings, self.parent)
             self.server = _Server(self._front, self.parent)
@@ -74,12 +74,12 @@ class _Process:
         elif isinstance(command, ApplyConfig):
             assert self._front is not None
             self._front.configure(command.settings)
-        elif isinstance(command, Stopping):
+        elif isinstance(command, ShutdownNotice):
             assert self._front is not None
             self._front.stop_requests()
         elif isinstance(command, ForceStop):
             assert self.server is not None
-            self.server.hurry()
+            self.server.force_stop()
         elif self.server is not None:
             self.server.should_exit = True
 

@@ -25,10 +25,10 @@ class RelayedRequest:
     def disconnect(self) -> None:
         self._disconnected.set()
 
-    async def answer(self, app: Any) -> messages.Relayed:
+    async def answer(self, app: Any) -> messages.RelayReply:
         scope = self._message.scope | {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
         await app(scope, self._receive, self._send)
-        return messages.Relayed(self._message.id, self._status, self._headers, b"".join(self._body))
+        return messages.RelayReply(self._message.id, self._status, self._headers, b"".join(self._body))
 
     async def _receive(self) -> dict[str, Any]:
         if not self._is_body_read:
@@ -95,12 +95,12 @@ class AppCallHandlers:
 
     async def _find_response(self, message: messages.FindResponse) -> None:
         response = await self._app.responses.find(message.principal, message.response)
-        self._connection.send(messages.Kept(message.id, response))
+        self._connection.send(messages.StoreReply(message.id, response))
 
     async def _find_items(self, message: messages.FindItems) -> None:
         items = await self._app.responses.items(message.principal, message.items)
-        self._connection.send(messages.Kept(message.id, items=dict(items)))
+        self._connection.send(messages.StoreReply(message.id, items=dict(items)))
 
     async def _store_response(self, message: messages.StoreResponse) -> None:
         await self._app.responses.keep(message.response)
-        self._connection.send(messages.Kept(message.id))
+        self._connection.send(messages.StoreReply(message.id))

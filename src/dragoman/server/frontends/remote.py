@@ -11,26 +11,28 @@ from dragoman.config.settings import Settings
 from dragoman.core import loop_guard
 from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.errors import DECODE_ERRORS, ENCODE_ERRORS, BadRequest
-from dragoman.core.event_queue import Mailbox
+from dragoman.core.event_queue import EventQueue
 from dragoman.core.events import Event
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.core.request import GenerationRequest
 from dragoman.ipc.link import Link
-from dragoman.ipc.worker_messages import KEY_BITS, decode_progress_head, readable
+from dragoman.ipc.worker_messages import KEY_BITS, decode_progress, decode_progress_head
 from dragoman.ipc.worker_process import UNSENDABLE
 from dragoman.server.frontends import messages
-from dragoman.server.http_exchange import Exchange
-from dragoman.server.model_lease import Found, Wish
+from dragoman.server.http_exchange import HttpExchange
+from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry import RequestRecord
 from dragoman.server.telemetry.metrics import Metrics
-from dragoman.storage.base import KeptResponse
+from dragoman.storage.base import StoredResponse
 
 BACKLOG = 1024
 """Unread events of one generation before its engine is paused."""
 
-Command = messages.Begin | messages.ApplyConfig | messages.Stopping | messages.GracefulStop | messages.ForceStop
-LeaseAnswer = messages.LeaseQueued | messages.LeaseGranted | messages.Refused
-Query = messages.Enter | messages.StoreQuery | messages.Relay
+Command = (
+    messages.StartFrontEnd | messages.ApplyConfig | messages.ShutdownNotice | messages.GracefulStop | messages.ForceStop
+)
+LeaseAnswer = messages.LeaseQueued | messages.LeaseGranted | messages.ErrorReply
+Query = messages.EnterQuota | messages.StoreQuery | messages.Relay
 
 
 class _Stream:
@@ -40,7 +42,7 @@ class _Stream:
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
-        self.mailbox = Mailbox()
+        self.mailbox = EventQueue()
         self.is_paused = False
 
 
@@ -59,25 +61,25 @@ class ParentConnection:
         self._keys = itertools.count(number << KEY_BITS)
 
     def _receive(self, body: memoryview) -> None:
-        message: messages.ToFront | messages.RawProgressBatch
+        message: messages.ToFrontEnd | messages.RawProgressBatch
         try:
-            message = messages.decode_to_front(body)
+            message = messages.decode_to_frontend(body)
         except DECODE_ERRORS as error:
             message = messages.decode_in_parts(body, error)
-        if isinstance(message, messages.Step):
+        if isinstance(message, messages.ProgressBatch):
             self._deliver(message)
         elif isinstance(message, messages.RawProgressBatch):
             self._deliver_parts(message.progress)
         elif isinstance(message, Command):
             self._on_command(message)
-        elif isinstance(message, messages.Knock):
+        elif isinstance(message, messages.Ping):
             self.send(messages.Pong())
         else:
             listener = self._listeners.get(message.id)
             if listener is not None:
                 listener(message)
 
-    def _deliver(self, step: messages.Step) -> None:
+    def _deliver(self, step: messages.ProgressBatch) -> None:
         streams = self._streams
         for progress in step.progress:
             stream = streams.get(progress.id)
@@ -102,12 +104,12 @@ class ParentConnection:
             stream = self._streams.get(head.id)
             if stream is None:
                 continue
-            progress = readable(part)
-            self._deliver(messages.Step((progress,)))
+            progress = decode_progress(part)
+            self._deliver(messages.ProgressBatch((progress,)))
             if progress.ended and not head.ended:
-                self.send(messages.Cancel(stream.id, head.id))
+                self.send(messages.CancelGeneration(stream.id, head.id))
 
-    def send(self, message: messages.ToParent | messages.Generate) -> None:
+    def send(self, message: messages.ToParent | messages.StartGeneration) -> None:
         try:
             encoded = messages.encode(message)
         except ENCODE_ERRORS as error:
@@ -132,7 +134,7 @@ class ParentConnection:
 
     async def generate(self, request_id: str, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         key = next(self._keys)
-        self.send(messages.Generate(request_id, key, request))
+        self.send(messages.StartGeneration(request_id, key, request))
         self._streams[key] = stream = _Stream(request_id)
         try:
             while events := await stream.mailbox.take():
@@ -142,42 +144,42 @@ class ParentConnection:
                 yield events
         finally:
             if self._streams.pop(key, None) is not None:
-                self.send(messages.Cancel(request_id, key))
+                self.send(messages.CancelGeneration(request_id, key))
 
 
 class RemoteQuotaLease:
     """A lease on a quota of the parent, which settles it at the end of the request."""
 
     def __init__(self) -> None:
-        self.known: Sequence[Rate] = ()
+        self.known: Sequence[RateLimitState] = ()
 
-    def rates(self) -> list[Rate]:
+    def rates(self) -> list[RateLimitState]:
         return list(self.known)
 
     def settle(self, tokens: int) -> None:
         """The parent settles it from the request record."""
 
-    async def enter(self, parent: ParentConnection, exchange: Exchange) -> None:
+    async def enter(self, parent: ParentConnection, exchange: HttpExchange) -> None:
         headers = exchange.headers
         credentials = (headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
-        answer = await parent.ask(messages.Enter(exchange.record.id, *credentials))
-        assert isinstance(answer, messages.Entered | messages.Refused)
+        answer = await parent.ask(messages.EnterQuota(exchange.record.id, *credentials))
+        assert isinstance(answer, messages.QuotaEntered | messages.ErrorReply)
         self.known = answer.rates
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, messages.ErrorReply):
             raise answer.error()
 
 
 class RemoteEngine(Engine):
     """The parent's engine, for one request."""
 
-    streams_events = True
+    emits_events = True
 
     def __init__(self, parent: ParentConnection, granted: messages.LeaseGranted) -> None:
         self._parent = parent
         self._id = granted.id
         self._info = ModelInfo(granted.found.model, format=granted.format)
         self._staged = granted.staged
-        self.tells_calls = granted.tells_calls
+        self.emits_tool_calls = granted.emits_tool_calls
 
     def models(self) -> Sequence[ModelInfo]:
         return [self._info]
@@ -193,7 +195,7 @@ class RemoteEngine(Engine):
 class RemoteModelLease:
     """A lease on a model of the parent; it also acquires and releases the slots of further choices."""
 
-    def __init__(self, parent: ParentConnection, exchange: Exchange) -> None:
+    def __init__(self, parent: ParentConnection, exchange: HttpExchange) -> None:
         self.label: str | None = None
         self.fallbacks: tuple[str, ...] = ()
         self.queue_us = 0
@@ -202,19 +204,19 @@ class RemoteModelLease:
         self._id = exchange.record.id
         loop = asyncio.get_running_loop()
         self._found: asyncio.Future[LeaseAnswer] = loop.create_future()
-        self._started: asyncio.Future[messages.LeaseGranted | messages.Refused] = loop.create_future()
+        self._started: asyncio.Future[messages.LeaseGranted | messages.ErrorReply] = loop.create_future()
         self._pending_slots: deque[asyncio.Future[None]] = deque()
         self._is_open = False
         self._speed = (0, 0.0)
 
-    async def find(self, wish: Wish) -> Found:
+    async def find(self, wish: LeaseRequest) -> LeaseInfo:
         caller = self._exchange.caller
         self._parent.add_listener(self._id, self._receive)
         self._is_open = True
         via = self._exchange.headers.get(loop_guard.HEADER_BYTES)
-        self._parent.send(messages.Engage(self._id, caller.principal, caller.models, wish, caller.within, via))
+        self._parent.send(messages.AcquireLease(self._id, caller.principal, caller.models, wish, caller.within, via))
         answer = await self._found
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, messages.ErrorReply):
             self.label, self.fallbacks = answer.label, answer.fallbacks
             raise answer.error()
         self.label, self.fallbacks = answer.found.label, answer.found.fallbacks
@@ -222,20 +224,20 @@ class RemoteModelLease:
 
     async def start(self) -> Engine:
         answer = await self._started
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, messages.ErrorReply):
             raise answer.error()
         self.queue_us = answer.queue_us
         return RemoteEngine(self._parent, answer)
 
     def _receive(self, message: messages.Answer) -> None:
-        if isinstance(message, messages.Granted):
+        if isinstance(message, messages.SlotGranted):
             if self._pending_slots:
                 slot = self._pending_slots.popleft()
                 if not slot.done():
                     slot.set_result(None)
             return
         assert isinstance(message, LeaseAnswer)
-        if isinstance(message, messages.Refused):
+        if isinstance(message, messages.ErrorReply):
             self._fail_pending_slots(message)
         lease = self._exchange.lease
         if isinstance(lease, RemoteQuotaLease) and message.rates:
@@ -245,7 +247,7 @@ class RemoteModelLease:
         if not isinstance(message, messages.LeaseQueued) and not self._started.done():
             self._started.set_result(message)
 
-    def _fail_pending_slots(self, message: messages.Refused) -> None:
+    def _fail_pending_slots(self, message: messages.ErrorReply) -> None:
         while self._pending_slots:
             slot = self._pending_slots.popleft()
             if not slot.done():
@@ -271,7 +273,7 @@ class RemoteModelLease:
         if self._is_open:
             self._is_open = False
             self._parent.remove_listener(self._id)
-            self._parent.send(messages.Leave(self._id, *self._speed))
+            self._parent.send(messages.ReleaseLease(self._id, *self._speed))
             # Flushed before the reply ends: a client that retries at once, on another front end, gets the slot.
             self._parent.link.flush()
 
@@ -283,21 +285,21 @@ class RemoteResponses:
         self._parent = parent
         self._numbers = itertools.count()
 
-    async def keep(self, response: KeptResponse) -> None:
+    async def keep(self, response: StoredResponse) -> None:
         await self._ask(lambda key: messages.StoreResponse(key, response))
 
-    async def find(self, principal: str, response_id: str) -> KeptResponse | None:
+    async def find(self, principal: str, response_id: str) -> StoredResponse | None:
         return (await self._ask(lambda key: messages.FindResponse(key, principal, response_id))).response
 
     async def items(self, principal: str, ids: Iterable[str]) -> Mapping[str, bytes]:
         item_ids = tuple(ids)
         return (await self._ask(lambda key: messages.FindItems(key, principal, item_ids))).items if item_ids else {}
 
-    async def _ask(self, query: Callable[[str], messages.StoreQuery]) -> messages.Kept:
+    async def _ask(self, query: Callable[[str], messages.StoreQuery]) -> messages.StoreReply:
         answer = await self._parent.ask(query(f"store-{next(self._numbers)}"))
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, messages.ErrorReply):
             raise answer.error()
-        assert isinstance(answer, messages.Kept)
+        assert isinstance(answer, messages.StoreReply)
         return answer
 
 
@@ -314,12 +316,12 @@ class RemoteTelemetry:
         if record.model is not None:
             counted = self.metrics.of(record.model).gaps.taken()
             gaps = None if counted is None else messages.TokenGaps(*counted)
-        self._parent.send(messages.Ended(record, gaps))
+        self._parent.send(messages.RequestEnded(record, gaps))
 
 
-async def relay_request(parent: ParentConnection, message: messages.Relay) -> messages.Relayed:
+async def relay_request(parent: ParentConnection, message: messages.Relay) -> messages.RelayReply:
     answer = await parent.ask(message)
-    if isinstance(answer, messages.Refused):
+    if isinstance(answer, messages.ErrorReply):
         raise answer.error()
-    assert isinstance(answer, messages.Relayed)
+    assert isinstance(answer, messages.RelayReply)
     return answer

@@ -11,18 +11,18 @@ import msgspec
 from dragoman.core import loop_guard
 from dragoman.core.engine import Engine
 from dragoman.core.errors import DragomanError, EngineFailed
-from dragoman.core.rate_limits import Rate
+from dragoman.core.rate_limits import RateLimitState
 from dragoman.core.request import GenerationRequest
 from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.ipc.worker_main import to_failure
-from dragoman.ipc.worker_messages import Failure, Progress, pack
-from dragoman.pipeline.event_stream import run
-from dragoman.pipeline.generate import STAGED
+from dragoman.ipc.worker_messages import Failure, GenerationProgress, pack
+from dragoman.pipeline.event_stream import stream_events
+from dragoman.pipeline.generate import STAGE_FEATURES
 from dragoman.server.app import App
-from dragoman.server.auth.quotas import Lease
+from dragoman.server.auth.quotas import QuotaLease
 from dragoman.server.auth.scopes import Caller
 from dragoman.server.frontends import messages
-from dragoman.server.model_lease import Engagement, Found
+from dragoman.server.model_lease import LeaseInfo, ModelLease
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -34,8 +34,8 @@ class RequestState:
     __slots__ = ("engine", "local", "model_lease", "opening", "quota_lease", "tasks", "via", "worker_keys")
 
     def __init__(self) -> None:
-        self.quota_lease: Lease | None = None
-        self.model_lease: Engagement | None = None
+        self.quota_lease: QuotaLease | None = None
+        self.model_lease: ModelLease | None = None
         self.engine: Engine | None = None
         self.worker_keys: set[int] = set()
         """Generations in workers."""
@@ -47,7 +47,7 @@ class RequestState:
         self.via: bytes | None = None
         """The header that detects loops (see `loop_guard`)."""
 
-    def rates(self) -> tuple[Rate, ...]:
+    def rates(self) -> tuple[RateLimitState, ...]:
         return () if self.quota_lease is None else tuple(self.quota_lease.rates())
 
     def cancel(self, key: int, ended: bool) -> None:
@@ -85,7 +85,7 @@ class LocalGeneration:
 class FrontEndOutput(Protocol):
     """The connection to the front end, as the handlers of its messages see it."""
 
-    def send(self, message: messages.ToFront) -> None: ...
+    def send(self, message: messages.ToFrontEnd) -> None: ...
 
     def put(self, progress: msgspec.Raw) -> None: ...
 
@@ -100,7 +100,7 @@ class GenerationRunner:
     def __init__(self, output: FrontEndOutput) -> None:
         self._output = output
 
-    def start(self, message: messages.PassedGenerate, state: RequestState) -> None:
+    def start(self, message: messages.RawStartGeneration, state: RequestState) -> None:
         if state.engine is None:
             return
         try:
@@ -108,7 +108,7 @@ class GenerationRunner:
         except Exception as error:  # noqa: BLE001 (reported to the front end and logged)
             self._end(message.key, to_failure(error))
 
-    def _open(self, message: messages.PassedGenerate, state: RequestState, engine: Engine) -> None:
+    def _open(self, message: messages.RawStartGeneration, state: RequestState, engine: Engine) -> None:
         key = message.key
         if not isinstance(engine, WorkerEngine):
             running = asyncio.Event()
@@ -133,11 +133,11 @@ class GenerationRunner:
     ) -> None:
         failure = None
         # The task belongs to this request, so it sets the context variable of the loop guard.
-        loop_guard.arrive(state.via)
+        loop_guard.store_path_header(state.via)
         try:
-            async with aclosing(run(engine, request)) as stream:
+            async with aclosing(stream_events(engine, request)) as stream:
                 async for events in stream:
-                    self._output.put(pack(Progress(key, tuple(events))))
+                    self._output.put(pack(GenerationProgress(key, tuple(events))))
                     if not running.is_set():
                         await running.wait()
         except Exception as error:  # noqa: BLE001 (reported to the front end and logged)
@@ -146,7 +146,7 @@ class GenerationRunner:
         state.local.pop(key, None)
 
     def _end(self, key: int, failure: Failure | None) -> None:
-        self._output.put(pack(Progress(key, ended=True, failure=failure)))
+        self._output.put(pack(GenerationProgress(key, ended=True, failure=failure)))
 
     def pause(self, message: messages.Pause, state: RequestState) -> None:
         """Pause or resume a local generation; workers cannot be paused."""
@@ -168,15 +168,15 @@ class RequestHandlers:
 
     def handlers(self) -> dict[type, Handler]:
         return {
-            messages.Enter: self._enter_quota,
-            messages.Engage: self._acquire_lease,
-            messages.PassedGenerate: self._generate,
-            messages.Cancel: self._cancel,
+            messages.EnterQuota: self._enter_quota,
+            messages.AcquireLease: self._acquire_lease,
+            messages.RawStartGeneration: self._generate,
+            messages.CancelGeneration: self._cancel,
             messages.Pause: self._pause,
             messages.AcquireSlot: self._acquire_slot,
             messages.ReleaseSlot: self._release_slot,
-            messages.Leave: self._release_lease,
-            messages.Ended: self._finish,
+            messages.ReleaseLease: self._release_lease,
+            messages.RequestEnded: self._finish,
         }
 
     def close(self) -> int:
@@ -197,28 +197,30 @@ class RequestHandlers:
             log.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
             error = EngineFailed("an internal error; see the server log")
         cause = None if error.__cause__ is None else str(error.__cause__)
-        self._connection.send(messages.Refused(request_id, Failure.of(error), label, fallbacks, state.rates(), cause))
+        self._connection.send(
+            messages.ErrorReply(request_id, Failure.of(error), label, fallbacks, state.rates(), cause)
+        )
 
-    def _enter_quota(self, message: messages.Enter) -> None:
+    def _enter_quota(self, message: messages.EnterQuota) -> None:
         state = self._states.setdefault(message.id, RequestState())
         headers = {b"authorization": message.authorization, b"x-api-key": message.api_key}
         try:
-            state.quota_lease = lease = self._app.lease_for(headers)
+            state.quota_lease = lease = self._app.quota_lease_for(headers)
             if lease is not None:
                 lease.enter()
         except DragomanError as error:
             self.refuse(message.id, error)
             return
-        self._connection.send(messages.Entered(message.id, state.rates()))
+        self._connection.send(messages.QuotaEntered(message.id, state.rates()))
 
-    def _acquire_lease(self, message: messages.Engage) -> None:
+    def _acquire_lease(self, message: messages.AcquireLease) -> None:
         state = self._states.setdefault(message.id, RequestState())
         caller = Caller(message.principal, models=message.models, within=message.within)
         state.via = message.via
-        state.model_lease = lease = self._app.engagement_of(caller, state.quota_lease)
+        state.model_lease = lease = self._app.make_model_lease(caller, state.quota_lease)
         self._connection.spawn(message.id, self._start_lease(message, state, lease), state.tasks)
 
-    async def _start_lease(self, message: messages.Engage, state: RequestState, lease: Engagement) -> None:
+    async def _start_lease(self, message: messages.AcquireLease, state: RequestState, lease: ModelLease) -> None:
         try:
             info = await lease.find(message.wish)
             engine = lease.start_now()
@@ -231,11 +233,11 @@ class RequestHandlers:
         state.engine = engine
         self._connection.send(_lease_granted(message.id, info, engine, lease.queue_us, state.rates()))
 
-    def _generate(self, message: messages.PassedGenerate) -> None:
+    def _generate(self, message: messages.RawStartGeneration) -> None:
         if (state := self._states.get(message.id)) is not None:
             self._generations.start(message, state)
 
-    def _cancel(self, message: messages.Cancel) -> None:
+    def _cancel(self, message: messages.CancelGeneration) -> None:
         if (state := self._states.get(message.id)) is not None:
             state.cancel(message.key, ended=False)
 
@@ -248,23 +250,23 @@ class RequestHandlers:
         if state is not None and state.model_lease is not None:
             self._connection.spawn(message.id, self._grant_slot(message.id, state.model_lease), state.tasks)
 
-    async def _grant_slot(self, request_id: str, lease: Engagement) -> None:
+    async def _grant_slot(self, request_id: str, lease: ModelLease) -> None:
         await lease.turns.another()
-        self._connection.send(messages.Granted(request_id))
+        self._connection.send(messages.SlotGranted(request_id))
 
     def _release_slot(self, message: messages.ReleaseSlot) -> None:
         state = self._states.get(message.id)
         if state is not None and state.model_lease is not None:
             state.model_lease.turns.give_back()
 
-    def _release_lease(self, message: messages.Leave) -> None:
+    def _release_lease(self, message: messages.ReleaseLease) -> None:
         if (state := self._states.get(message.id)) is None:
             return
         if state.model_lease is not None:
             state.model_lease.note_speed(message.tokens, message.seconds)
         state.release(ended=True)
 
-    def _finish(self, message: messages.Ended) -> None:
+    def _finish(self, message: messages.RequestEnded) -> None:
         record = message.record
         state = self._states.pop(record.id, None)
         if state is not None:
@@ -278,8 +280,8 @@ class RequestHandlers:
 
 
 def _lease_granted(
-    request_id: str, info: Found, engine: Engine, queue_us: int, rates: tuple[Rate, ...]
+    request_id: str, info: LeaseInfo, engine: Engine, queue_us: int, rates: tuple[RateLimitState, ...]
 ) -> messages.LeaseGranted:
     format_name = next((model.format for model in engine.models() if model.name == info.model), "plain")
-    features = engine.supports() & STAGED
-    return messages.LeaseGranted(request_id, info, format_name, features, engine.tells_calls, queue_us, rates)
+    features = engine.supports() & STAGE_FEATURES
+    return messages.LeaseGranted(request_id, info, format_name, features, engine.emits_tool_calls, queue_us, rates)

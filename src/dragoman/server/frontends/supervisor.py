@@ -28,10 +28,10 @@ from dragoman.core.errors import ConfigError
 from dragoman.ipc.restart_backoff import RestartBackoff
 from dragoman.ipc.worker_messages import OWN_NUMBER
 from dragoman.server.app import App
-from dragoman.server.frontends.messages import ForceStop, GracefulStop, Stopping
+from dragoman.server.frontends.messages import ForceStop, GracefulStop, ShutdownNotice
 from dragoman.server.frontends.parent import FrontEndConnection
 from dragoman.server.http.acceptor import BACKLOG
-from dragoman.server.http.server import HURRY_SECONDS, bind_sockets, unix_socket
+from dragoman.server.http.server import FORCED_STOP_SECONDS, bind_sockets, unix_socket
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -42,7 +42,7 @@ END_SECONDS = 8.0
 """Time beyond the grace time, to send errors to cancelled requests and to exit."""
 
 
-class Crew:
+class FrontEndSupervisor:
     def __init__(self, app: App, socket_groups: list[list[socket.socket]]) -> None:
         self._app = app
         self._socket_groups = socket_groups
@@ -52,7 +52,7 @@ class Crew:
         self._connections: set[FrontEndConnection] = set()
         self._all_listen = asyncio.Event()
         self._stopping = asyncio.Event()
-        app.followers.append(self._configure)
+        app.settings_listeners.append(self._configure)
 
     @property
     def _listening_count(self) -> int:
@@ -131,7 +131,7 @@ class Crew:
             connection.begin(next(self._numbers), self._app.settings)
             self._connections.add(connection)
             if self._app.is_stopping:
-                connection.send(Stopping())
+                connection.send(ShutdownNotice())
             if self._stopping.is_set():
                 connection.send(GracefulStop())
             await closed.wait()
@@ -158,9 +158,9 @@ class Crew:
             if connection.is_listening:
                 connection.monitor.kill(f"has not applied the configuration within {APPLY_SECONDS:g} s")
 
-    def tell_stopping(self) -> None:
+    def announce_stop(self) -> None:
         for connection in self._connections:
-            connection.send(Stopping())
+            connection.send(ShutdownNotice())
 
     async def stop(self, grace: float) -> None:
         """Close the sockets, give running requests the grace time, then kill the front ends that are left."""
@@ -172,12 +172,12 @@ class Crew:
         await asyncio.wait(self._tasks, timeout=grace + END_SECONDS)
         await self.end()
 
-    def hurry(self) -> None:
+    def force_stop(self) -> None:
         """Cancel running requests now, and kill the front ends that do not end."""
         self._stopping.set()
         for connection in self._connections:
             connection.send(ForceStop())
-        asyncio.get_running_loop().call_later(HURRY_SECONDS + 1, self.kill)
+        asyncio.get_running_loop().call_later(FORCED_STOP_SECONDS + 1, self.kill)
 
     def kill(self) -> None:
         """Kill all front ends and start no others."""
@@ -193,7 +193,7 @@ class Crew:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def places(settings: Settings, count: int) -> list[list[socket.socket]]:
+def bind_frontend_sockets(settings: Settings, count: int) -> list[list[socket.socket]]:
     """Bind the sockets; return those of each front end."""
     if settings.socket is not None:
         shared = [unix_socket(Path(settings.socket))]

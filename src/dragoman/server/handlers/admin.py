@@ -12,13 +12,13 @@ from typing import Protocol, runtime_checkable
 
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized, quote
-from dragoman.engines.upstream.pool import PlaceState
-from dragoman.models import Host, Model
+from dragoman.engines.upstream.pool import UpstreamState
+from dragoman.models import ModelHost, ServedModel
 from dragoman.protocols import admin as wire
 from dragoman.server.app import App
-from dragoman.server.auth.admin_token import HEADER, has_token
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
 from dragoman.server.auth.scopes import UNRESTRICTED
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routing import not_found_error
 
 ROOT = "/admin/models"
@@ -27,17 +27,19 @@ UNLOAD_SECONDS = 5.0
 """Time that the reply waits for a model to unload."""
 
 
-async def models(app: App, exchange: Exchange) -> None:
+async def models(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
     await app.catalog.look()
     visible = [model for model in app.catalog.listed() if exchange.caller.may_use(model.name)]
     served = [await _describe(app, model) for model in visible]
     # Models that share an engine share its memory.
     used = {model.host.key: status.memory or 0 for model, status in zip(visible, served, strict=True)}
-    await exchange.response.send_json(wire.encode_fleet(served, sum(used.values()), app.catalog.lifecycle.budget))
+    await exchange.response.send_json(
+        wire.encode_model_statuses(served, sum(used.values()), app.catalog.lifecycle.budget)
+    )
 
 
-async def change(app: App, exchange: Exchange) -> None:
+async def change(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
     # The body is ignored, but its checks stop requests from web pages of other origins.
     await exchange.decoded(app.settings.limits, bytes)
@@ -46,19 +48,19 @@ async def change(app: App, exchange: Exchange) -> None:
         raise not_found_error(exchange, f"; try {ROOT}/NAME/load or {ROOT}/NAME/unload")
     model = await app.model(exchange, name)
     done = await (_load(model) if action == "load" else _unload(app, model))
-    await exchange.response.send_json(wire.encode_served(await _describe(app, model)), 200 if done else 202)
+    await exchange.response.send_json(wire.encode_model_status(await _describe(app, model)), 200 if done else 202)
 
 
-async def reload(app: App, exchange: Exchange) -> None:
+async def reload(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
     await exchange.decoded(app.settings.limits, bytes)
     try:
-        await exchange.response.send_json(wire.encode_reloaded(await app.reload()))
+        await exchange.response.send_json(wire.encode_reload_result(await app.reload()))
     except ConfigError as error:
         raise InvalidConfig(f"configuration not reloaded: {error}") from error
 
 
-async def _load(model: Model) -> bool:
+async def _load(model: ServedModel) -> bool:
     """Load a model and wait as long as a request would. True if it is ready. A failed model is retried immediately."""
     try:
         if model.host.state == "failed":
@@ -72,28 +74,28 @@ async def _load(model: Model) -> bool:
     return True
 
 
-async def _unload(app: App, model: Model) -> bool:
+async def _unload(app: App, model: ServedModel) -> bool:
     """Unload a model; True if it is done. Running requests finish first. A load in progress is aborted."""
     host, before = model.host, model.host.engine
-    app.catalog.lifecycle.dismiss(host)
+    app.catalog.lifecycle.request_unload(host)
     deadline = time.monotonic() + UNLOAD_SECONDS
     while not (is_gone := _is_unloaded(host, before)) and time.monotonic() < deadline:  # noqa: ASYNC110 (seldom)
         await asyncio.sleep(POLL_SECONDS)
     return is_gone
 
 
-def _is_unloaded(host: Host, before: Engine | None) -> bool:
+def _is_unloaded(host: ModelHost, before: Engine | None) -> bool:
     """Whether the engine was unloaded. Waiting requests may already be loading the model again."""
     if host.state == "loading":
         return before is not None and host.engine is not before
     return host.state != "unloading" and (host.engine is None or host.engine is not before)
 
 
-async def _describe(app: App, model: Model) -> wire.ServedModel:
+async def _describe(app: App, model: ServedModel) -> wire.ModelStatus:
     host = model.host
     seat = app.catalog.lifecycle.seat(host)
-    is_here = host.engine is not None and not host.is_returning
-    return wire.ServedModel(
+    is_here = host.engine is not None and not host.is_restarting
+    return wire.ModelStatus(
         id=model.name,
         state=host.state,
         engine=None if model.spec is None else model.spec.engine,
@@ -110,13 +112,13 @@ async def _describe(app: App, model: Model) -> wire.ServedModel:
     )
 
 
-def check_operator(app: App, exchange: Exchange) -> None:
+def check_operator(app: App, exchange: HttpExchange) -> None:
     """Require the admin token if no key is needed. The scope of a key has been checked already."""
     if exchange.caller is not UNRESTRICTED or has_token(exchange.headers, app.admin_token):
         return
     raise Unauthorized(
-        f"this route needs a key with the scope admin. As no keys are configured, it also accepts the header {HEADER} "
-        "with the token from the run directory of the server's home. `dragoman models` and `dragoman drain` send it."
+        "this route needs a key with the scope admin. As no keys are configured, it also accepts the header "
+        f"{ADMIN_TOKEN_HEADER} with the token from the run directory of the server's home. `dragoman models` and `dragoman drain` send it."
     )
 
 
@@ -124,17 +126,17 @@ def check_operator(app: App, exchange: Exchange) -> None:
 class PooledEngine(Protocol):
     """An engine with several upstream servers."""
 
-    def states(self) -> Sequence[PlaceState]: ...
+    def states(self) -> Sequence[UpstreamState]: ...
 
     def drain(self, url: str, drained: bool) -> None: ...
 
 
-async def upstreams(app: App, exchange: Exchange) -> None:
+async def upstreams(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
     await exchange.response.send_json(wire.encode_upstreams(_list_upstreams(app)))
 
 
-async def drain(app: App, exchange: Exchange) -> None:
+async def drain(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
     request = await exchange.decoded(app.settings.limits, wire.decode_drain)
     engine = await (await app.model(exchange, request.model)).host.ready()
@@ -153,9 +155,9 @@ def is_out(engine: object) -> bool:
     return bool(states) and all(server.state in ("out", "draining", "drained") for server in states)
 
 
-def _list_upstreams(app: App) -> list[wire.ListedPlace]:
+def _list_upstreams(app: App) -> list[wire.UpstreamStatus]:
     return [
-        wire.ListedPlace(
+        wire.UpstreamStatus(
             model.name, server.url, server.state, server.running, server.failures, server.weight, server.rank
         )
         for model in app.catalog.models.values()
@@ -163,5 +165,5 @@ def _list_upstreams(app: App) -> list[wire.ListedPlace]:
     ]
 
 
-def _upstream_states(engine: object) -> Sequence[PlaceState]:
+def _upstream_states(engine: object) -> Sequence[UpstreamState]:
     return engine.states() if isinstance(engine, PooledEngine) else ()

@@ -13,19 +13,19 @@ from functools import partial
 import msgspec
 
 from dragoman.core.embeddings import Embedding, EmbeddingRequest, Input, RerankRequest
-from dragoman.core.engine import MakeVectors
+from dragoman.core.engine import EmbedFunction
 from dragoman.core.errors import BadRequest, EngineFailed, NotSupported
 from dragoman.core.events import Usage
-from dragoman.models import Model
+from dragoman.models import ServedModel
 from dragoman.models.admission import Slots
-from dragoman.pipeline.event_stream import call
-from dragoman.pipeline.generate import check
+from dragoman.pipeline.event_stream import call_engine
+from dragoman.pipeline.generate import check_features
 from dragoman.protocols.embeddings import server as wire_embeddings
 from dragoman.protocols.rerank import server as wire_rerank
 from dragoman.server.app import App
 from dragoman.server.auth.quotas import estimate_text_tokens
 from dragoman.server.handlers.generation import stall_error
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 
 BATCH_INPUTS = 64
 BATCH_SIZE = 8 * 1024
@@ -34,32 +34,32 @@ INPUT = re.compile(r"input\[(?P<at>\d+)\]")
 """The name of an input in an engine's error."""
 
 
-async def embeddings(app: App, exchange: Exchange) -> None:
+async def embeddings(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
-    vectors = await _embed(app, exchange, model, request, partial(wire_embeddings.place, request))
+    vectors = await _embed(app, exchange, model, request, partial(wire_embeddings.input_path, request))
     await exchange.response.send_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, vectors))
 
 
-async def rerank(app: App, exchange: Exchange) -> None:
+async def rerank(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
-    vectors = await _embed(app, exchange, model, request, wire_rerank.place)
+    vectors = await _embed(app, exchange, model, request, wire_rerank.input_path)
     request_id = exchange.record.id
     await exchange.response.send_json(await asyncio.to_thread(wire_rerank.encode_reply, request, request_id, vectors))
 
 
 async def _embed(
     app: App,
-    exchange: Exchange,
-    model: Model,
+    exchange: HttpExchange,
+    model: ServedModel,
     request: EmbeddingRequest | RerankRequest,
     field_of: Callable[[int], str],
 ) -> list[Embedding]:
     """Compute the vectors of all inputs while holding a slot of the model. `field_of` names the field of an input."""
-    lease = app.lease_of(exchange)
+    lease = app.quota_lease_of(exchange)
     if lease is not None:
         lease.reserve(estimate_text_tokens(exchange.weight))
     host = model.host
@@ -69,7 +69,7 @@ async def _embed(
     try:
         if "embeddings" not in host.supports:
             raise NotSupported(f"model '{model.name}' does not support embeddings", param="model")
-        ignored = check(model.name, request.asked, host.supports, app.is_strict(exchange))
+        ignored = check_features(model.name, request.asked, host.supports, app.is_strict(exchange))
         if ignored:
             exchange.response.ignore(ignored)
         await slots.first()
@@ -77,7 +77,7 @@ async def _embed(
         exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
         for batch in batches(request.inputs):
             with _renamed_fields(field_of, len(vectors)):
-                vectors += await _embed_batch(engine.vectors_of(model.name), batch)
+                vectors += await _embed_batch(engine.embed_function_for(model.name), batch)
             if isinstance(request, EmbeddingRequest):
                 _check_dimensions(request, vectors[0])
             exchange.timer.note_progress()
@@ -101,8 +101,8 @@ def _renamed_fields(field_of: Callable[[int], str], first: int) -> Generator[Non
         raise
 
 
-async def _embed_batch(embed: MakeVectors, inputs: Sequence[Input]) -> Sequence[Embedding]:
-    vectors = await call(embed, inputs)
+async def _embed_batch(embed: EmbedFunction, inputs: Sequence[Input]) -> Sequence[Embedding]:
+    vectors = await call_engine(embed, inputs)
     if len(vectors) != len(inputs) or len({entry.dimensions for entry in vectors}) != 1 or not vectors[0].vector:
         raise EngineFailed("the engine did not return one vector per input")
     return vectors

@@ -22,33 +22,33 @@ from dragoman.core.errors import DragomanError, EngineTimeout
 from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import Collection
 from dragoman.core.request import GenerationRequest
-from dragoman.pipeline.generate import Take, cannot_honour, check_limits, generate
-from dragoman.protocols.registry import Encoder, Protocol, Telling
+from dragoman.pipeline.generate import OnEvents, check_limits, generate, unsupported_parameter
+from dragoman.protocols.registry import Encoder, Protocol, ReplyEncoding
 from dragoman.server.auth.quotas import Estimate, estimate_prompt_tokens, estimate_tokens
-from dragoman.server.base_app import Door
-from dragoman.server.http_exchange import Exchange
-from dragoman.server.model_lease import ModelLeaseProtocol, Wish
+from dragoman.server.base_app import BaseApp
+from dragoman.server.http_exchange import HttpExchange
+from dragoman.server.model_lease import LeaseRequest, ModelLeaseProtocol
 from dragoman.server.telemetry.meter import Meter
 
 log = logging.getLogger("dragoman.prompts")
 log_server = logging.getLogger("dragoman.server")
 Store = Callable[[], Awaitable[None]]
-MakeSink = Callable[[GenerationRequest], Take]
+MakeSink = Callable[[GenerationRequest], OnEvents]
 """Makes the receiver of the events for a request to one model."""
 FALLBACK_STATUSES = frozenset({429, 500, 502, 503, 504})
 """Statuses of errors that a fallback model may not have."""
 
 
-async def answer(app: Door, exchange: Exchange, protocol: Protocol) -> None:
+async def answer(app: BaseApp, exchange: HttpExchange, protocol: Protocol) -> None:
     decoded = await exchange.decoded(app.settings.limits, protocol.decode)
     await reply_to(app, exchange, decoded, protocol)
 
 
 async def reply_to(
-    app: Door,
-    exchange: Exchange,
+    app: BaseApp,
+    exchange: HttpExchange,
     decoded: GenerationRequest,
-    reply_format: Telling,
+    reply_format: ReplyEncoding,
     store: Store | None = None,
 ) -> None:
     """Generate and send the reply. `store` is called when the reply is complete, before its end is sent."""
@@ -71,9 +71,11 @@ def with_defaults(request: GenerationRequest, defaults: SamplingDefaults | None)
     return msgspec.structs.replace(request, sampling=defaults.fill(request.sampling), max_tokens=limit)
 
 
-async def _run(app: Door, exchange: Exchange, decoded: GenerationRequest, make_sink: MakeSink) -> GenerationRequest:
+async def _run(
+    app: BaseApp, exchange: HttpExchange, decoded: GenerationRequest, make_sink: MakeSink
+) -> GenerationRequest:
     """Generate with the model or a fallback. Returns the request as that model got it."""
-    lease, record = app.engagement(exchange), exchange.record
+    lease, record = app.model_lease(exchange), exchange.record
     estimate = None if exchange.lease is None else estimate_tokens(decoded, exchange.weight)
     try:
         return await _run_with(app, exchange, lease, decoded, make_sink, estimate)
@@ -87,7 +89,7 @@ async def _run(app: Door, exchange: Exchange, decoded: GenerationRequest, make_s
         exchange.response.clear_notes()
         request = msgspec.structs.replace(decoded, model=name)
         try:
-            return await _run_with(app, exchange, app.engagement(exchange), request, make_sink, None)
+            return await _run_with(app, exchange, app.model_lease(exchange), request, make_sink, None)
         except DragomanError as error:
             if record.first_event_us is not None:
                 raise
@@ -98,8 +100,8 @@ async def _run(app: Door, exchange: Exchange, decoded: GenerationRequest, make_s
 
 
 async def _run_with(
-    app: Door,
-    exchange: Exchange,
+    app: BaseApp,
+    exchange: HttpExchange,
     lease: ModelLeaseProtocol,
     decoded: GenerationRequest,
     make_sink: MakeSink,
@@ -128,12 +130,16 @@ async def _run_with(
 
 
 async def _prepare_request(
-    app: Door, exchange: Exchange, lease: ModelLeaseProtocol, decoded: GenerationRequest, estimate: Estimate | None
+    app: BaseApp,
+    exchange: HttpExchange,
+    lease: ModelLeaseProtocol,
+    decoded: GenerationRequest,
+    estimate: Estimate | None,
 ) -> GenerationRequest:
     """Find the model and complete the request for it."""
     record = exchange.record
     try:
-        info = await lease.find(Wish(decoded.model, decoded.asked, estimate, app.is_strict(exchange)))
+        info = await lease.find(LeaseRequest(decoded.model, decoded.asked, estimate, app.is_strict(exchange)))
     finally:
         record.model = lease.label
     if info.ignored:
@@ -145,7 +151,7 @@ async def _prepare_request(
     return msgspec.structs.replace(filled, id=record.id, model=info.model, principal=record.principal)
 
 
-def _collecting_sink(app: Door, exchange: Exchange, collection: Collection) -> Take:
+def _collecting_sink(app: BaseApp, exchange: HttpExchange, collection: Collection) -> OnEvents:
     def collect(choice: int, events: Sequence[Event]) -> None:
         _record_events(app, exchange, choice, events)
         collection.add(choice, events)
@@ -154,7 +160,7 @@ def _collecting_sink(app: Door, exchange: Exchange, collection: Collection) -> T
 
 
 async def _stream(
-    app: Door, exchange: Exchange, decoded: GenerationRequest, reply_format: Telling, store: Store | None
+    app: BaseApp, exchange: HttpExchange, decoded: GenerationRequest, reply_format: ReplyEncoding, store: Store | None
 ) -> None:
     frames = _FrameSink(app, exchange, reply_format)
     failure: Exception | None
@@ -184,14 +190,14 @@ class _FrameSink:
 
     encoder: Encoder
 
-    def __init__(self, app: Door, exchange: Exchange, reply_format: Telling) -> None:
+    def __init__(self, app: BaseApp, exchange: HttpExchange, reply_format: ReplyEncoding) -> None:
         self._app = app
         self._exchange = exchange
         self._response = exchange.response
         self._format = reply_format
         self._pending = b""
 
-    def start(self, request: GenerationRequest) -> Take:
+    def start(self, request: GenerationRequest) -> OnEvents:
         self.encoder = self._format.encoder(request, int(time.time()))
         return self._write_events
 
@@ -211,7 +217,7 @@ def stall_error(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine produced nothing for {seconds:g} s")
 
 
-def _record_events(app: Door, exchange: Exchange, choice: int, events: Sequence[Event]) -> None:
+def _record_events(app: BaseApp, exchange: HttpExchange, choice: int, events: Sequence[Event]) -> None:
     timer = exchange.timer
     timer.note_progress()
     assert exchange.meter is not None
@@ -219,7 +225,7 @@ def _record_events(app: Door, exchange: Exchange, choice: int, events: Sequence[
     first, last = events[0], events[-1]
     if type(first) is Started and first.ignored:
         if app.is_strict(exchange):
-            raise cannot_honour(exchange.record.model or "", first.ignored[0])
+            raise unsupported_parameter(exchange.record.model or "", first.ignored[0])
         exchange.response.ignore(first.ignored)
     if type(last) is Finished:
         for warning in last.warnings:

@@ -26,13 +26,13 @@ from dragoman.core.errors import (
 from dragoman.protocols import responses
 from dragoman.protocols.json_body import LARGE_BODY
 from dragoman.server.app import App
-from dragoman.server.base_app import Door
+from dragoman.server.base_app import BaseApp
 from dragoman.server.handlers.generation import reply_to
 from dragoman.server.handlers.tokens import count_prompt
 from dragoman.server.http.bodies import run_in_body_thread
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routing import RESPONSES_PATH, not_found_error, upgrade_required
-from dragoman.storage.base import KeptItem, KeptResponse
+from dragoman.storage.base import StoredItem, StoredResponse
 
 INPUT_ITEMS, CANCEL = "input_items", "cancel"
 MANY_ITEMS = 500
@@ -40,9 +40,9 @@ MANY_ITEMS = 500
 T = TypeVar("T")
 
 
-async def create(app: Door, exchange: Exchange) -> None:
+async def create(app: BaseApp, exchange: HttpExchange) -> None:
     question = await _read_question(app, exchange)
-    encoder = responses.Telling(question.shown, time.time)
+    encoder = responses.ResponseWriter(question.shown, time.time)
     store = partial(_store, app, exchange, question.shown, encoder)
     try:
         await reply_to(app, exchange, question.request, encoder, store)
@@ -52,15 +52,15 @@ async def create(app: Door, exchange: Exchange) -> None:
         raise
 
 
-async def count(app: App, exchange: Exchange) -> None:
+async def count(app: App, exchange: HttpExchange) -> None:
     question = await _read_question(app, exchange)
     await exchange.response.send_json(responses.encode_count(await count_prompt(app, exchange, question.request)))
 
 
-async def _read_question(app: Door, exchange: Exchange) -> responses.Question:
-    body = await exchange.decoded(app.settings.limits, responses.read)
+async def _read_question(app: BaseApp, exchange: HttpExchange) -> responses.ResponseRequest:
+    body = await exchange.decoded(app.settings.limits, responses.parse)
     principal = exchange.record.principal
-    earlier: tuple[KeptItem, ...] = ()
+    earlier: tuple[StoredItem, ...] = ()
     previous = body.fields.previous_response_id
     if previous is not None:
         stored = await app.responses.find(principal, previous)
@@ -80,17 +80,21 @@ async def _read_question(app: Door, exchange: Exchange) -> responses.Question:
     return await _run_maybe_in_thread(exchange, count, partial(_decode, body, earlier, referenced))
 
 
-async def _run_maybe_in_thread(exchange: Exchange, items: int, make: Callable[[], T]) -> T:
+async def _run_maybe_in_thread(exchange: HttpExchange, items: int, make: Callable[[], T]) -> T:
     """Call `make`, for a large conversation in a thread, so that other requests keep streaming."""
     return await run_in_body_thread(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
 
 
-def _decode(body: responses.Asking, earlier: Sequence[KeptItem], stored: Mapping[str, bytes]) -> responses.Question:
+def _decode(
+    body: responses.ParsedRequest, earlier: Sequence[StoredItem], stored: Mapping[str, bytes]
+) -> responses.ResponseRequest:
     referenced = {item: msgspec.json.decode(encoded) for item, encoded in stored.items()}
     return responses.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced)
 
 
-async def _store(app: Door, exchange: Exchange, shown: responses.Shown, encoder: responses.Telling) -> None:
+async def _store(
+    app: BaseApp, exchange: HttpExchange, shown: responses.ResponseContext, encoder: responses.ResponseWriter
+) -> None:
     response = encoder.response
     if response is None or not shown.keep:
         return
@@ -98,21 +102,21 @@ async def _store(app: Door, exchange: Exchange, shown: responses.Shown, encoder:
     await app.responses.keep(await _run_maybe_in_thread(exchange, len(shown.items), make))
 
 
-def _stored_response(response: dict[str, Any], shown: responses.Shown, principal: str) -> KeptResponse:
-    return KeptResponse(
+def _stored_response(response: dict[str, Any], shown: responses.ResponseContext, principal: str) -> StoredResponse:
+    return StoredResponse(
         id=response["id"],
         principal=principal,
         body=msgspec.json.encode(response),
-        input=_items(responses.kept_items(shown.items, response["id"])),
+        input=_items(responses.storable_items(shown.items, response["id"])),
         output=_items(response["output"]),
     )
 
 
-def _items(items: list[dict[str, Any]]) -> tuple[KeptItem, ...]:
-    return tuple(KeptItem(item["id"], msgspec.json.encode(item)) for item in items)
+def _items(items: list[dict[str, Any]]) -> tuple[StoredItem, ...]:
+    return tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in items)
 
 
-async def show(app: App, exchange: Exchange) -> None:
+async def show(app: App, exchange: HttpExchange) -> None:
     """Send a stored response, or its input items."""
     response_id, below = _parse_path(exchange)
     if below not in ("", INPUT_ITEMS):
@@ -127,7 +131,7 @@ async def show(app: App, exchange: Exchange) -> None:
     await exchange.response.send_json(msgspec.Raw(stored.body))
 
 
-async def delete(app: App, exchange: Exchange) -> None:
+async def delete(app: App, exchange: HttpExchange) -> None:
     response_id, below = _parse_path(exchange)
     if below:
         raise not_found_error(exchange)
@@ -136,7 +140,7 @@ async def delete(app: App, exchange: Exchange) -> None:
     await exchange.response.send_json(responses.encode_deleted(response_id))
 
 
-async def cancel(app: App, exchange: Exchange) -> None:
+async def cancel(app: App, exchange: HttpExchange) -> None:
     response_id, below = _parse_path(exchange)
     if below != CANCEL:
         raise not_found_error(exchange)
@@ -144,20 +148,20 @@ async def cancel(app: App, exchange: Exchange) -> None:
     raise BadRequest("only a background response can be cancelled, and this one is complete")
 
 
-def _parse_path(exchange: Exchange) -> tuple[str, str]:
+def _parse_path(exchange: HttpExchange) -> tuple[str, str]:
     """The response id, and the rest of the path."""
     response_id, _, below = exchange.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
     return response_id, below
 
 
-async def _find(app: App, exchange: Exchange, response_id: str) -> KeptResponse:
+async def _find(app: App, exchange: HttpExchange, response_id: str) -> StoredResponse:
     stored = await app.responses.find(exchange.record.principal, response_id)
     if stored is None:
         raise NotFound(f"response {quote(response_id)} is not stored here")
     return stored
 
 
-async def no_websocket(app: App, exchange: Exchange) -> None:
+async def no_websocket(app: App, exchange: HttpExchange) -> None:
     """Refuse a WebSocket with 426; clients then use HTTP."""
     if exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
         exchange.response.extra_headers.append((b"allow", b"POST"))

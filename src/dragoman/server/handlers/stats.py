@@ -7,23 +7,23 @@ from typing import Any
 import msgspec
 
 from dragoman.core.version import __version__
-from dragoman.models import Model
-from dragoman.models.process_memory import resident
+from dragoman.models import ServedModel
+from dragoman.models.process_memory import resident_memory
 from dragoman.server.app import App
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routing import not_found_error
 from dragoman.server.telemetry.exposition import CONTENT_TYPE, ModelStatus, render_metrics
 from dragoman.server.telemetry.metrics import Histogram, ModelMetrics
 
 
-async def metrics(app: App, exchange: Exchange) -> None:
+async def metrics(app: App, exchange: HttpExchange) -> None:
     if app.settings.telemetry.metrics == "off":
         raise not_found_error(exchange)
     page = render_metrics(app.telemetry.metrics, await _statuses(app), _memory(), app.catalog.lifecycle.budget)
     await exchange.response.send(page, CONTENT_TYPE)
 
 
-async def stats(app: App, exchange: Exchange) -> None:
+async def stats(app: App, exchange: HttpExchange) -> None:
     counted = app.telemetry.metrics
     statuses = await _statuses(app)
     await exchange.response.send_json(
@@ -44,7 +44,7 @@ async def _statuses(app: App) -> dict[str, ModelStatus]:
     return {model.name: await _status(model) for model in app.catalog.listed()}
 
 
-async def _status(model: Model) -> ModelStatus:
+async def _status(model: ServedModel) -> ModelStatus:
     host = model.host
     return ModelStatus(
         state=host.state,
@@ -85,4 +85,4 @@ def _summary(histogram: Histogram) -> dict[str, float | None]:
 
 def _memory() -> int | None:
     """Bytes of the server process; None if the system does not report it."""
-    return resident(os.getpid()) or None
+    return resident_memory(os.getpid()) or None

@@ -11,7 +11,7 @@ Rules
 import re
 
 from dragoman.config.sections import Cors
-from dragoman.server.http_exchange import Exchange
+from dragoman.server.http_exchange import HttpExchange
 
 EXPOSED = ", ".join(
     [
@@ -35,7 +35,7 @@ class CorsPolicy:
         self._known = frozenset(origin.lower().rstrip("/").encode() for origin in settings.origins)
         self._age = str(settings.max_age_seconds).encode()
 
-    def add_headers(self, exchange: Exchange) -> bool:
+    def add_headers(self, exchange: HttpExchange) -> bool:
         """Add the CORS headers of any reply. True if the request comes from an allowed origin."""
         if not self._known:
             return False
@@ -49,7 +49,7 @@ class CorsPolicy:
         ]
         return True
 
-    def add_preflight_headers(self, exchange: Exchange, methods: list[str]) -> None:
+    def add_preflight_headers(self, exchange: HttpExchange, methods: list[str]) -> None:
         requested = exchange.headers.get(b"access-control-request-headers", b"")
         headers = [
             (b"access-control-allow-methods", ", ".join(methods).encode()),
@@ -62,5 +62,5 @@ class CorsPolicy:
         exchange.response.extra_headers += headers
 
 
-def is_preflight(exchange: Exchange) -> bool:
+def is_preflight(exchange: HttpExchange) -> bool:
     return exchange.method == "OPTIONS" and b"access-control-request-method" in exchange.headers

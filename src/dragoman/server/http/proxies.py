@@ -14,7 +14,7 @@ Rules
 import ipaddress
 from collections.abc import Mapping, Sequence
 
-from dragoman.config.sections import UNIX, network
+from dragoman.config.sections import UNIX, parse_network
 
 MAX_HEADER = 1000
 
@@ -22,7 +22,7 @@ MAX_HEADER = 1000
 class TrustedProxies:
     def __init__(self, trusted: Sequence[str]) -> None:
         self._unix = UNIX in trusted
-        self._networks = [known for entry in trusted if (known := network(entry)) is not None]
+        self._networks = [known for entry in trusted if (known := parse_network(entry)) is not None]
         self.is_empty = not trusted
 
     def client(self, peer: str | None, headers: Mapping[bytes, bytes]) -> str | None:

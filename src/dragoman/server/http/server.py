@@ -21,7 +21,7 @@ from uvicorn.config import STARTUP_FAILURE
 
 from dragoman.config.sections import Tls
 from dragoman.core.errors import ConfigError
-from dragoman.server.base_app import Door
+from dragoman.server.base_app import BaseApp
 from dragoman.server.http.acceptor import Acceptor
 from dragoman.server.http.bodies import return_large_blocks
 from dragoman.server.http.connection import connection_class
@@ -30,11 +30,11 @@ log = logging.getLogger("dragoman")
 
 ERROR_SECONDS = 2
 """Time after the grace time to send errors to requests that cannot finish."""
-HURRY_SECONDS = 1.0
+FORCED_STOP_SECONDS = 1.0
 
 
-class Listener(uvicorn.Server):
-    def __init__(self, app: Door) -> None:
+class HttpServer(uvicorn.Server):
+    def __init__(self, app: BaseApp) -> None:
         super().__init__(_uvicorn_config(app))
         self._grace = math.ceil(app.settings.grace_seconds)
         self._is_closing = False
@@ -66,7 +66,7 @@ class Listener(uvicorn.Server):
         if self.force_exit:
             await self.lifespan.shutdown()
 
-    def hurry(self) -> None:
+    def force_stop(self) -> None:
         """Stop without grace time. A second call does not even wait for errors to be sent."""
         if self._is_forced:
             self._exit_now()
@@ -81,7 +81,7 @@ class Listener(uvicorn.Server):
         for task in running:
             task.cancel()
         if self._is_forced:
-            asyncio.get_running_loop().call_later(HURRY_SECONDS, self._exit_now)
+            asyncio.get_running_loop().call_later(FORCED_STOP_SECONDS, self._exit_now)
 
     def _exit_now(self) -> None:
         self.force_exit = True
@@ -165,7 +165,7 @@ def bind_error(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def _uvicorn_config(app: Door) -> uvicorn.Config:
+def _uvicorn_config(app: BaseApp) -> uvicorn.Config:
     settings = app.settings
     tls = settings.tls
     return uvicorn.Config(
@@ -186,7 +186,7 @@ def _uvicorn_config(app: Door) -> uvicorn.Config:
     )
 
 
-def settle() -> None:
+def tune_memory() -> None:
     """Tune memory management after startup: existing objects are exempt from garbage collection, which runs less often,
     and freed large blocks return to the system."""
     gc.collect()

@@ -25,7 +25,7 @@ import msgspec
 
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.core.urls import public
+from dragoman.core.urls import remove_credentials
 from dragoman.core.version import __version__
 from dragoman.server.telemetry.record import RequestRecord
 
@@ -125,5 +125,5 @@ def _hide_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: HIDDEN if SECRET.search(str(name)) else _hide_secrets(inner) for name, inner in value.items()}
     if isinstance(value, str):
-        return public(value)
+        return remove_credentials(value)
     return [_hide_secrets(inner) for inner in value] if isinstance(value, list | tuple) else value

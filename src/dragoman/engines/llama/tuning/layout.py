@@ -34,8 +34,8 @@ from dragoman.core.errors import DECODE_ERRORS, ConfigError
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.library import SUPPORTED
 from dragoman.engines.llama.tuning.trial_messages import CopyMade, Message, TrialFailed, TrialProgress, TrialResult
-from dragoman.files.gguf import BLOCKS, Outline, read_outline
-from dragoman.files.sources import home
+from dragoman.files.gguf import TENSOR_KINDS, Outline, read_outline
+from dragoman.files.sources import home_directory
 
 log = logging.getLogger("dragoman.layout")
 
@@ -44,7 +44,7 @@ PrintLine = Callable[[str], object]
 ShowProgress = Callable[[str, float], object]
 
 COPY_NAME = "Q8_0.gguf"
-SLOW_TYPES = {number: name for number, (name, _, _) in BLOCKS.items() if name in ("Q4_1", "Q5_0", "Q5_1")}
+SLOW_TYPES = {number: name for number, (name, _, _) in TENSOR_KINDS.items() if name in ("Q4_1", "Q5_0", "Q5_1")}
 """Types without fast matrix kernels. The K types have fast kernels and measured slower as Q8_0."""
 COPY_BITS = 8.5
 MIN_SLOW_SHARE = 0.25
@@ -93,7 +93,9 @@ class LayoutChoice(msgspec.Struct, frozen=True):
     """Size of the copy in bytes."""
 
 
-def prepared(original: Path, say: PrintLine = log.info, bar: ShowProgress = lambda _doing, _done: None) -> Path:
+def prepare_model_file(
+    original: Path, say: PrintLine = log.info, bar: ShowProgress = lambda _doing, _done: None
+) -> Path:
     """Return the file to load. Runs a trial if no choice is known: `say` gets lines of text, `bar` the progress."""
     try:
         outline = read_outline(original)
@@ -110,7 +112,7 @@ def prepared(original: Path, say: PrintLine = log.info, bar: ShowProgress = lamb
         return original
 
 
-def is_settled(original: Path) -> bool:
+def is_layout_known(original: Path) -> bool:
     """Whether loading needs neither a trial nor a new copy. The copy's hash is not checked."""
     try:
         outline = read_outline(original)
@@ -119,7 +121,7 @@ def is_settled(original: Path) -> bool:
     return not _is_slow(outline) or _LayoutStore(original).choice() is not None
 
 
-def in_use(original: Path) -> str | None:
+def chosen_layout(original: Path) -> str | None:
     """Return the layout that was chosen for a file, or None if there is no choice."""
     choice = _LayoutStore(original).choice()
     if choice is None:
@@ -134,7 +136,7 @@ class _LayoutStore:
         self.original = original
         self.resolved = original.resolve()
         name = hashlib.sha256(str(self.resolved).encode()).hexdigest()[:8]
-        self.folder = home() / "layouts" / f"{self.resolved.stem}-{name}"
+        self.folder = home_directory() / "layouts" / f"{self.resolved.stem}-{name}"
         self.record = self.folder / "choice.json"
         self.copy = self.folder / COPY_NAME
         self.busy_marker = self.folder / "busy"
@@ -308,7 +310,7 @@ def _growth(outline: Outline) -> int:
     growth = 0.0
     for tensor in outline.tensors:
         if tensor.kind in SLOW_TYPES:
-            _, weights, size = BLOCKS[tensor.kind]
+            _, weights, size = TENSOR_KINDS[tensor.kind]
             growth += tensor.elements * (COPY_BITS / 8 - size / weights)
     return int(growth)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.binding import Context, LlamaModel
 from dragoman.engines.llama.tuning.trial_messages import Quality
 
 MAX_TOKENS = 512
@@ -50,7 +50,7 @@ Logits = NDArray[np.float32]
 ReportProgress = Callable[[float], object]
 
 
-def compare(original: Model, other: Model, threads: int, progress: ReportProgress) -> Quality:
+def compare(original: LlamaModel, other: LlamaModel, threads: int, progress: ReportProgress) -> Quality:
     tokens = original.tokenize_whole(TEXT)[:MAX_TOKENS]
     contexts = [_context(original, threads), _context(other, threads)]
     divergence, same = 0.0, 0
@@ -67,7 +67,7 @@ def compare(original: Model, other: Model, threads: int, progress: ReportProgres
     return Quality(len(tokens), divergence / len(tokens), same / len(tokens))
 
 
-def _context(model: Model, threads: int) -> Context:
+def _context(model: LlamaModel, threads: int) -> Context:
     return Context(model, sequences=1, length=MAX_TOKENS, rows=BATCH_TOKENS, outputs=BATCH_TOKENS, threads=threads)
 
 

@@ -9,7 +9,7 @@ Rules
 import time
 from collections.abc import Callable, Sequence
 
-from dragoman.engines.llama.binding import Context, Model
+from dragoman.engines.llama.binding import Context, LlamaModel
 from dragoman.engines.llama.tuning.trial_messages import Speed
 
 PROMPT_ROWS = 64
@@ -23,7 +23,7 @@ MAX_SECONDS = 3.0
 ReportProgress = Callable[[float], object]
 
 
-def measure(models: Sequence[Model], threads: int, progress: ReportProgress) -> tuple[list[Speed], float]:
+def measure(models: Sequence[LlamaModel], threads: int, progress: ReportProgress) -> tuple[list[Speed], float]:
     """Return each model's speed, and the fraction of its cores' time that the process got."""
     contexts = [_context(model, threads) for model in models]
     try:
@@ -49,7 +49,7 @@ def _best(contexts: Sequence[Context], progress: ReportProgress) -> list[Speed]:
     return best
 
 
-def _context(model: Model, threads: int) -> Context:
+def _context(model: LlamaModel, threads: int) -> Context:
     rows = PROMPT_ROWS + STREAMS
     return Context(model, sequences=STREAMS, length=LENGTH, rows=rows, outputs=STREAMS, threads=threads)
 

@@ -11,7 +11,7 @@ Rules
 2. The candidates take turns for several rounds. The shortest time of each counts, because other load only adds time.
 3. Among candidates within TIE of the fastest, the largest wins. Fewer than half of the CPUs must be faster by CLEARLY.
 4. Nothing is measured while other processes keep half of the machine busy.
-5. The choice is stored under `home()/threads` for this file, these CPUs and this version.
+5. The choice is stored under `home_directory()/threads` for this file, these CPUs and this version.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from dragoman.core.errors import DECODE_ERRORS
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.library import SUPPORTED
-from dragoman.files.sources import home
+from dragoman.files.sources import home_directory
 
 log = logging.getLogger("dragoman.engine")
 
@@ -52,7 +52,7 @@ def choose_threads(context: Context, model_file: Path) -> ThreadCounts:
     cpus = hardware.cpus()
     if cpus <= 2:
         return ThreadCounts(cpus, cpus)
-    file = home() / "threads" / f"{_key(model_file, cpus)}.json"
+    file = home_directory() / "threads" / f"{_key(model_file, cpus)}.json"
     counts = _load(file)
     if counts is None and _is_busy():
         log.info("threads: %d; the machine is too busy to measure which number is fastest", hardware.threads())
@@ -69,7 +69,9 @@ def choose_threads(context: Context, model_file: Path) -> ThreadCounts:
 
 
 def candidates(cpus: int, cores: int) -> list[int]:
-    return sorted({cpus, min(max(cores, 1), cpus), -(-cpus // 2), min(cpus, hardware.MANY)}, reverse=True)
+    return sorted(
+        {cpus, min(max(cores, 1), cpus), -(-cpus // 2), min(cpus, hardware.MAX_DEFAULT_THREADS)}, reverse=True
+    )
 
 
 def fastest(seconds: Mapping[int, float], cpus: int) -> int:

@@ -21,7 +21,7 @@ from typing import BinaryIO, Never
 import msgspec
 
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.binding import Model
+from dragoman.engines.llama.binding import LlamaModel
 from dragoman.engines.llama.tuning.layout import COPY_NAME, SLOW_TYPES
 from dragoman.engines.llama.tuning.quality import compare
 from dragoman.engines.llama.tuning.requantize import requantize
@@ -55,7 +55,7 @@ def _run_trial(original: Path, folder: Path, reporter: _Reporter) -> TrialResult
     sha256 = requantize(original, copy, SLOW_TYPES, reporter.progress_of("converting", 0.0, 0.4))
     threads = hardware.threads()
     with contextlib.ExitStack() as stack:
-        old, new = Model(original), Model(copy)
+        old, new = LlamaModel(original), LlamaModel(copy)
         stack.callback(old.close)
         stack.callback(new.close)
         (before, after), share = measure([old, new], threads, reporter.progress_of("measuring", 0.4, 0.8))
