@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 
 from dragoman.files import sources
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background makes them deaf to it, and with them every process they start.

@@ -12,7 +12,7 @@ import pytest
 from tools.ports import free_port
 
 from tests.cli.test_cli import environment, refused, run
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from tools.ports import free_port
 
 from tests.cli.test_cli import environment
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 CALL = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
 TOOLS = '''

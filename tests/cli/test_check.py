@@ -7,7 +7,7 @@ import pytest
 
 from dragoman.cli import main
 from tests.cli.test_cli import refused, run
-from tests.engines.adapters import write_adapter
+from tests.engines.lora_files import write_adapter
 
 
 def test_valid_configuration(tmp_path: Path) -> None:

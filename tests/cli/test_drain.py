@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.cli.test_cli import refused, run
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 SCRIPTED = {"m": {"engine": "scripted", "replies": [{"output": "hello"}]}}
 

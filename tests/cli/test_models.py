@@ -15,7 +15,7 @@ from tests.cli.test_cli import refused, run
 from tests.files.test_gguf import gguf, pair, text
 from tests.server.test_connections import certified, listened_on
 from tests.support.bad_server import BadServer, answer
-from tests.support.serving import Running, serving, serving_at
+from tests.support.server_process import Running, serving, serving_at
 
 TEMPLATE = "{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}"
 

@@ -10,7 +10,7 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import Choice, Collection
 from dragoman.core.request import GenerationRequest, Message, Part, Text
-from tests.support.cuttings import cut_bytes
+from tests.support.text_splits import cut_bytes
 
 REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
 
@@ -28,10 +28,12 @@ def replay(
     headers: dict[str, str] | None = None,
     check_calls: bool = True,
 ) -> list[Event]:
-    exchange = ClientCall(PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids())
-    exchange.head(status, headers or {})
-    events = [event for piece in pieces for event in exchange.feed(piece)]
-    for last in exchange.end():
+    client_call = ClientCall(
+        PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids()
+    )
+    client_call.head(status, headers or {})
+    events = [event for piece in pieces for event in client_call.feed(piece)]
+    for last in client_call.end():
         events += last
     return events
 

@@ -45,7 +45,7 @@ from dragoman.protocols.messages.blocks import sign
 from dragoman.protocols.registry import PROTOCOLS as SERVED
 from dragoman.protocols.responses.decode import ResponseRequest, decode, parse
 from tests.client.replay import REQUEST, collect, replay
-from tests.support.cuttings import cut_bytes, cuttings
+from tests.support.text_splits import cut_bytes, cuttings
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 THOUGHT = Reasoning("I had better ask.", sign("I had better ask."))
@@ -152,7 +152,7 @@ def encoder(protocol: str) -> Any:
     if protocol != "responses":
         return SERVED[protocol].encoder(REQUEST, 0)
     question = decode(parse(json.dumps({"input": "hello"}).encode()))
-    return responses.ResponseWriter(question.shown, lambda: 0.0).encoder(REQUEST, 0)
+    return responses.ResponseWriter(question.context, lambda: 0.0).encoder(REQUEST, 0)
 
 
 PIECES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

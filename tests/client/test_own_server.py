@@ -24,7 +24,7 @@ from dragoman.core.errors import (
 )
 from dragoman.core.events import Event, Finished, ReasoningDelta, TextDelta, ToolCallStart
 from dragoman.core.request import Message, Reasoning, Text, Tool, ToolCall, ToolResult
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 PROTOCOLS = ["chat", "messages", "responses"]
 

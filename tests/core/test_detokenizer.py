@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.core.detokenizer import Detokenizer
-from tests.support.cuttings import cut_bytes, cuttings
+from tests.support.text_splits import cut_bytes, cuttings
 
 CASES = ["", "plain", "é", "日本語", "a😀b", "👩‍👩‍👧 e\u0301", "\ufeff\x00\u202e", "�"]
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from dragoman.engines.llama.tuning import layout
-from dragoman.engines.llama.tuning.layout import LayoutChoice, prepare_model_file
+from dragoman.engines.llama.tuning import weight_layout
+from dragoman.engines.llama.tuning.weight_layout import LayoutChoice, prepare_model_file
 from dragoman.files.gguf import Outline, Tensor, read_outline
 
 LAYERS = 4
@@ -69,11 +69,11 @@ def tried_home(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def accept_all(patch: pytest.MonkeyPatch) -> None:
     """Accept every copy."""
-    patch.setattr(layout, "MIN_CPU_SHARE", 0)
-    patch.setattr(layout, "MIN_SPEEDUP", 0)
-    patch.setattr(layout, "MIN_RELATIVE_SPEED", 0)
-    patch.setattr(layout, "MAX_DIVERGENCE", 1e9)
-    patch.setattr(layout, "MIN_AGREEMENT", 0)
+    patch.setattr(weight_layout, "MIN_CPU_SHARE", 0)
+    patch.setattr(weight_layout, "MIN_SPEEDUP", 0)
+    patch.setattr(weight_layout, "MIN_RELATIVE_SPEED", 0)
+    patch.setattr(weight_layout, "MAX_DIVERGENCE", 1e9)
+    patch.setattr(weight_layout, "MIN_AGREEMENT", 0)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from dragoman.ipc.worker_engine import WorkerEngine, dump_options
 from dragoman.pipeline.event_stream import call_engine, stream_events
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
 from tests.pipeline.test_generate import whole
-from tests.support.serving import serving
+from tests.support.server_process import serving
 
 FEATURES = {
     *("chat", "completion", "token_prompt", "tokenize", "render", "count_tokens", "embeddings", "infill"),

@@ -12,8 +12,8 @@ from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.pace import StepPace
 from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
-from tests.engines.adapters import write_adapter
-from tests.engines.running import FRANCE, Run, chat, collect, completion
+from tests.engines.llama_fixtures import FRANCE, Run, chat, collect, completion
+from tests.engines.lora_files import write_adapter
 from tests.engines.test_llama_reuse import SEA, assert_same, short_reply
 
 

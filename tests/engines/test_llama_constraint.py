@@ -33,7 +33,7 @@ from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.sampling import TokenMask, TokenPicker
 from dragoman.grammar.masks import Guide
 from dragoman.prompt import ChatTemplate
-from tests.engines.running import IM_END, IM_START, Collected, Run, chat, collect, completion
+from tests.engines.llama_fixtures import IM_END, IM_START, Collected, Run, chat, collect, completion
 
 SHORT = {"type": "string", "maxLength": 6}
 SMALL = {"type": "integer", "minimum": 0, "maximum": 99}

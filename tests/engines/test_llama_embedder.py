@@ -20,7 +20,7 @@ from dragoman.engines.llama.compute_thread import ComputeThread
 from dragoman.engines.llama.embedder import MAX_UNCHECKED_BYTES
 from dragoman.engines.llama.engine import EMBEDDING_SEQUENCES, LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from tests.engines.running import Run, chat, collect, completion
+from tests.engines.llama_fixtures import Run, chat, collect, completion
 
 Vectors = NDArray[np.float64]
 CLS, SEP = 101, 102

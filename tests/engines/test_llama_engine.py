@@ -13,7 +13,7 @@ from dragoman.core.events import Finished, Usage
 from dragoman.core.request import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.prompt_reader import MAX_TOKENIZED
-from tests.engines.running import (
+from tests.engines.llama_fixtures import (
     FRANCE,
     IM_END,
     Collected,

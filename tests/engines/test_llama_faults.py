@@ -16,7 +16,7 @@ from dragoman.engines.llama.binding import ABORTED, LlamaModel
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.pace import StepPace
-from tests.engines.running import (
+from tests.engines.llama_fixtures import (
     GREEDY,
     Collected,
     Run,

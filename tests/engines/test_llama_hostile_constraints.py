@@ -10,7 +10,7 @@ from dragoman.core.errors import InvalidSchema
 from dragoman.core.events import Event
 from dragoman.core.request import Asked, GenerationRequest, JsonSchema, Regex, Sampling, Tool, ToolChoice
 from dragoman.engines.llama.engine import LlamaEngine
-from tests.engines.running import Run, chat, collect, completion
+from tests.engines.llama_fixtures import Run, chat, collect, completion
 
 ROLL = Tool("roll", "Roll dice", {"type": "object", "properties": {"sides": {"enum": [4, 6, 20]}}})
 PICK = Tool("pick", "Pick a card", {"type": "object", "properties": {"suit": {"enum": ["hearts", "spades"]}}})

@@ -15,15 +15,15 @@ from tools.ports import free_port
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.tuning import layout
-from dragoman.engines.llama.tuning.layout import (
+from dragoman.engines.llama.tuning import weight_layout
+from dragoman.engines.llama.tuning.trial_messages import Quality, Speed, TrialResult
+from dragoman.engines.llama.tuning.weight_layout import (
     Layout,
     chosen_layout,
     is_layout_known,
     prepare_model_file,
     rejection_reason,
 )
-from dragoman.engines.llama.tuning.trial_messages import Quality, Speed, TrialResult
 from tests.engines.layout_fixtures import (
     Recorder,
     accept_all,
@@ -87,8 +87,8 @@ def test_new_trial_on_another_processor_rejects_slower_copy(
     monkeypatch.setattr(hardware, "CPUINFO", cpuinfo)
     assert hardware.processor() == hardware.Processor("Abacus 9", ("avx2", "fma"))
     assert not is_layout_known(small)
-    monkeypatch.setattr(layout, "MIN_CPU_SHARE", 0)
-    monkeypatch.setattr(layout, "MIN_SPEEDUP", 1000)
+    monkeypatch.setattr(weight_layout, "MIN_CPU_SHARE", 0)
+    monkeypatch.setattr(weight_layout, "MIN_SPEEDUP", 1000)
     recorder = Recorder()
     assert prepare_model_file(small, recorder.say) == small
     assert f"{small.name} stays Q4_1: as Q8_0 it is not clearly faster (speed of prompts " in recorder.lines[-1]
@@ -100,7 +100,7 @@ def test_new_trial_on_another_processor_rejects_slower_copy(
 
 
 def test_no_choice_is_stored_on_a_busy_machine(small: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "MIN_CPU_SHARE", 2)
+    monkeypatch.setattr(weight_layout, "MIN_CPU_SHARE", 2)
     recorder = Recorder()
     assert prepare_model_file(small, recorder.say) == small
     assert "too busy to measure its speed; loading the model in 30 minutes or later tries" in recorder.lines[-1]
@@ -113,10 +113,10 @@ def test_no_choice_is_stored_on_a_busy_machine(small: Path, home: Path, monkeypa
 
 
 def test_new_trial_after_the_busy_delay(small: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "MIN_CPU_SHARE", 2)
+    monkeypatch.setattr(weight_layout, "MIN_CPU_SHARE", 2)
     prepare_model_file(small)
     (busy,) = home.glob("layouts/*/busy")
-    before = time.time() - layout.BUSY_SECONDS
+    before = time.time() - weight_layout.BUSY_SECONDS
     os.utime(busy, (before, before))
     accept_all(monkeypatch)
     assert prepare_model_file(small).name == "Q8_0.gguf"
@@ -190,7 +190,7 @@ def test_no_trial_for_a_truncated_file(small: Path, tmp_path: Path, home: Path) 
 def test_no_trial_if_the_copy_would_be_too_large(
     small: Path, home: Path, monkeypatch: pytest.MonkeyPatch, rule: str, value: float, message: str
 ) -> None:
-    monkeypatch.setattr(layout, rule, value)
+    monkeypatch.setattr(weight_layout, rule, value)
     recorder = Recorder()
     assert prepare_model_file(small, recorder.say) == small
     (line,) = recorder.lines

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.engines.llama.tuning import layout
-from dragoman.engines.llama.tuning.layout import is_layout_known, prepare_model_file
+from dragoman.engines.llama.tuning import weight_layout
+from dragoman.engines.llama.tuning.weight_layout import is_layout_known, prepare_model_file
 from tests.engines.layout_fixtures import Recorder, kill_trials, limit_file_size, read_choice, stored_files
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -66,7 +66,7 @@ def test_choice_survives_if_the_copy_cannot_be_recreated_now(
     recorder = Recorder()
     with contextlib.ExitStack() as undo:
         if problem == "is nearly full":
-            undo.enter_context(pytest.MonkeyPatch.context()).setattr(layout, "MIN_FREE_DISK", 1 << 60)
+            undo.enter_context(pytest.MonkeyPatch.context()).setattr(weight_layout, "MIN_FREE_DISK", 1 << 60)
         elif problem == "File too large":
             undo.enter_context(limit_file_size())
         assert prepare_model_file(small, recorder.say, kill_trials if "code" in problem else recorder.bar) == small

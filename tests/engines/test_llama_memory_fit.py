@@ -21,7 +21,7 @@ from dragoman.engines.llama.memory_fit import (
     option_warnings,
 )
 from dragoman.engines.llama.options import LlamaOptions
-from tests.engines.running import Run, collect, completion
+from tests.engines.llama_fixtures import Run, collect, completion
 from tests.engines.test_llama_reuse import SEA
 
 HALF = 23040

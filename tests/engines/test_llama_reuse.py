@@ -15,7 +15,7 @@ import pytest
 from dragoman.core.request import GenerationRequest, Logprobs
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.sequences import MIN_SHARED_TOKENS
-from tests.engines.running import Collected, Run, collect, completion, wait_until_idle
+from tests.engines.llama_fixtures import Collected, Run, collect, completion, wait_until_idle
 
 TIE = 0.03
 TOLERANCE = 0.03

@@ -18,7 +18,7 @@ from dragoman.core.request import GenerationRequest, Logprobs, Regex, Sampling, 
 from dragoman.engines.llama.binding import Context, Logits
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.runner import Runner
-from tests.engines.running import IM_END, Collected, Run, chat, collect, completion, wait_until_idle
+from tests.engines.llama_fixtures import IM_END, Collected, Run, chat, collect, completion, wait_until_idle
 from tests.engines.test_llama_reuse import CITY, SEA, assert_same, clear_memory
 
 PARAGRAPHS = f"{SEA}\n\n{SEA}\n\n{SEA}\n\nThe sea was calm that morning, and the old"

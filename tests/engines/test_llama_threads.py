@@ -15,7 +15,7 @@ from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.tuning import threads
 from dragoman.engines.llama.tuning.threads import CLEARLY, TIE, ThreadCounts, candidates, fastest, shortest_times
-from tests.engines.running import collect, completion
+from tests.engines.llama_fixtures import collect, completion
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dragoman.engines.reply_limits import ThinkingBudget
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import Tags, reasoning_tags
 from dragoman.prompt import ChatTemplate
-from tests.engines.running import Run, chat
+from tests.engines.llama_fixtures import Run, chat
 
 PAIRS = reasoning_tags(FORMATS["json"])
 

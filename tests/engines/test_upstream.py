@@ -110,7 +110,7 @@ def test_api_key_is_read_from_the_environment(server: BadServer, monkeypatch: py
         UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
     monkeypatch.setenv("THE_KEY", "secret")
     engine = UpstreamEngine("m", UpstreamOptions(url=server.url, key_env="THE_KEY"))
-    assert engine.servers[0].talk.headers("chat")["authorization"] == "Bearer secret"
+    assert engine.servers[0].planner.headers("chat")["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from dragoman.server.app import App
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
 from tests.engines.upstream_app import upstream_app
 from tests.support.bad_server import GREETING, HELLO, BadServer, whole
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 SCRIPT = {
     "engine": "scripted",

@@ -11,7 +11,7 @@ from dragoman.formats import FORMATS
 from tests.formats.cases import OUTPUTS, RECORDED, SCENARIOS, Case
 from tests.formats.replay import Joined, collected, count_tokens, joined, play, with_parsed_arguments, without_ids
 from tests.formats.special_cases import OTHERS
-from tests.support.cuttings import cut, cuttings
+from tests.support.text_splits import cut, cuttings
 
 CASES = [*RECORDED, *OTHERS]
 

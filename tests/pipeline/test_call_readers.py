@@ -12,7 +12,7 @@ from dragoman.formats.syntax import Braced, CallSection, JsonCall, NamedJson, Py
 from dragoman.pipeline.call_readers import DETECTORS, READERS, MalformedCall
 from dragoman.pipeline.call_readers.call_sink import parameter_kind
 from dragoman.pipeline.text_buffer import TextBuffer
-from tests.support.cuttings import cut, cuttings
+from tests.support.text_splits import cut, cuttings
 
 TAGS = Tagged("<f={name}>", "<p={key}>\n", "\n</p>", "</f>")
 SECTIONS = {

@@ -25,7 +25,7 @@ from dragoman.pipeline.stop import StopStage
 from dragoman.pipeline.text_buffer import MAX_GAP, TextBuffer
 from tests.formats.cases import OUTPUTS, TOOLS
 from tests.formats.replay import count_tokens, joined, play
-from tests.support.cuttings import cut, cuttings
+from tests.support.text_splits import cut, cuttings
 
 NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 CALLED = ToolCall("", "now", "{}")

@@ -10,7 +10,7 @@ from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
 from tests.formats.cases import TOOLS
 from tests.formats.replay import Joined, count_tokens, joined, play
-from tests.support.cuttings import cut, cut_in_two, cuttings
+from tests.support.text_splits import cut, cut_in_two, cuttings
 
 AWKWARD = [
     *(" ", "\n", "\n\n", "a", "Hello ", "`", '"', "'", "{", "}", "[", "]", ",", ":", ";", "\\", "<", ">", "1", "true"),

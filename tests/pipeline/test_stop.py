@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, ToolCallStart, Usage
 from dragoman.pipeline.stop import StopMatcher, StopStage
-from tests.support.cuttings import cut, cuttings
+from tests.support.text_splits import cut, cuttings
 
 CASES = [
     # text, stops, visible, matched

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dragoman.pipeline.text_buffer import MAX_GAP, RECENT_LENGTH, Gap, MarkerMatch, Markers, Parser, TextBuffer
-from tests.support.cuttings import cut, cuttings
+from tests.support.text_splits import cut, cuttings
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dragoman.protocols.responses.custom_tool_text import TextExtractor, extract_text, wrap
 from dragoman.protocols.responses.parts import seal, unseal
-from tests.support.cuttings import cut, cuttings
+from tests.support.text_splits import cut, cuttings
 
 CASES = {
     '{"input": "a\\nb"}': "a\nb",

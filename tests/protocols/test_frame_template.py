@@ -13,7 +13,7 @@ from dragoman.protocols.client.frame_template import FIRST_LESSONS, FrameTemplat
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.sse import SseDecoder, SseFrame
 from tests.client.replay import delta, end_chunk, frames, replay
-from tests.support.cuttings import cut_bytes, cuttings
+from tests.support.text_splits import cut_bytes, cuttings
 
 STAMP = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "abc"}
 TEXTS = st.text(st.characters(codec="utf-8") | st.sampled_from('"\\\n\r}],:ab\x85\u2028'), max_size=6)
@@ -63,7 +63,7 @@ def test_events_do_not_depend_on_chunks(protocol: str, texts: list[str], togethe
 
 
 def learnt(first: bytes, plain: Any = None) -> FrameTemplate:
-    template = FrameTemplate(plain or chat.ChatReader().plain)
+    template = FrameTemplate(plain or chat.ChatReader().plain_text)
     template.learn(first, SseDecoder().feed(first)[0])
     return template
 
@@ -73,7 +73,7 @@ def test_template_reads_the_text() -> None:
     assert template.match(chunk("lo")) == ["lo"]
     assert template.match(chunk("")) == [""]
     assert template.match(chunk("lo") + chunk('"\n') + chunk("}")) == ["lo", '"\n', "}"]
-    assert learnt(block("Hel"), messages.MessagesReader().plain).match(block("lo") + block("!")) == ["lo", "!"]
+    assert learnt(block("Hel"), messages.MessagesReader().plain_text).match(block("lo") + block("!")) == ["lo", "!"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_learning_stops() -> None:
 
     def plain(frame: SseFrame) -> str | None:
         asked.append(frame.data)
-        return chat.ChatReader().plain(frame)
+        return chat.ChatReader().plain_text(frame)
 
     template = FrameTemplate(plain)
     for number in range(100):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dragoman.core.errors import DragomanError
-from dragoman.protocols import messages, responses, thinking
+from dragoman.protocols import messages, responses, thinking_fields
 from dragoman.protocols.chat import response_format, tools
 from dragoman.protocols.chat import server as chat
 from dragoman.protocols.embeddings import server as embeddings
@@ -57,7 +57,14 @@ def bodies(route: str) -> list[dict[str, Any]]:
 
 
 FIELDS = sorted(
-    {*chat.ChatFields.__struct_fields__, *response_format.FIELDS, *thinking.FIELDS, *tools.FIELDS, "system", "input"}
+    {
+        *chat.ChatFields.__struct_fields__,
+        *response_format.FIELDS,
+        *thinking_fields.FIELDS,
+        *tools.FIELDS,
+        "system",
+        "input",
+    }
 )
 
 

@@ -312,7 +312,7 @@ def test_error_names_the_field(fields: dict[str, Any], error: type[DragomanError
 
 def test_metadata() -> None:
     pairs = {f"k{at}": "x" for at in range(16)}
-    assert question(metadata=pairs).shown.echoed["metadata"] == pairs
+    assert question(metadata=pairs).context.echoed["metadata"] == pairs
 
 
 def test_include() -> None:
@@ -343,7 +343,7 @@ def test_item_references() -> None:
         message("user", Text("hello")),
         DONE,
     )
-    assert [item["type"] for item in decoded.shown.items if "type" in item] == [
+    assert [item["type"] for item in decoded.context.items if "type" in item] == [
         *("message", "function_call", "function_call_output")
     ]
 

@@ -37,7 +37,7 @@ CLIENT_TOOLS = {
     "c": ClientTool("custom", "c"),
     "shell": ClientTool("shell", "shell"),
 }
-CONTEXT = ResponseContext(echoed=question().shown.echoed, client_tools=CLIENT_TOOLS)
+CONTEXT = ResponseContext(echoed=question().context.echoed, client_tools=CLIENT_TOOLS)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 

@@ -31,7 +31,7 @@ def test_model_sees_every_tool_as_a_function() -> None:
         Tool("n__c", "C.", SCHEMAS["custom"], path="tools[2].tools[1].parameters"),
     )
     assert [tool.name for tool in decoded.request.tools[4:]] == ["local_shell", "shell", "apply_patch"]
-    assert decoded.shown.client_tools["n__c"] == ClientTool("custom", "c", "n")
+    assert decoded.context.client_tools["n__c"] == ClientTool("custom", "c", "n")
     assert features(tools=tools) == [TOOLS]
 
 
@@ -71,7 +71,7 @@ def test_tools_in_the_input() -> None:
 def test_colliding_function_names() -> None:
     decoded = question(tools=[{**FUNCTION, "name": "n__f"}, SPACE])
     assert [tool.name for tool in decoded.request.tools] == ["n__f", "n__f_", "n__c"]
-    assert decoded.shown.client_tools["n__f_"] == ClientTool("function", "f", "n")
+    assert decoded.context.client_tools["n__f_"] == ClientTool("function", "f", "n")
 
 
 @pytest.mark.parametrize("space_first", [False, True])
@@ -87,14 +87,14 @@ def test_calls_of_tools_with_colliding_names(space_first: bool) -> None:
     assert sorted(names) == ["n__f", "n__f_"]
     parts = decoded.request.messages[-1].parts
     assert [part.name for part in parts if isinstance(part, ToolCall)] == names
-    encoded = [encode_call(decoded.shown.client_tools[name], "c", "{}", "1", "completed") for name in names]
+    encoded = [encode_call(decoded.context.client_tools[name], "c", "{}", "1", "completed") for name in names]
     assert [{key: call[key] for key in ("name", "namespace") if key in call} for call in encoded] == calls
 
 
 def test_default_namespace() -> None:
     decoded = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
     assert [tool.name for tool in decoded.request.tools] == ["f", "c", "f_"]
-    assert decoded.shown.client_tools["f"] == ClientTool("function", "f", "functions")
+    assert decoded.context.client_tools["f"] == ClientTool("function", "f", "functions")
 
 
 def decoding_seconds(name: str) -> float:

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from dragoman.protocols import sse
 from dragoman.protocols.sse import FrameTooLong, SseDecoder, SseFrame
-from tests.support.cuttings import cut_bytes, cuttings
+from tests.support.text_splits import cut_bytes, cuttings
 
 CASES = {
     b"data: a\n\ndata: b\n\n": [SseFrame("a"), SseFrame("b")],

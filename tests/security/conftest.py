@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.credentials import Authority
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 PROCESSES = ["1", "2"]
 """Values of --workers: everything in one process, and two front ends with a parent."""

@@ -19,7 +19,7 @@ from tests.security.credentials import (
 )
 from tests.security.http_client import Answer, PipelinedClient, Request
 from tests.security.rules import RULES, RULES_BELOW, SAMPLES, allowed_statuses, decoded_path
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND")
 OWN_METHODS = ("GET", "POST", "DELETE")

@@ -10,8 +10,8 @@ import pytest
 from tests.security.conftest import PROCESSES, Guarded
 from tests.security.http_client import PipelinedClient, Request
 from tests.security.rules import RULES
-from tests.support.serving import Running, serving
-from tests.support.talking import talking
+from tests.support.requests import talking
+from tests.support.server_process import Running, serving
 
 RESPONSES = "/v1/responses"
 OPERATOR_PATHS = [path for path, rule in RULES.items() if rule.scope == "admin"] + ["/admin/models/echo/load"]

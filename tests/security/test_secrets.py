@@ -23,8 +23,8 @@ from dragoman.storage.keys import KeyStore
 from tests.security.conftest import PROCESSES
 from tests.security.credentials import other_last_byte
 from tests.security.echo_upstream import EchoUpstream, echo_upstream
-from tests.support.serving import Running, command_of, serving
-from tests.support.talking import CHAT, eventually
+from tests.support.requests import CHAT, eventually
+from tests.support.server_process import Running, command_of, serving
 
 STATIC = "sk-canary-static-4f1d"
 ODD_STATIC = "canary static+key/4f1d"

@@ -19,8 +19,8 @@ from tests.security.canaries import CanaryFolder, CanarySocket, canary_folder, c
 from tests.security.conftest import PROCESSES
 from tests.security.echo_upstream import echo_upstream
 from tests.security.http_client import PipelinedClient, Request
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, talking
+from tests.support.requests import CHAT, talking
+from tests.support.server_process import Running, serving
 
 SECRET = "content-of-the-canary-file"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

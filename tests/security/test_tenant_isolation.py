@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from tests.security.conftest import Guarded
 from tests.security.credentials import STATIC
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, talking
+from tests.support.requests import CHAT, talking
+from tests.support.server_process import Running, serving
 
 RESPONSES = "/v1/responses"
 MISSING, MISSING_ITEM = "resp_" + "0" * 32, "msg_" + "0" * 32

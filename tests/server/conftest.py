@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.openai_sdk import Asking, sdk
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, ask, talking, text_of
+from tests.support.requests import CHAT, ask, talking, text_of
+from tests.support.server_process import Running, serving
 
 HEADER_BYTES = 4096
 BODY_SECONDS = 1

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engines.adapters import write_adapter
-from tests.support.serving import Running, serving
+from tests.engines.lora_files import write_adapter
+from tests.support.server_process import Running, serving
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, TokenFile, find
 from tests.cli.test_cli import SOURCE
 from tests.support.bad_server import BadServer, whole
 from tests.support.engines import Sampled
-from tests.support.serving import Running, serving
-from tests.support.talking import eventually, refused
+from tests.support.requests import eventually, refused
+from tests.support.server_process import Running, serving
 
 ROUTES = [
     ("GET", "/admin/models"),

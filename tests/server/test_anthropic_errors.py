@@ -10,8 +10,8 @@ import pytest
 
 from tests.protocols.anthropic_stream import read
 from tests.support.anthropic_sdk import anthropic_sdk
-from tests.support.serving import Running, serving
-from tests.support.talking import raw, talking
+from tests.support.requests import raw, talking
+from tests.support.server_process import Running, serving
 
 KEY = "sesame"
 HELLO: dict[str, Any] = {"model": "echo", "max_tokens": 10, "messages": [{"role": "user", "content": "hello"}]}

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.protocols.anthropic_stream import accumulated, read
-from tests.support.serving import serving
-from tests.support.talking import talking
+from tests.support.requests import talking
+from tests.support.server_process import serving
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls"}}\n</tool_call>'

@@ -22,8 +22,8 @@ from pydantic import BaseModel
 from dragoman.protocols.messages.blocks import sign
 from tests.protocols.anthropic_stream import read
 from tests.support.anthropic_sdk import anthropic_sdk, validated
-from tests.support.serving import Running, serving
-from tests.support.talking import recorded
+from tests.support.requests import recorded
+from tests.support.server_process import Running, serving
 
 THOUGHT = "The user asks for the weather."
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'

@@ -14,7 +14,7 @@ from dragoman.core.engine import Output
 from dragoman.core.ids import new_id
 from dragoman.core.request import GenerationRequest
 from dragoman.server.app import App
-from tests.support.talking import CHAT, SMALLEST, frames
+from tests.support.requests import CHAT, SMALLEST, frames
 
 START, BODY = "http.response.start", "http.response.body"
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 RULES = "You are a careful clerk who answers letters about lost umbrellas. " * 6
 TOPICS = ["the sea", "a city", "three goats", "an old mill", "the moon"]

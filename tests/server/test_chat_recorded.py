@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
-from tests.support.talking import talking
+from tests.support.requests import talking
+from tests.support.server_process import Running, serving
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.serving import Running
-from tests.support.talking import (
+from tests.support.requests import (
     CHAT,
     COMPLETIONS,
     PATIENCE,
@@ -25,6 +24,7 @@ from tests.support.talking import (
     text_of,
     under_way,
 )
+from tests.support.server_process import Running
 
 pytestmark = pytest.mark.usefixtures("served_afterwards")
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

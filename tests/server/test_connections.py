@@ -24,8 +24,8 @@ from dragoman.core.errors import ConfigError
 from dragoman.server.http.proxies import TrustedProxies
 from dragoman.server.http.server import SocketFile, unix_socket
 from dragoman.server.preflight_checks import check_listen_address
-from tests.support.serving import Running, serving, serving_at
-from tests.support.talking import CHAT, HELLO, ask, eventually, recorded, refused, request_bytes, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, request_bytes, talking, text_of
+from tests.support.server_process import Running, serving, serving_at
 
 MODELS: dict[str, Any] = {
     "echo": {"engine": "scripted", "chunk": 4000},

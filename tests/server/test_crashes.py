@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 WORKER = {"engine": "tests.support.engines:Weighty"}
 DIE = [{"role": "user", "content": "die"}]

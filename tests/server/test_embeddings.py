@@ -18,8 +18,8 @@ from dragoman.config.settings import Limits, Settings
 from dragoman.core.embeddings import Embedding, Input
 from dragoman.server.handlers.embeddings import BATCH_INPUTS, BATCH_SIZE, batches
 from tests.support.openai_sdk import sdk
-from tests.support.serving import Running
-from tests.support.talking import recorded, refused, talking
+from tests.support.requests import recorded, refused, talking
+from tests.support.server_process import Running
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 RECORDED = Path(__file__).parents[1] / "data" / "clients"

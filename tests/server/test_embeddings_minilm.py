@@ -14,8 +14,8 @@ from openai import OpenAI
 
 from dragoman.core.embeddings import Embedding
 from tests.support.openai_sdk import sdk
-from tests.support.serving import Running, serving
-from tests.support.talking import eventually, refused, talking, under_way
+from tests.support.requests import eventually, refused, talking, under_way
+from tests.support.server_process import Running, serving
 
 TEXTS = ["How do I reset my password?", "I forgot my login and need a new one.", "The cat sleeps on the sofa."]
 

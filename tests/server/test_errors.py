@@ -9,8 +9,19 @@ import httpx
 import pytest
 
 from dragoman.server.auth.access import principal_of
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
+from tests.support.requests import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    ask,
+    eventually,
+    frames,
+    recorded,
+    refused,
+    talking,
+    text_of,
+)
+from tests.support.server_process import Running, serving
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 KEY, OTHER_KEY = "sk-first-0123456789", "sk-second-0123456789"

@@ -15,8 +15,8 @@ from dragoman.storage.keys import KeyStore
 from tests.support.anthropic_sdk import anthropic_sdk
 from tests.support.bad_server import HEL, BadServer, cut, refused
 from tests.support.openai_sdk import sdk
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, HELLO, ask, frames, recorded, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, frames, recorded, talking, text_of
+from tests.support.server_process import Running, serving
 
 KEY = "sk-static"
 

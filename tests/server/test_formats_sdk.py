@@ -13,7 +13,7 @@ from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from tests.formats.cases import RECORDED, TOOLS, Case
 from tests.support.openai_sdk import Asking, sdk
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 OFFERED = [
     {

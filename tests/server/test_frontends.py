@@ -21,8 +21,8 @@ from dragoman.server.serve import default_workers
 from tests.server.test_connections import listened_on
 from tests.support.anthropic_sdk import anthropic_sdk
 from tests.support.openai_sdk import sdk
-from tests.support.serving import Running, serving, serving_at
-from tests.support.talking import CHAT, HELLO, PATIENCE, ask, eventually, frames, refused, talking, text_of, under_way
+from tests.support.requests import CHAT, HELLO, PATIENCE, ask, eventually, frames, refused, talking, text_of, under_way
+from tests.support.server_process import Running, serving, serving_at
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 TOOL: Any = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.server.test_frontends import many
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT
+from tests.support.requests import CHAT
+from tests.support.server_process import Running, serving
 
 WRONG = ["wrong 1", "wrong 100000000", "eos 1"]
 WORDS = "".join(f"{at} " for at in range(60))

@@ -8,8 +8,8 @@ import httpx
 
 from tests.server.test_frontends import IN_WORKER, MODELS, NUMBERS, many, streamed_text
 from tests.server.test_shutdown_and_logs import gone
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, HELLO, eventually, refused, under_way
+from tests.support.requests import CHAT, HELLO, eventually, refused, under_way
+from tests.support.server_process import Running, serving
 
 
 def test_graceful_stop_under_load(tmp_path: Path) -> None:

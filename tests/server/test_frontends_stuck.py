@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.server.test_shutdown_and_logs import gone
-from tests.support.serving import Running, serving
-from tests.support.talking import COMPLETIONS, PATIENCE, ask, eventually, talking, text_of
+from tests.support.requests import COMPLETIONS, PATIENCE, ask, eventually, talking, text_of
+from tests.support.server_process import Running, serving
 
 
 class TestStuckFrontEnd:

@@ -30,8 +30,8 @@ from dragoman.server.frontends.supervisor import FrontEndSupervisor, bind_fronte
 from tests.server.test_frontends import each
 from tests.server.test_jwt import SECRET, token
 from tests.server.test_shutdown_and_logs import gone
-from tests.support.serving import Running, command_of, serving
-from tests.support.talking import CHAT, ask, eventually, refused, talking, text_of
+from tests.support.requests import CHAT, ask, eventually, refused, talking, text_of
+from tests.support.server_process import Running, command_of, serving
 
 MODELS: dict[str, Any] = {"echo": {"engine": "scripted"}}
 

@@ -11,8 +11,8 @@ import httpx
 
 from tests.server.test_connections import certified
 from tests.server.test_frontends import front_of
-from tests.support.serving import Running, serving_at
-from tests.support.talking import CHAT, HELLO, ask, eventually, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, text_of
+from tests.support.server_process import Running, serving_at
 
 CONFIG = {
     "models": {"echo": {"engine": "scripted"}},

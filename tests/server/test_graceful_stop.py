@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.server.test_shutdown_and_logs import gone
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, HELLO, ask, eventually, refused, talking, under_way
+from tests.support.requests import CHAT, HELLO, ask, eventually, refused, talking, under_way
+from tests.support.server_process import Running, serving
 
 MODELS: dict[str, Any] = {
     "echo": {"engine": "scripted"},

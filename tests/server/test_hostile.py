@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running
-from tests.support.talking import CHAT, COMPLETIONS, HELLO, JSON_BODY, SMALLEST, ask, refused, talking, text_of
+from tests.support.requests import CHAT, COMPLETIONS, HELLO, JSON_BODY, SMALLEST, ask, refused, talking, text_of
+from tests.support.server_process import Running
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 

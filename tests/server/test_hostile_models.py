@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dragoman.files.gguf import read_outline
 from tests.files.test_gguf import header, sparse
-from tests.support.serving import serving
-from tests.support.talking import CHAT, ask, refused, talking, text_of
+from tests.support.requests import CHAT, ask, refused, talking, text_of
+from tests.support.server_process import serving
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

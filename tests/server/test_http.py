@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import BODY_BYTES, BODY_SECONDS, HEADER_BYTES
-from tests.support.serving import Running
-from tests.support.talking import (
+from tests.support.requests import (
     CHAT,
     COMPLETIONS,
     JSON_BODY,
@@ -32,6 +31,7 @@ from tests.support.talking import (
     text_of,
     under_way,
 )
+from tests.support.server_process import Running
 
 pytestmark = pytest.mark.usefixtures("served_afterwards")
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

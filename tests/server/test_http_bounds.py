@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.conftest import HEADER_BYTES
-from tests.support.serving import Running, serving
-from tests.support.talking import (
+from tests.support.requests import (
     CHAT,
     PATIENCE,
     SMALLEST,
@@ -29,6 +28,7 @@ from tests.support.talking import (
     talking,
     text_of,
 )
+from tests.support.server_process import Running, serving
 
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"

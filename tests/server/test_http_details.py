@@ -8,8 +8,7 @@ import pytest
 from tests.server.conftest import HEADER_BYTES
 from tests.support.bad_server import BadServer
 from tests.support.bad_server import refused as refusing
-from tests.support.serving import Running, serving
-from tests.support.talking import (
+from tests.support.requests import (
     CHAT,
     HELLO,
     PATIENCE,
@@ -26,6 +25,7 @@ from tests.support.talking import (
     request_bytes,
     talking,
 )
+from tests.support.server_process import Running, serving
 
 PAGE = "https://app.example"
 BODY = b'{"messages": [{"role": "user", "content": "hello"}]}'

@@ -13,8 +13,8 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.models import Catalog, StaticInfo
 from tests.files.test_gguf import gguf, pair, text
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, ask, raw, refused, talking, text_of
+from tests.support.requests import CHAT, ask, raw, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 
 @pytest.fixture

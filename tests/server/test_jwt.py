@@ -19,8 +19,8 @@ from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, PermissionDenied, Unauthorized
 from dragoman.server.auth.access import Access
 from dragoman.server.auth.scopes import Caller
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, ask, refused, talking, text_of
+from tests.support.requests import CHAT, ask, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 SECRET = "a secret of more than thirty-two bytes, and of more than sixty-four as well"
 

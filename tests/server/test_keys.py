@@ -21,8 +21,8 @@ from dragoman.server.preflight_checks import check_exposure
 from dragoman.storage.keys import KeyStore
 from tests.support.anthropic_sdk import anthropic_sdk
 from tests.support.openai_sdk import sdk
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 MESSAGES = "/v1/messages"
 STATIC = "sk-static-0123456789"

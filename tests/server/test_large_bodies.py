@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, JSON_BODY, ask, refused, talking, text_of
+from tests.support.requests import CHAT, JSON_BODY, ask, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 MIB = 1024
 """In KiB, the unit of /proc."""

@@ -17,8 +17,8 @@ from dragoman import create_app
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
 from dragoman.storage.keys import KeyStore
 from tests.support.engines import Sampled
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, frames, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 HEAVY = {"engine": "tests.support.engines:Weighty", "mebibytes": 200}
 LIGHT = {"engine": "tests.support.engines:Weighty"}

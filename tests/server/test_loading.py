@@ -16,8 +16,8 @@ from dragoman.core.errors import ConfigError
 from dragoman.models import model_host
 from tests.files.test_gguf import gguf, pair, text
 from tests.support.engines import Nameless, NeverStops, SlowToLoad
-from tests.support.serving import serving
-from tests.support.talking import CHAT, HELLO, ask, eventually, refused, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, refused, talking, text_of
+from tests.support.server_process import serving
 
 EXPLODING = {"engine": "tests.support.engines:Exploding"}
 SLOW = {"engine": "tests.support.engines:SlowToLoad"}

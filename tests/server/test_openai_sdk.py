@@ -9,8 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
 from tests.support.openai_sdk import Asking, async_sdk, content, joined, sdk
-from tests.support.serving import Running
-from tests.support.talking import recorded
+from tests.support.requests import recorded
+from tests.support.server_process import Running
 
 QUESTION = "What is the capital of France? Answer in one word."
 VERSE = "Roses are red, violets are blue."

@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 
 from tests.support.openai_sdk import sdk
-from tests.support.serving import serving
+from tests.support.server_process import serving
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",

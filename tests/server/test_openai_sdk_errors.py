@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from tests.support.openai_sdk import Asking, content, sdk
-from tests.support.serving import Running, serving
-from tests.support.talking import recorded
+from tests.support.requests import recorded
+from tests.support.server_process import Running, serving
 
 
 @pytest.fixture(scope="module")

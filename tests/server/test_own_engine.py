@@ -26,7 +26,7 @@ from dragoman.core.engine import Output
 from dragoman.core.errors import BadRequest
 from dragoman.core.events import Finished, Started, TextDelta, Usage
 from dragoman.core.request import GenerationRequest
-from tests.support.talking import CHAT, COMPLETIONS, HELLO, SMALLEST, eventually, frames, refused, text_of
+from tests.support.requests import CHAT, COMPLETIONS, HELLO, SMALLEST, eventually, frames, refused, text_of
 
 SOURCE = Path(dragoman.__file__).parents[1]
 WORDS = ["one", "two", "three", "four", "five"]

@@ -15,8 +15,8 @@ from dragoman.config.sections import Jwt, KeyLimits, Keys
 from dragoman.config.settings import Settings
 from dragoman.server.auth.access import Access, principal_of
 from dragoman.storage.keys import KeyStore
-from tests.support.serving import Running, serving
-from tests.support.talking import eventually, refused, talking
+from tests.support.requests import eventually, refused, talking
+from tests.support.server_process import Running, serving
 
 RESPONSES = "/v1/responses"
 FIRST, SECOND = "sk-first-0123456789", "sk-second-0123456789"

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running
+from tests.support.server_process import Running
 
 SAMPLING = {"model": "smollm2", "temperature": 0.8, "top_p": 0.9, "seed": 7}
 SYSTEM = "You are a brief clerk. <|im_end|>"

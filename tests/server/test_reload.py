@@ -15,8 +15,8 @@ import pytest
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits, Settings
 from dragoman.server.factory import build_app
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 SCRIPTED = {"engine": "scripted"}
 WORKER = {"engine": "tests.support.engines:Weighty"}

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
-from tests.support.talking import HELLO, refused, talking
+from tests.support.requests import HELLO, refused, talking
+from tests.support.server_process import Running, serving
 
 RENDER = "/v1/chat/completions/render"
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -13,8 +13,8 @@ from dragoman import create_app
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.protocols import responses
 from tests.protocols.response_events import accumulated, read
-from tests.support.serving import Running, serving
-from tests.support.talking import raw, refused, talking
+from tests.support.requests import raw, refused, talking
+from tests.support.server_process import Running, serving
 
 RESPONSES = "/v1/responses"
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.protocols.response_events import accumulated, read
-from tests.support.serving import Running, serving
-from tests.support.talking import raw, talking
+from tests.support.requests import raw, talking
+from tests.support.server_process import Running, serving
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 SCRIPT = "<think>Better look.</think>Let me see.\n"

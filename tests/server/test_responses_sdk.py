@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import BaseModel, TypeAdapter
 
 from tests.support.openai_sdk import sdk
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 PATCH = '*** Begin Patch\n+Gr\u00fc\u00dfe "q"\n*** End Patch'
 REPLIES = [

@@ -10,8 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
-from tests.support.talking import (
+from tests.support.requests import (
     CHAT,
     COMPLETIONS,
     HELLO,
@@ -24,6 +23,7 @@ from tests.support.talking import (
     text_of,
     under_way,
 )
+from tests.support.server_process import Running, serving
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 

@@ -17,8 +17,8 @@ import pytest
 from tools.ports import free_port
 
 from tests.support.openai_sdk import Asking, content, sdk
-from tests.support.serving import serving
-from tests.support.talking import COMPLETIONS, eventually, recorded, sent, under_way
+from tests.support.requests import COMPLETIONS, eventually, recorded, sent, under_way
+from tests.support.server_process import serving
 
 STORY = "Write a very long story about a cat who goes to sea."
 TOKENS = 1000

@@ -17,8 +17,8 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Jwt, Keys, Telemetry, Traces
 from dragoman.config.settings import Settings
 from dragoman.server.telemetry.eventlog import without_secrets
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
+from tests.support.requests import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
+from tests.support.server_process import Running, serving
 
 CONFIG: dict[str, Any] = {
     "models": {

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, COMPLETIONS, SMALLEST, ask, frames, talking, text_of
+from tests.support.requests import CHAT, COMPLETIONS, SMALLEST, ask, frames, talking, text_of
+from tests.support.server_process import Running, serving
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 ROSES = "Roses are red, violets are blue."

@@ -10,8 +10,8 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from tests.support.openai_sdk import Asking, content, joined, sdk
-from tests.support.serving import Running, serving
-from tests.support.talking import recorded
+from tests.support.requests import recorded
+from tests.support.server_process import Running, serving
 
 PARIS = '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
 ROME = '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'

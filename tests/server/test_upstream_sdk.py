@@ -13,7 +13,7 @@ from openai import APIError, APIStatusError, OpenAI
 from tests.support.anthropic_sdk import anthropic_sdk
 from tests.support.llamacpp import llamacpp
 from tests.support.openai_sdk import sdk
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 BEHIND = ["chat", "messages", "responses", "auto"]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

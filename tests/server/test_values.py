@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running
-from tests.support.talking import CHAT, HELLO, JSON_BODY, ask, raw, refused, talking
+from tests.support.requests import CHAT, HELLO, JSON_BODY, ask, raw, refused, talking
+from tests.support.server_process import Running
 
 MESSAGES = "/v1/messages"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 STAND_IN = Path(__file__).parent.parent / "engines" / "fakevllm"

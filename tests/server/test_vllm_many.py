@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from tests.server.test_vllm import STAND_IN
-from tests.support.serving import Running, serving
-from tests.support.talking import CHAT, ask, eventually, talking, text_of
+from tests.support.requests import CHAT, ask, eventually, talking, text_of
+from tests.support.server_process import Running, serving
 
 STREAMS = 512
 ENDLESS = "count 3000"

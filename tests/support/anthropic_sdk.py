@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 from anthropic import Anthropic, DefaultHttpxClient
 
-from tests.support.serving import Running
+from tests.support.server_process import Running
 
 
 @contextmanager

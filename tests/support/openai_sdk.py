@@ -9,7 +9,7 @@ import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.support.serving import Running
+from tests.support.server_process import Running
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tools.fuzz.state import Book, commit_seed, make_finding, regressions
 from tools.fuzz.targets import HTTP_TARGETS, TARGETS
 from tools.server import Server
 
-from tests.support.serving import Running
+from tests.support.server_process import Running
 
 ROOT = Path(__file__).parents[2]
 CHAT = Request("POST", "/v1/chat/completions", headers=(("content-type", "application/json"),))

@@ -17,7 +17,7 @@ from dragoman.config.quantities import format_size
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
-from dragoman.engines.llama.tuning.layout import chosen_layout
+from dragoman.engines.llama.tuning.weight_layout import chosen_layout
 from dragoman.files import sources
 from dragoman.files.download import display_source
 from dragoman.models import Catalog, ServedModel, read_static_info

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from dragoman.cli.common import Commands, add_command, print_progress
-from dragoman.engines.llama.tuning.layout import is_layout_known, prepare_model_file
+from dragoman.engines.llama.tuning.weight_layout import is_layout_known, prepare_model_file
 from dragoman.files import sources
 
 EXAMPLES = """\

@@ -75,7 +75,7 @@ class AsyncClient:
         self._planner = CallPlanner(
             url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
         )
-        settings = http_settings.client_settings(self._planner.site, timeout, connect_timeout)
+        settings = http_settings.client_settings(self._planner.address, timeout, connect_timeout)
         self._transport = AsyncTransport(self._planner, http or httpx.AsyncClient(**settings))
 
     @property
@@ -166,9 +166,9 @@ class AsyncClient:
     ) -> AsyncGenerator[Sequence[Event], None]:
         calls = self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
         call, opened = await self._transport.open("generate", calls)
-        assert call.exchange is not None
+        assert call.client_call is not None
         try:
-            async with aclosing(self._transport.events(call.exchange, opened)) as events:
+            async with aclosing(self._transport.events(call.client_call, opened)) as events:
                 async for batch in events:
                     yield collector.add(batch)
         except DragomanError as error:

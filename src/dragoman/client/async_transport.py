@@ -46,50 +46,52 @@ class AsyncTransport:
                 opened: tuple[PlannedCall, OpenedHttpxResponse] = done.value
                 return opened
 
-    async def events(self, exchange: ClientCall, opened: OpenedHttpxResponse) -> AsyncGenerator[Sequence[Event], None]:
+    async def events(
+        self, client_call: ClientCall, opened: OpenedHttpxResponse
+    ) -> AsyncGenerator[Sequence[Event], None]:
         """Yield the events of the reply in lists, which may be empty. Closing the generator stops the generation."""
-        exchange.head(opened.status, opened.headers)
+        client_call.head(opened.status, opened.headers)
         response = opened.response
         chunks = _iter_chunks(response)
         is_read = False
         try:
             try:
                 async for chunk in chunks:
-                    yield exchange.feed(chunk)
-                    if exchange.finished:
+                    yield client_call.feed(chunk)
+                    if client_call.finished:
                         break
-                last = exchange.end()
+                last = client_call.end()
             except httpx.HTTPError as error:
                 error.request = response.request
-                last = http_settings.end_interrupted(exchange, error)
+                last = http_settings.end_interrupted(client_call, error)
             for events in last:
                 yield events
             is_read = True
             await _drain(response, chunks)
         finally:
-            if exchange.finished and not is_read:
+            if client_call.finished and not is_read:
                 # The reply is complete: the caller need not wait until the server ends the response.
                 self._drain_in_background(response, chunks)
             else:
                 await response.aclose()
 
-    async def tell(self, exchange: ClientCall, opened: OpenedHttpxResponse, listener: Listener) -> None:
+    async def deliver(self, client_call: ClientCall, opened: OpenedHttpxResponse, listener: Listener) -> None:
         """Pass the events of the reply to a listener, immediately on arrival if the transport supports that."""
-        exchange.head(opened.status, opened.headers)
+        client_call.head(opened.status, opened.headers)
         response = opened.response
-        feed = _ListenerFeed(exchange, listener)
+        feed = _ListenerFeed(client_call, listener)
         try:
             try:
                 await feed.read(_body_pusher(response))
-                last = exchange.end()
+                last = client_call.end()
             except httpx.HTTPError as error:
                 error.request = response.request
-                last = http_settings.end_interrupted(exchange, error)
+                last = http_settings.end_interrupted(client_call, error)
             for events in last:
                 if events and (pause := listener(events)) is not None:
                     await pause
         finally:
-            if exchange.finished and not _is_compressed(response):
+            if client_call.finished and not _is_compressed(response):
                 self._drain_in_background(response, _iter_chunks(response))
             else:
                 await response.aclose()
@@ -132,8 +134,8 @@ class AsyncTransport:
 class _ListenerFeed:
     """Passes events to a listener, which may ask for a pause by returning an awaitable."""
 
-    def __init__(self, exchange: ClientCall, listener: Listener) -> None:
-        self._client_call = exchange
+    def __init__(self, client_call: ClientCall, listener: Listener) -> None:
+        self._client_call = client_call
         self._listener = listener
         self._pause: Awaitable[None] | None = None
 

@@ -1,10 +1,10 @@
 """One request to a server and its reply, without I/O: bytes in, events out.
 
-    exchange = Exchange(PROTOCOLS["chat"], request, stream=True)
-    send exchange.body as JSON to the base URL of the API + exchange.path
-    exchange.head(status, headers)
-    for data in the response body, until exchange.finished:  events = exchange.feed(data) …
-    for events in exchange.end(): …
+    client_call = ClientCall(PROTOCOLS["chat"], request, stream=True)
+    send client_call.body as JSON to the base URL of the API + client_call.path
+    client_call.head(status, headers)
+    for data in the response body, until client_call.finished:  events = client_call.feed(data) …
+    for events in client_call.end(): …
 
 Rules
 1. `feed` and `end` return the events of one reply, from `Started` to `Finished`. Once `finished` is true the rest of
@@ -53,17 +53,17 @@ class ReplyReader(Protocol):
     def can_finish(self) -> bool:
         """Whether only the end marker may still be missing."""
 
-    def take(self) -> list[Event]: ...
+    def take_events(self) -> list[Event]: ...
 
-    def frame(self, frame: SseFrame) -> list[Event]: ...
+    def read_frame(self, frame: SseFrame) -> list[Event]: ...
 
-    def plain(self, frame: SseFrame) -> str | None:
+    def plain_text(self, frame: SseFrame) -> str | None:
         """Return the text of a frame that contains only text, whatever came before it; otherwise None."""
 
-    def say(self, texts: Sequence[str]) -> list[Event]:
+    def add_texts(self, texts: Sequence[str]) -> list[Event]:
         """Add the texts of such frames."""
 
-    def whole(self, body: Mapping[str, Any]) -> list[Event]: ...
+    def read_body(self, body: Mapping[str, Any]) -> list[Event]: ...
 
     def end(self) -> list[Event]: ...
 
@@ -73,7 +73,7 @@ class ClientProtocol(msgspec.Struct, frozen=True):
 
     name: str
     path: str
-    says: frozenset[str]
+    supported_fields: frozenset[str]
     """The request fields that the protocol can express."""
     encode: Callable[[GenerationRequest, bool], dict[str, Any]]
     reader: Callable[[NewId, bool], ReplyReader]
@@ -107,12 +107,12 @@ class ClientCall:
         check_calls: bool = True,
         make_id: NewId = new_id,
     ) -> None:
-        request_fields.check_supported(request, protocol.name, protocol.says)
+        request_fields.check_supported(request, protocol.name, protocol.supported_fields)
         self.path = protocol.path
         self.body = protocol.encode(request, stream)
         self._request_id: str | None = None
         self._reader = protocol.reader(make_id, check_calls)
-        self._template = FrameTemplate(self._reader.plain)
+        self._template = FrameTemplate(self._reader.plain_text)
         self._status = 200
         self._headers: Mapping[str, str] = {}
         self._failure: DragomanError | None = None
@@ -145,7 +145,7 @@ class ClientCall:
         if self._is_between_frames:
             texts = self._template.match(data)
             if texts is not None:
-                return self._reader.say(texts)
+                return self._reader.add_texts(texts)
         if self.finished:
             return []
         if self._decoder is not None:
@@ -222,7 +222,7 @@ class ClientCall:
         if frames:
             self._first = ""
         for frame in frames:
-            events += self._attempt(self._reader.frame, frame)
+            events += self._attempt(self._reader.read_frame, frame)
         return events
 
     def _read_last_frames(self, decoder: SseDecoder) -> list[Event]:
@@ -245,7 +245,7 @@ class ClientCall:
         error = error_classifier.error_from_frame(body, "", data.decode("utf-8", "replace"), self._request_id)
         if error is not None:
             raise error
-        return self._reader.whole(body)
+        return self._reader.read_body(body)
 
     def _attempt(self, read: Callable[..., list[Event]], *arguments: object) -> list[Event]:
         """Read some events. An error is kept until `end`, so that earlier events are returned first."""
@@ -255,7 +255,7 @@ class ClientCall:
             return read(*arguments)
         except DragomanError as error:
             self._failure = error
-            return self._reader.take()
+            return self._reader.take_events()
 
 
 class ReplyCollector:

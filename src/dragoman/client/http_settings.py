@@ -45,11 +45,11 @@ def failed_attempt(error: httpx.HTTPError) -> FailedAttempt:
     return FailedAttempt("unreached" if unreached else "lost", describe(error), timed_out)
 
 
-def end_interrupted(exchange: ClientCall, error: httpx.HTTPError) -> Iterator[list[Event]]:
+def end_interrupted(client_call: ClientCall, error: httpx.HTTPError) -> Iterator[list[Event]]:
     """Finish a call whose response could not be read to its end."""
     if isinstance(error, httpx.DecodingError):
         raise BadAnswer(f"the response cannot be decompressed: {describe(error)}") from error
-    return exchange.broken(describe(error))
+    return client_call.broken(describe(error))
 
 
 def describe(error: httpx.HTTPError) -> str:

@@ -47,7 +47,7 @@ class PlannedCall(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     body: bytes = b""
     is_idempotent: bool = True
-    exchange: ClientCall | None = None
+    client_call: ClientCall | None = None
     """Reads the response if it is a generated reply."""
 
 
@@ -117,18 +117,18 @@ class CallPlanner:
         """Return a call for each candidate protocol that can express the whole request."""
         calls: list[PlannedCall] = []
         unsupported: UnsupportedParameter | None = None
-        for name in self.names():
+        for name in self.protocol_names():
             try:
-                exchange = ClientCall(PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
+                client_call = ClientCall(PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
             except UnsupportedParameter as error:
                 unsupported = unsupported or error
                 continue
-            calls.append(self.question(name, exchange, stream))
+            calls.append(self.build_call(name, client_call, stream))
         if not calls and unsupported is not None:
             raise unsupported
         return calls
 
-    def names(self) -> list[str]:
+    def protocol_names(self) -> list[str]:
         """Return the protocols to try, in order."""
         if self.protocol is not None:
             return [self.protocol]
@@ -138,12 +138,18 @@ class CallPlanner:
     def _is_anthropic(self) -> bool:
         return self.address.is_at("anthropic.com")
 
-    def question(self, name: str, exchange: ClientCall, stream: bool) -> PlannedCall:
+    def build_call(self, name: str, client_call: ClientCall, stream: bool) -> PlannedCall:
         """Build the HTTP request of a generation."""
         headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
-        body = encode_json(_adapt_body(self.address, exchange.body))
+        body = encode_json(_adapt_body(self.address, client_call.body))
         return PlannedCall(
-            name, "POST", self.address.api + exchange.path, headers, body, is_idempotent=False, exchange=exchange
+            name,
+            "POST",
+            self.address.api + client_call.path,
+            headers,
+            body,
+            is_idempotent=False,
+            client_call=client_call,
         )
 
     def headers(self, protocol: str) -> dict[str, str]:

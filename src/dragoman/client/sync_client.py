@@ -85,7 +85,9 @@ class Client:
         self._planner = CallPlanner(
             url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
         )
-        self._http = http or httpx.Client(**http_settings.client_settings(self._planner.site, timeout, connect_timeout))
+        self._http = http or httpx.Client(
+            **http_settings.client_settings(self._planner.address, timeout, connect_timeout)
+        )
 
     @property
     def protocol(self) -> str | None:
@@ -175,19 +177,19 @@ class Client:
         call, opened = self._open(
             "generate", self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
         )
-        exchange, response = call.exchange, opened.response
-        assert exchange is not None
-        exchange.head(opened.status, opened.headers)
+        client_call, response = call.client_call, opened.response
+        assert client_call is not None
+        client_call.head(opened.status, opened.headers)
         try:
             chunks = _iter_chunks(response)
             try:
                 for chunk in chunks:
-                    yield collector.add(exchange.feed(chunk))
-                    if exchange.finished:
+                    yield collector.add(client_call.feed(chunk))
+                    if client_call.finished:
                         break
-                last = exchange.end()
+                last = client_call.end()
             except httpx.HTTPError as error:
-                last = http_settings.end_interrupted(exchange, error)
+                last = http_settings.end_interrupted(client_call, error)
             for events in last:
                 yield collector.add(events)
             _drain(response, chunks)

@@ -11,7 +11,7 @@ from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.models import Catalog, EngineFactory, ServedModel
-from dragoman.protocols.admin import ReloadResult
+from dragoman.protocols.admin_fields import ReloadResult
 from dragoman.server.auth.admin_token import new_token
 from dragoman.server.auth.quotas import QuotaLease
 from dragoman.server.auth.scopes import Caller

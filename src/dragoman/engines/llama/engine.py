@@ -37,8 +37,8 @@ from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.request_builder import LlamaRequestBuilder
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
-from dragoman.engines.llama.tuning.layout import prepare_model_file
 from dragoman.engines.llama.tuning.threads import choose_threads
+from dragoman.engines.llama.tuning.weight_layout import prepare_model_file
 from dragoman.engines.prompt_reader import detokenize, tokenize
 from dragoman.files.gguf import read_metadata
 from dragoman.formats import detect_format, get_format

@@ -8,7 +8,7 @@ import msgspec
 from dragoman.core.types import Count
 from dragoman.engines.llama.adapters import Entry
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Kv
-from dragoman.engines.llama.tuning.layout import Layout
+from dragoman.engines.llama.tuning.weight_layout import Layout
 
 MAX_THREADS = 512
 """llama.cpp aborts the process with more."""

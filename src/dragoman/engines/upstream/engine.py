@@ -103,8 +103,10 @@ class UpstreamEngine(Engine):
 
     def supports(self) -> frozenset[str]:
         """Features that the protocols of the servers have. A reply reports what a server rejects."""
-        protocols = [server.talk.protocol for server in self.servers]
-        known = frozenset().union(*(PROTOCOLS[name].says if name else PROTOCOL_FEATURES for name in protocols))
+        protocols = [server.planner.protocol for server in self.servers]
+        known = frozenset().union(
+            *(PROTOCOLS[name].supported_fields if name else PROTOCOL_FEATURES for name in protocols)
+        )
         return FEATURES | (PROTOCOL_FEATURES & known)
 
     async def start(self) -> None:
@@ -306,7 +308,7 @@ class UpstreamEngine(Engine):
     def drain(self, url: str, drained: bool) -> None:
         """Stop or resume sending requests to a server."""
         address = parse_address(url).api
-        found = [at for at, server in enumerate(self.servers) if server.talk.site.api == address]
+        found = [at for at, server in enumerate(self.servers) if server.planner.address.api == address]
         if not found:
             raise ConfigError(f"model {self.name} has no server {remove_credentials(url)!r:.200}")
         self.pool.drain(found[0], drained)

@@ -81,7 +81,7 @@ def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> s
 
 def adapt_request(request: GenerationRequest, protocol: ClientProtocol, rejected: Collection[str]) -> AdaptedRequest:
     """Remove unsupported features from the request; raise `NotSupported` if an essential one is among them."""
-    missing = [name for name in request_fields.used_fields(request) if name not in protocol.says]
+    missing = [name for name in request_fields.used_fields(request) if name not in protocol.supported_fields]
     _check_essential(request, missing, rejected)
     omitted = [*missing, *(name for name in rejected if name not in ESSENTIAL_FEATURES)]
     features = {"thinking" if name == "thinking_budget" else name for name in omitted if name not in UNREPORTED}

@@ -75,19 +75,19 @@ class UpstreamServer:
     def __init__(self, server: ServerOptions, options: UpstreamOptions, key: str | None, engine_id: str) -> None:
         self.url = remove_credentials(server.url)
         self.model = server.model
-        self.talk = CallPlanner(
+        self.planner = CallPlanner(
             server.url, api_key=key, protocol=server.protocol or "auto", retries=0, extra_headers=NO_COMPRESSION
         )
         self.models: dict[str, ServerModel] = {}
         """The known models of the server, by lower-case name."""
-        settings = http_settings.client_settings(self.talk.site, options.silence_seconds, options.connect_seconds)
+        settings = http_settings.client_settings(self.planner.address, options.silence_seconds, options.connect_seconds)
         settings |= {"trust_env": False, "event_hooks": {"request": [partial(_add_loop_header, engine_id)]}}
         # httpx's own transport implements proxies.
         settings |= {"transport": UpstreamTransport()} if options.proxy is None else {"proxy": options.proxy}
-        if options.proxy is not None and self.talk.site.is_tls:
+        if options.proxy is not None and self.planner.address.is_tls:
             # Like UpstreamTransport, use only the certificates of the environment.
             settings |= {"verify": httpx.create_ssl_context()}
-        self._transport = AsyncTransport(self.talk, httpx.AsyncClient(**settings))
+        self._transport = AsyncTransport(self.planner, httpx.AsyncClient(**settings))
         self._rejected: defaultdict[str, set[str]] = defaultdict(set)
         """Rejected features by model."""
         self._secrets = find_secrets(server.url, key)
@@ -108,14 +108,14 @@ class UpstreamServer:
 
     async def probe(self) -> None:
         """Check that the server answers, and update its models."""
-        body = await self._transport.json("models", [rest_calls.models_call(self.talk)])
+        body = await self._transport.json("models", [rest_calls.models_call(self.planner)])
         self.models = {model.name.lower(): model for model in rest_calls.read_models(body).models}
 
     async def generate(self, request: GenerationRequest, listener: TrackedListener) -> None:
         attempt, response = await self._send(request)
-        assert attempt.call.exchange is not None
+        assert attempt.call.client_call is not None
         listener.ignored = attempt.ignored
-        await self._transport.tell(attempt.call.exchange, response, listener)
+        await self._transport.deliver(attempt.call.client_call, response, listener)
 
     async def _send(self, request: GenerationRequest) -> tuple[Attempt, OpenedHttpxResponse]:
         """Send the request, and again without each feature that the server rejects."""
@@ -146,7 +146,7 @@ class UpstreamServer:
             return [self._build_attempt(COMPLETIONS, request, rejected)]
         attempts: list[Attempt] = []
         first_error: NotSupported | None = None
-        for name in self.talk.names():
+        for name in self.planner.protocol_names():
             try:
                 attempts.append(self._build_attempt(PROTOCOLS[name], request, rejected))
             except NotSupported as error:
@@ -157,18 +157,18 @@ class UpstreamServer:
 
     def _build_attempt(self, protocol: ClientProtocol, request: GenerationRequest, rejected: set[str]) -> Attempt:
         adapted = adapt_request(request, protocol, rejected)
-        exchange = ClientCall(protocol, adapted.request, stream=True, check_calls=False)
+        client_call = ClientCall(protocol, adapted.request, stream=True, check_calls=False)
         if "stream_options" in rejected:
-            exchange.body.pop("stream_options", None)
-        return Attempt(self.talk.question(protocol.name, exchange, stream=True), adapted.ignored)
+            client_call.body.pop("stream_options", None)
+        return Attempt(self.planner.build_call(protocol.name, client_call, stream=True), adapted.ignored)
 
     async def embed(self, inputs: Sequence[Input], model: str) -> EmbeddingResult:
-        body = await self._transport.json("embeddings", [rest_calls.embeddings_call(self.talk, inputs, model, None)])
+        body = await self._transport.json("embeddings", [rest_calls.embeddings_call(self.planner, inputs, model, None)])
         return rest_calls.read_embeddings(body, len(inputs))
 
     async def count_tokens(self, request: GenerationRequest) -> int:
         unlabelled = msgspec.structs.replace(request, labels={})
-        calls = rest_calls.count_calls(self.talk, unlabelled)
+        calls = rest_calls.count_calls(self.planner, unlabelled)
         return rest_calls.read_count(await self._transport.json("count", calls))
 
 
@@ -177,8 +177,8 @@ async def _add_loop_header(engine_id: str, request: httpx.Request) -> None:
 
 
 def _sent_fields(attempts: Sequence[Attempt]) -> set[str]:
-    exchanges = (attempt.call.exchange for attempt in attempts)
-    return {field for exchange in exchanges if exchange is not None for field in exchange.body}
+    client_calls = (attempt.call.client_call for attempt in attempts)
+    return {field for client_call in client_calls if client_call is not None for field in client_call.body}
 
 
 def _annotate(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Event]:

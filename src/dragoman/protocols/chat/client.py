@@ -197,12 +197,12 @@ _plain_chunks = msgspec.json.Decoder(_PlainChunk)
 
 
 class ChatReader(BaseReplyReader):
-    def frame(self, frame: SseFrame) -> list[Event]:
+    def read_frame(self, frame: SseFrame) -> list[Event]:
         data = frame.data.strip()
         if data == DONE:
             self._close()
-        elif (text := self.plain(frame)) is not None:
-            self._draft.say(text)
+        elif (text := self.plain_text(frame)) is not None:
+            self._draft.add_text(text)
         elif data:
             body = reply_fields.parse(data)
             error = error_classifier.error_from_frame(body, frame.event, data)
@@ -210,9 +210,9 @@ class ChatReader(BaseReplyReader):
                 raise error
             if isinstance(body, dict):
                 self._chunk(body)
-        return self._draft.take()
+        return self._draft.take_events()
 
-    def plain(self, frame: SseFrame) -> str | None:
+    def plain_text(self, frame: SseFrame) -> str | None:
         if frame.event:
             return None
         try:
@@ -220,16 +220,16 @@ class ChatReader(BaseReplyReader):
         except DECODE_ERRORS:
             return None
 
-    def whole(self, body: Mapping[str, Any]) -> list[Event]:
+    def read_body(self, body: Mapping[str, Any]) -> list[Event]:
         if not isinstance(_first_choice(body), dict):
             raise BadAnswer(f"the reply has no choices: {reply_fields.excerpt(str(body))}")
         self._chunk(body)
         self._draft.finish()
-        return self._draft.take()
+        return self._draft.take_events()
 
     def end(self) -> list[Event]:
         self._close()
-        return self._draft.take()
+        return self._draft.take_events()
 
     def _close(self) -> None:
         if not self.can_finish:
@@ -246,7 +246,7 @@ class ChatReader(BaseReplyReader):
         self._draft.logprobs += reply_fields.logprobs(logprobs) if logprobs else ()
         self._read_message(message if isinstance(message, dict) else {})
         if isinstance(choice.get("text"), str):
-            self._draft.say(choice["text"])
+            self._draft.add_text(choice["text"])
         reason = choice.get("finish_reason") or choice.get("done_reason")
         if reason:
             self._draft.set_finish_reason(reason, choice.get("stop_reason"))
@@ -264,9 +264,9 @@ class ChatReader(BaseReplyReader):
         draft = self._draft
         for kind, text in reply_fields.message_texts(message):
             if kind == "thought":
-                draft.think(text)
+                draft.add_reasoning(text)
             else:
-                draft.say(text)
+                draft.add_text(text)
         calls = message.get("tool_calls")
         for call in [*(calls if isinstance(calls, list) else ()), message.get("function_call")]:
             if isinstance(call, dict):

@@ -28,7 +28,7 @@ from dragoman.core.events import (
 )
 from dragoman.core.reply import Choice, Reply
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, Text
-from dragoman.protocols import json_body, openai, thinking
+from dragoman.protocols import json_body, openai, thinking_fields
 from dragoman.protocols.chat import conversation, response_format, tools
 
 MAX_TEMPLATE_OPTIONS = 32
@@ -55,7 +55,7 @@ class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
 
 
 CHAT = Asked("chat", "messages")
-OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking.FIELDS
+OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking_fields.FIELDS
 
 
 def decode(body: bytes) -> GenerationRequest:
@@ -73,7 +73,7 @@ def decode(body: bytes) -> GenerationRequest:
         tools=offered,
         tool_choice=choice,
         constraint=response_format.decode(parsed, asked),
-        thinking=thinking.decode(parsed, asked),
+        thinking=thinking_fields.decode(parsed, asked),
         documents=tuple(fields.documents or ()),
         template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
         sampling=openai.decode_sampling(fields),
@@ -109,7 +109,7 @@ def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[
     """Return the template variables that `thinking` does not handle."""
     if field is None:
         return {}
-    known = thinking.TemplateSwitches.__struct_fields__
+    known = thinking_fields.TemplateSwitches.__struct_fields__
     options = {name: value for name, value in field.items() if name not in known and value is not None}
     if len(options) > MAX_TEMPLATE_OPTIONS:
         raise BadRequest(f"chat_template_kwargs: at most {MAX_TEMPLATE_OPTIONS} keys", param="chat_template_kwargs")

@@ -60,11 +60,11 @@ class ReplyDraft:
         self._high_surrogate = ""
         """A high surrogate at the end of the last text, which waits for the low one."""
 
-    def take(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         ready, self._ready = self._ready, []
         return ready
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         if self._high_surrogate or (text and ("\ud800" <= text[0] <= "\udfff" or "\ud800" <= text[-1] <= "\udfff")):
             text = self._join_surrogates(text)
         if text:
@@ -74,8 +74,8 @@ class ReplyDraft:
         if self._is_started and not self._delayed and not self.logprobs and not self.calls and not self._high_surrogate:
             return [TextDelta(text, 0) for text in texts if text]
         for text in texts:
-            self.say(text)
-        return self.take()
+            self.add_text(text)
+        return self.take_events()
 
     def _join_surrogates(self, text: str) -> str:
         """Join surrogate pairs and hold back a high surrogate at the end."""
@@ -84,7 +84,7 @@ class ReplyDraft:
         self._high_surrogate = joined[-1] if ends_high else ""
         return replace_surrogates(joined[:-1] if ends_high else joined)
 
-    def think(self, text: str, signature: str | None = None) -> None:
+    def add_reasoning(self, text: str, signature: str | None = None) -> None:
         if not text.isascii():
             text = replace_surrogates(text)
         if text or signature:
@@ -109,7 +109,7 @@ class ReplyDraft:
             return
         if self._high_surrogate:
             self._high_surrogate = ""
-            self.say("\ufffd")
+            self.add_text("\ufffd")
         reason = self.reason or "stop"
         cut_short = reason in ("length", "content_filter")
         self._add(self.calls.end(cut_short, self._check_calls))
@@ -153,12 +153,12 @@ class BaseReplyReader:
     def can_finish(self) -> bool:
         return self._draft.reason is not None
 
-    def take(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         """Return the events that were ready before an error."""
-        return self._draft.take()
+        return self._draft.take_events()
 
-    def plain(self, frame: SseFrame) -> str | None:
+    def plain_text(self, frame: SseFrame) -> str | None:
         return None
 
-    def say(self, texts: Sequence[str]) -> list[Event]:
+    def add_texts(self, texts: Sequence[str]) -> list[Event]:
         return self._draft.add_texts(texts)

@@ -82,9 +82,9 @@ class ToolCallAssembler:
         if not isinstance(function, dict):
             function = piece
         name, arguments = _text(function.get("name")), arguments_text(function.get("arguments"))
-        yield from self.take(piece.get("index"), _text(piece.get("id")), name, arguments)
+        yield from self.add_piece(piece.get("index"), _text(piece.get("id")), name, arguments)
 
-    def take(self, index: object, call_id: str, name: str, arguments: str) -> Iterator[Event]:
+    def add_piece(self, index: object, call_id: str, name: str, arguments: str) -> Iterator[Event]:
         call = self._find(index, call_id, name)
         call.id = call.id or call_id
         call.name = call.name or name

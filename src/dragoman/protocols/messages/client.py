@@ -208,7 +208,7 @@ class MessagesReader(BaseReplyReader):
         """The open blocks by index, each as its start event had it."""
         self._signature = ""
 
-    def plain(self, frame: SseFrame) -> str | None:
+    def plain_text(self, frame: SseFrame) -> str | None:
         if frame.event not in ("", "content_block_delta"):
             return None
         try:
@@ -216,7 +216,7 @@ class MessagesReader(BaseReplyReader):
         except DECODE_ERRORS:
             return None
 
-    def frame(self, frame: SseFrame) -> list[Event]:
+    def read_frame(self, frame: SseFrame) -> list[Event]:
         data = frame.data.strip()
         if not data or data == "[DONE]":
             return []
@@ -226,9 +226,9 @@ class MessagesReader(BaseReplyReader):
             raise error
         if isinstance(body, dict):
             self._event(body.get("type") or frame.event, body)
-        return self._draft.take()
+        return self._draft.take_events()
 
-    def whole(self, body: Mapping[str, Any]) -> list[Event]:
+    def read_body(self, body: Mapping[str, Any]) -> list[Event]:
         content = body.get("content")
         if not isinstance(content, list | str):
             raise BadAnswer(f"the reply has no content: {reply_fields.excerpt(str(body))}")
@@ -239,11 +239,11 @@ class MessagesReader(BaseReplyReader):
                 self._stop(at)
         self._draft.set_finish_reason(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
         self._draft.finish()
-        return self._draft.take()
+        return self._draft.take_events()
 
     def end(self) -> list[Event]:
         self._close()
-        return self._draft.take()
+        return self._draft.take_events()
 
     def _close(self) -> None:
         if not self.can_finish:
@@ -272,36 +272,36 @@ class MessagesReader(BaseReplyReader):
         draft, kind = self._draft, block.get("type")
         self._open[index] = {"input": {}, **block}
         if kind == "text":
-            draft.say(_text(block.get("text")))
+            draft.add_text(_text(block.get("text")))
         elif kind == "thinking":
-            draft.think(_text(block.get("thinking")))
+            draft.add_reasoning(_text(block.get("thinking")))
             self._signature = _text(block.get("signature"))
         elif kind == "redacted_thinking":
-            draft.think("", _text(block.get("data")) or None)
+            draft.add_reasoning("", _text(block.get("data")) or None)
         elif kind == "tool_use":
-            draft.add_events(draft.calls.take(index, _text(block.get("id")), _text(block.get("name")), ""))
+            draft.add_events(draft.calls.add_piece(index, _text(block.get("id")), _text(block.get("name")), ""))
 
     def _delta(self, index: object, delta: Mapping[str, Any]) -> None:
         draft, kind = self._draft, delta.get("type")
         if kind == "text_delta":
-            draft.say(_text(delta.get("text")))
+            draft.add_text(_text(delta.get("text")))
         elif kind == "thinking_delta":
-            draft.think(_text(delta.get("thinking")))
+            draft.add_reasoning(_text(delta.get("thinking")))
         elif kind == "signature_delta":
             self._signature += _text(delta.get("signature"))
         elif kind == "input_json_delta":
             piece = _text(delta.get("partial_json"))
             if piece:
                 self._open.setdefault(index, {})["input"] = None
-                draft.add_events(draft.calls.take(index, "", "", piece))
+                draft.add_events(draft.calls.add_piece(index, "", "", piece))
 
     def _stop(self, index: object) -> None:
         """Close a block. Its initial input counts if no input deltas followed."""
         draft, block = self._draft, self._open.pop(index, {})
         if block.get("type") == "tool_use" and block.get("input") is not None:
-            draft.add_events(draft.calls.take(index, "", "", arguments_text(block["input"] or {})))
+            draft.add_events(draft.calls.add_piece(index, "", "", arguments_text(block["input"] or {})))
         elif block.get("type") == "thinking" and self._signature:
-            draft.think("", self._signature)
+            draft.add_reasoning("", self._signature)
             self._signature = ""
 
 

@@ -163,7 +163,7 @@ class ResponsesReader(BaseReplyReader):
     def can_finish(self) -> bool:
         return self._draft.finished
 
-    def frame(self, frame: SseFrame) -> list[Event]:
+    def read_frame(self, frame: SseFrame) -> list[Event]:
         data = frame.data.strip()
         if not data or data == "[DONE]":
             return []
@@ -173,31 +173,31 @@ class ResponsesReader(BaseReplyReader):
             raise error
         if isinstance(body, dict):
             self._event(_text(body.get("type")) or frame.event, body, data)
-        return self._draft.take()
+        return self._draft.take_events()
 
-    def whole(self, body: Mapping[str, Any]) -> list[Event]:
+    def read_body(self, body: Mapping[str, Any]) -> list[Event]:
         if not isinstance(body.get("output"), list):
             raise BadAnswer(f"the response has no output: {reply_fields.excerpt(str(body))}")
         self._conclude(body, reply_fields.excerpt(str(body)))
-        return self._draft.take()
+        return self._draft.take_events()
 
     def end(self) -> list[Event]:
         if not self.finished:
             raise StreamCutOff("the stream ended before the response was complete")
-        return self._draft.take()
+        return self._draft.take_events()
 
     def _event(self, kind: str, body: Mapping[str, Any], text: str) -> None:
         at = self._item_key(body, _object(body.get("item")))
         if kind in TEXT_EVENTS:
             self._seen.add(at)
-            self._draft.say(_text(body.get("delta")))
+            self._draft.add_text(_text(body.get("delta")))
         elif kind in REASONING_EVENTS:
             self._reasoning(at, REASONING_EVENTS[kind], body)
         elif kind == "response.output_item.added":
             self._added(at, _object(body.get("item")))
         elif kind == "response.function_call_arguments.delta":
             self._seen.add(at)
-            self._draft.add_events(self._draft.calls.take(at, "", "", _text(body.get("delta"))))
+            self._draft.add_events(self._draft.calls.add_piece(at, "", "", _text(body.get("delta"))))
         elif kind == "response.output_item.done":
             self._item(at, _object(body.get("item")))
         elif kind in END_EVENTS or kind in FAILURE_EVENTS:
@@ -220,7 +220,7 @@ class ResponsesReader(BaseReplyReader):
         part = body.get("summary_index")
         is_next_part = self._summary_index.setdefault(at, part) != part
         self._summary_index[at] = part
-        self._draft.think("\n\n" * is_next_part + _text(body.get("delta")))
+        self._draft.add_reasoning("\n\n" * is_next_part + _text(body.get("delta")))
 
     def _added(self, at: object, item: Mapping[str, Any]) -> None:
         if item.get("type") == "function_call":
@@ -229,7 +229,7 @@ class ResponsesReader(BaseReplyReader):
 
     def _call(self, at: object, item: Mapping[str, Any], arguments: str) -> None:
         call_id = _text(item.get("call_id")) or _text(item.get("id"))
-        self._draft.add_events(self._draft.calls.take(at, call_id, _text(item.get("name")), arguments))
+        self._draft.add_events(self._draft.calls.add_piece(at, call_id, _text(item.get("name")), arguments))
 
     def _item(self, at: object, item: Mapping[str, Any]) -> None:
         """Read a complete item, unless its deltas have been read."""
@@ -239,11 +239,11 @@ class ResponsesReader(BaseReplyReader):
             self._call(at, item, arguments_text(item.get("arguments")) or "{}" if is_new else "")
         elif kind == "message" and is_new:
             for _, text in reply_fields.content(item.get("content")):
-                self._draft.say(text)
+                self._draft.add_text(text)
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") if is_new else ()
             text = "\n\n".join(text for _, text in reply_fields.content(parts))
-            self._draft.think(text, _text(item.get("encrypted_content")) or None)
+            self._draft.add_reasoning(text, _text(item.get("encrypted_content")) or None)
 
     def _conclude(self, response: Mapping[str, Any], text: str) -> None:
         draft, status = self._draft, response.get("status")

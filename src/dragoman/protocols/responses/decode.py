@@ -21,7 +21,7 @@ from dragoman.core.request import (
     Text,
     Thinking,
 )
-from dragoman.protocols import json_body, openai, thinking
+from dragoman.protocols import json_body, openai, thinking_fields
 from dragoman.protocols.responses import items, tools
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.fields import ReasoningSettings, ResponseFields, TextField, TextFormatField
@@ -59,14 +59,14 @@ class ResponseContext(msgspec.Struct, frozen=True):
     client_tools: Mapping[str, ClientTool] = {}
     """By the name that the model uses."""
     encrypts_reasoning: bool = False
-    keep: bool = True
+    should_store: bool = True
     items: tuple[Mapping[str, Any], ...] = ()
     """The whole conversation before the response, as it is stored."""
 
 
 class ResponseRequest(msgspec.Struct, frozen=True):
     request: GenerationRequest
-    shown: ResponseContext
+    context: ResponseContext
 
 
 def parse(body: bytes) -> ParsedRequest:
@@ -223,7 +223,7 @@ def _thinking(fields: ResponseFields, asked: list[Asked]) -> Thinking:
     if fields.reasoning is None or fields.reasoning.effort is None:
         return Thinking()
     effort = "xhigh" if fields.reasoning.effort == "max" else fields.reasoning.effort
-    return thinking.decode({"reasoning": {"effort": effort}}, asked)
+    return thinking_fields.decode({"reasoning": {"effort": effort}}, asked)
 
 
 def _logprobs(fields: ResponseFields, asked: list[Asked]) -> Logprobs | None:

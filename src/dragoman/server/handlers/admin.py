@@ -14,7 +14,7 @@ from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, InvalidConfig, ModelFailed, ModelLoading, NotFound, Unauthorized, quote
 from dragoman.engines.upstream.pool import UpstreamState
 from dragoman.models import ModelHost, ServedModel
-from dragoman.protocols import admin as wire
+from dragoman.protocols import admin_fields as wire
 from dragoman.server.app import App
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
 from dragoman.server.auth.scopes import UNRESTRICTED
@@ -118,7 +118,8 @@ def check_operator(app: App, exchange: HttpExchange) -> None:
         return
     raise Unauthorized(
         "this route needs a key with the scope admin. As no keys are configured, it also accepts the header "
-        f"{ADMIN_TOKEN_HEADER} with the token from the run directory of the server's home. `dragoman models` and `dragoman drain` send it."
+        f"{ADMIN_TOKEN_HEADER} with the token from the run directory of the server's home. "
+        "`dragoman models` and `dragoman drain` send it."
     )
 
 

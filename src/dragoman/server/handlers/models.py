@@ -2,7 +2,7 @@
 
 from dragoman.core.version import __version__
 from dragoman.models import ModelHost, ServedModel
-from dragoman.protocols import models as wire_models
+from dragoman.protocols import model_list as wire_models
 from dragoman.protocols.registry import ANTHROPIC
 from dragoman.server.app import App
 from dragoman.server.handlers.admin import is_out

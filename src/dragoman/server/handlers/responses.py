@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 async def create(app: BaseApp, exchange: HttpExchange) -> None:
     question = await _read_question(app, exchange)
-    encoder = responses.ResponseWriter(question.shown, time.time)
-    store = partial(_store, app, exchange, question.shown, encoder)
+    encoder = responses.ResponseWriter(question.context, time.time)
+    store = partial(_store, app, exchange, question.context, encoder)
     try:
         await reply_to(app, exchange, question.request, encoder, store)
     except ContextTooLong as error:
@@ -93,21 +93,21 @@ def _decode(
 
 
 async def _store(
-    app: BaseApp, exchange: HttpExchange, shown: responses.ResponseContext, encoder: responses.ResponseWriter
+    app: BaseApp, exchange: HttpExchange, context: responses.ResponseContext, encoder: responses.ResponseWriter
 ) -> None:
     response = encoder.response
-    if response is None or not shown.keep:
+    if response is None or not context.should_store:
         return
-    make = partial(_stored_response, response, shown, exchange.record.principal)
-    await app.responses.keep(await _run_maybe_in_thread(exchange, len(shown.items), make))
+    make = partial(_stored_response, response, context, exchange.record.principal)
+    await app.responses.keep(await _run_maybe_in_thread(exchange, len(context.items), make))
 
 
-def _stored_response(response: dict[str, Any], shown: responses.ResponseContext, principal: str) -> StoredResponse:
+def _stored_response(response: dict[str, Any], context: responses.ResponseContext, principal: str) -> StoredResponse:
     return StoredResponse(
         id=response["id"],
         principal=principal,
         body=msgspec.json.encode(response),
-        input=_items(responses.storable_items(shown.items, response["id"])),
+        input=_items(responses.storable_items(context.items, response["id"])),
         output=_items(response["output"]),
     )
 

@@ -22,11 +22,11 @@ import msgspec
 
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.binding import LlamaModel
-from dragoman.engines.llama.tuning.layout import COPY_NAME, SLOW_TYPES
 from dragoman.engines.llama.tuning.quality import compare
 from dragoman.engines.llama.tuning.requantize import requantize
 from dragoman.engines.llama.tuning.speed import measure
 from dragoman.engines.llama.tuning.trial_messages import CopyMade, Message, TrialFailed, TrialProgress, TrialResult
+from dragoman.engines.llama.tuning.weight_layout import COPY_NAME, SLOW_TYPES
 
 
 class _Reporter:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.serving import Running
+from tests.support.server_process import Running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
