@@ -115,7 +115,7 @@ class LlamaEngine(Engine):
         return True
 
     @classmethod
-    def extra_memory_bytes(cls, options: msgspec.Struct) -> int:
+    def memory_beside_file(cls, options: msgspec.Struct) -> int:
         assert isinstance(options, LlamaOptions)
         files = [adapter_path(entry) for entry in options.adapters.values()]
         adapter_bytes = sum(file.stat().st_size for file in files if file.is_file())
