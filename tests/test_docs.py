@@ -23,7 +23,7 @@ import yaml
 from dragoman.config.loading import Flags, load
 from dragoman.config.settings import Settings
 from dragoman.core import errors
-from tests.support.serving import Running, serving
+from tests.support.server_process import Running, serving
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
