@@ -86,8 +86,8 @@ def _list_rows(arguments: argparse.Namespace) -> list[Row]:
 
 async def _find_models(settings: Settings) -> list[ServedModel]:
     catalog = Catalog(settings)
-    await catalog.look()
-    return catalog.listed()
+    await catalog.scan()
+    return catalog.list_models()
 
 
 def _load_or_unload(arguments: argparse.Namespace) -> int:
