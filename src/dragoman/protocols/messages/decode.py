@@ -200,7 +200,7 @@ def _messages(
         else:
             decoded += _split_results(message.role, message.content, path, asked)
     if messages and messages[-1].role == "assistant":
-        # The reply continues this message.
+        # An engine without the feature `prefill` ignores it, which is reported.
         asked.append(Asked("prefill", f"messages[{len(messages) - 1}]"))
     return tuple(decoded)
 

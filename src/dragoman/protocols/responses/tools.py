@@ -11,7 +11,7 @@
 Rules
 1. The model sees every tool as a function with a unique name: `namespace__name` for a tool in a namespace, `name` for a
    tool without one or in the default namespace `functions`.
-2. Hosted tools are accepted but not toolset to the model; the response headers name them.
+2. Hosted tools are accepted but not offered to the model; the response headers name them.
 3. Tools in the input (`additional_tools`, `tool_search_output`) are added, or replace a tool of the same name.
 """
 
