@@ -179,7 +179,7 @@ def test_warning_about_too_many_workers(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nworkers: 100000\n")
     done = run(tmp_path, "check")
     assert done.returncode == 0
-    assert done.stderr.startswith("dragoman: warning: workers: 100000 processes for ")
+    assert done.stderr.startswith("dragoman: warning: workers: 100000 processes are too many for ")
     assert done.stderr.count("\n") == 1
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nworkers: 4\n")
     assert run(tmp_path, "check").stderr == ""

@@ -71,7 +71,7 @@ def test_base64_float_and_dimensions(client: OpenAI) -> None:
         assert short.data[index].embedding == pytest.approx([number / length for number in whole[:64]], abs=1e-6)
     assert packed.model == "minilm"
     assert packed.usage.prompt_tokens == packed.usage.total_tokens == 9 + 12 + 10
-    with pytest.raises(openai.BadRequestError, match="have 384, not 512"):
+    with pytest.raises(openai.BadRequestError, match="has 384, fewer than 512"):
         client.embeddings.create(model="minilm", input=TEXTS, dimensions=512)
 
 
