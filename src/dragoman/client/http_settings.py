@@ -16,6 +16,8 @@ KEEPALIVE_SECONDS = 2.0
 """Keep idle connections for less time than servers do: a request on a connection that is being closed may be lost."""
 DRAIN_SECONDS = 1.0
 """How long a server may take to end the response of a complete reply. The connection is reused only after that."""
+NO_RESPONSE = (httpx.HTTPError, httpx.InvalidURL)
+"""What httpx raises if a request gets no complete response."""
 
 
 def client_settings(site: ServerAddress, timeout: float, connect_timeout: float) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def end_interrupted(client_call: ClientCall, error: httpx.HTTPError) -> Iterator
     return client_call.broken(describe(error))
 
 
-def describe(error: httpx.HTTPError) -> str:
+def describe(error: httpx.HTTPError | httpx.InvalidURL) -> str:
     if isinstance(error, httpx.ReadTimeout):
         return f"no data for {_timeout(error, 'read')}"
     if isinstance(error, httpx.ConnectTimeout):

@@ -37,9 +37,10 @@ class StaleConnection(httpx.RemoteProtocolError):
 class HttpConnection(asyncio.Protocol):
     """A connection to a server. The parser calls the `on_…` methods."""
 
+    _transport: asyncio.Transport
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._transport: asyncio.Transport | None = None
         self._request: httpx.Request | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -56,7 +57,6 @@ class HttpConnection(asyncio.Protocol):
         """When data last arrived, as `time.perf_counter`."""
 
     def send(self, request: httpx.Request, body: bytes) -> None:
-        assert self._transport is not None
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.pieces: list[bytes] = []
@@ -111,7 +111,7 @@ class HttpConnection(asyncio.Protocol):
         data = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
         self.pieces.clear()
         self._size = 0
-        if self._is_paused and self._transport is not None:
+        if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
         return data
@@ -122,8 +122,7 @@ class HttpConnection(asyncio.Protocol):
         self._timer = self._loop.call_later(KEEPALIVE_SECONDS, expire)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -209,7 +208,7 @@ class HttpConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self.pieces.append(body)
         self._size += len(body)
-        if self._size > MAX_BUFFERED_BYTES and not self._is_paused and self._transport is not None:
+        if self._size > MAX_BUFFERED_BYTES and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 

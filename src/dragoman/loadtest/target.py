@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from dragoman.client.http_settings import describe
+from dragoman.client.http_settings import NO_RESPONSE, describe
 from dragoman.client.http_transport import HttpTransport, ResponseBody, StaleConnection
 from dragoman.client.planner import request_headers
 from dragoman.core.errors import DECODE_ERRORS, ConfigError
@@ -185,7 +185,7 @@ class Target:
             body = bytearray()
             try:
                 status = await self.request("GET", "models", lambda data, _: body.extend(data))
-            except httpx.HTTPError as error:
+            except NO_RESPONSE as error:
                 raise self._config_error(None, describe(error)) from error
             if status != 200:
                 raise self._config_error(status, f"{status} {read_error(bytes(body))}")
@@ -221,7 +221,7 @@ class Target:
         try:
             status = await self.request("POST", "chat/completions", feed, body)
             error = parser.find_error() if status == 200 else f"{status} {read_error(bytes(received))}"
-        except httpx.HTTPError as failure:
+        except NO_RESPONSE as failure:
             error = parser.find_error() and (parser.error or describe(failure))
         return Sample(time.perf_counter() - start, tuple(parser.arrivals), parser.usage, status, error)
 
