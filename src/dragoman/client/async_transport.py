@@ -118,7 +118,7 @@ class AsyncTransport:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             return http_settings.failed_attempt(error)
-        headers = http_settings.lower_names(response.headers)
+        headers = dict(response.headers)
         if response.is_success:
             return OpenedResponse(response.status_code, headers, response)
         async with aclosing(response):

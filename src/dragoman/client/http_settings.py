@@ -1,6 +1,6 @@
 """Settings of httpx that both clients share, and the meaning of its errors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -33,10 +33,6 @@ def client_settings(site: ServerAddress, timeout: float, connect_timeout: float)
         "trust_env": not site.is_loopback,
         "verify": site.is_tls,
     }
-
-
-def lower_names(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
 
 
 def failed_attempt(error: httpx.HTTPError) -> FailedAttempt:

@@ -223,7 +223,7 @@ class Client:
             response = self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             return http_settings.failed_attempt(error)
-        headers = http_settings.lower_names(response.headers)
+        headers = dict(response.headers)
         if response.is_success:
             return OpenedResponse(response.status_code, headers, response)
         with closing(response):

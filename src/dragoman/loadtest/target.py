@@ -83,21 +83,23 @@ class StreamParser:
 
     def feed(self, data: bytes, at: float) -> None:
         self._last = at
-        try:
-            self._read_frames(self._decoder.feed(data))
-        except FrameTooLong as error:
-            self.error = self.error or str(error)
+        self._read_frames(self._decoder.feed, data)
 
     def find_error(self) -> str | None:
         """Return the error of a stream that has ended."""
-        self._read_frames(self._decoder.end())
+        self._read_frames(self._decoder.end)
         if self.error is not None:
             return self.error
         if not self.finished:
             return "the stream was cut off" if self.arrivals else "the reply is not a stream"
         return "the stream has no usage" if self.usage is None else None
 
-    def _read_frames(self, frames: Sequence[SseFrame]) -> None:
+    def _read_frames(self, decode: Callable[..., Sequence[SseFrame]], *data: bytes) -> None:
+        try:
+            frames = decode(*data)
+        except FrameTooLong as error:
+            self.error = self.error or str(error)
+            return
         for frame in frames:
             self.has_frames = True
             if frame.event == "error":
@@ -160,12 +162,7 @@ class Target:
             content=body,
             extensions={"timeout": self._timeouts},
         )
-        while True:
-            try:
-                response = await self.transport.handle_async_request(request)
-                break
-            except StaleConnection:
-                continue
+        response = await self._open(request)
         stream = response.stream
         assert isinstance(stream, ResponseBody)
 
@@ -178,6 +175,13 @@ class Target:
         finally:
             await response.aclose()
         return response.status_code
+
+    async def _open(self, request: httpx.Request) -> httpx.Response:
+        while True:
+            try:
+                return await self.transport.handle_async_request(request)
+            except StaleConnection:
+                pass  # try the next connection
 
     async def choose_model(self) -> str:
         """Use the first listed model, unless one was named."""
