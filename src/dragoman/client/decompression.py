@@ -4,8 +4,9 @@ httpx decompresses each received chunk as a whole, a thousandfold for gzip, and 
 
 Rules
 1. No piece has more than MAX_PIECE_BYTES, so the reader can stop at its own limit.
-2. Only what was requested (ACCEPT_ENCODING) is decompressed, and only once. An unknown encoding is passed on unchanged:
-   some servers name what is not a compression.
+2. Only what was requested (ACCEPT_ENCODING) is decompressed. An unknown encoding is passed on unchanged: some servers
+   name what is not a compression.
+3. A body that is compressed twice is an error.
 """
 
 import zlib
@@ -24,15 +25,19 @@ Decompress = Callable[[bytes], Iterator[bytes]]
 def decompressor(headers: Mapping[str, str]) -> Decompress | None:
     """Return a function for the chunks of a body, or None if the body is not compressed."""
     encodings = headers.get("content-encoding", "").lower().split(",")
-    return _Decompressor().feed if any(name.strip() in ENCODINGS for name in encodings) else None
+    layers = sum(name.strip() in ENCODINGS for name in encodings)
+    return _Decompressor(layers).feed if layers else None
 
 
 class _Decompressor:
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
         self._zlib = zlib.decompressobj(GZIP_OR_ZLIB)
         self._is_at_start = True
 
     def feed(self, data: bytes) -> Iterator[bytes]:
+        if self._layers > 1:
+            raise httpx.DecodingError("the body is compressed more than once")
         while data and not self._zlib.eof:
             try:
                 piece = self._zlib.decompress(data, MAX_PIECE_BYTES)
