@@ -41,7 +41,7 @@ from urllib.request import urlopen
 
 from tools.ports import free_port
 
-from dragoman.loadtest.connection import Connection, Connections
+from dragoman.loadtest.target import Target
 
 NAME = "bench"
 PROMPT, REPLY = 128, 128
@@ -113,19 +113,20 @@ async def _client(pipe: Pipe) -> None:
     loop = asyncio.get_running_loop()
     while (job := await loop.run_in_executor(None, pipe.recv)) is not None:
         url, route, bodies, moment = job
-        connections = Connections(url, None, SILENCE_SECONDS)
-        connections.idle += [await connections.opened() for _ in bodies]
+        target = Target(url, None, NAME, SILENCE_SECONDS)
+        # Open one connection for each request before the measurement.
+        await asyncio.gather(*(target.request("GET", "models", lambda *_: None) for _ in bodies))
         await asyncio.sleep(max(0.0, moment - time.perf_counter()))
-        asked = [_ask(connections.request("POST", route, body), connections.idle.pop()) for body in bodies]
-        pipe.send([tuple(seen) for seen in await asyncio.gather(*asked)])
+        seen = await asyncio.gather(*(_ask(target, route, body) for body in bodies))
+        await target.transport.aclose()
+        pipe.send([tuple(each) for each in seen])
 
 
-async def _ask(request: bytes, connection: Connection) -> Seen:
+async def _ask(target: Target, route: str, body: bytes) -> Seen:
     reading = Reading()
     begun = time.perf_counter()
-    status = await connection.ask(request, reading.feed, SILENCE_SECONDS)
+    status = await target.request("POST", route, reading.feed, body)
     ended = time.perf_counter()
-    connection.transport.abort()
     return Seen(begun, reading.first or ended, ended, reading.tokens, reading.frames, status)
 
 

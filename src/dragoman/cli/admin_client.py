@@ -1,17 +1,15 @@
 """Sends requests to a running server, found by its URL or by the configuration."""
 
 import argparse
-import json
 import os
-import socket
 import ssl
-import urllib.error
 import urllib.parse
-import urllib.request
-from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
+import httpx
+
 from dragoman.cli.common import load_config
+from dragoman.client.http_settings import NO_RESPONSE, describe
 from dragoman.config.sections import Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
@@ -22,7 +20,6 @@ TIMEOUT_SECONDS = 10
 LOAD_TIMEOUT_SECONDS = 600
 """Loading a model may take minutes."""
 UNIX = "unix:"
-LOCAL = "http://localhost"
 ADMIN = "/admin/"
 OR_SAME_USER = ", or, if the server has no keys, run this as the user who runs the server"
 API = "/v1"
@@ -36,7 +33,7 @@ class AdminClient:
         self,
         address: str,
         where: ServerAddress,
-        opener: urllib.request.OpenerDirector,
+        http: httpx.Client,
         key: str | None = None,
         name: str | None = None,
         token: str | None = None,
@@ -44,7 +41,7 @@ class AdminClient:
         """`token` gives access to `/admin` on a server without keys that the same user runs."""
         self.address = address
         self._where = where
-        self._opener = opener
+        self._http = http
         login = where.login or (f"Bearer {key}" if key else None)
         self._headers = {} if login is None else {"authorization": login}
         if name is not None:
@@ -71,18 +68,14 @@ class AdminClient:
     def _request(self, method: str, path: str, timeout: float, body: object = None) -> Any:
         in_api = path.startswith(API)
         url = self._where.api + path.removeprefix(API) if in_api else self._where.root + path
-        data = None if body is None else json.dumps(body).encode()
         headers = self._headers | (self._admin_headers if path.startswith(ADMIN) else {})
-        headers |= {} if data is None else {"content-type": "application/json"}
-        request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 (http or https)
         try:
-            with self._opener.open(request, timeout=timeout) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            raise ConfigError(f"{self.address}: the server answered {_describe(error, path)}") from error
-        except (OSError, HTTPException) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise ConfigError(f"{self.address}: no answer: {reason}{_hint(reason)}") from error
+            response = self._http.request(method, url, json=body, headers=headers, timeout=timeout)
+            if not response.is_success:
+                raise ConfigError(f"{self.address}: the server answered {_describe(response, path)}")
+            return response.json()
+        except NO_RESPONSE as error:
+            raise ConfigError(f"{self.address}: no answer: {describe(error)}{_hint(error)}") from error
         except ValueError as error:
             raise self.unexpected_answer() from error
 
@@ -106,42 +99,40 @@ def from_url(url: str, key: str | None) -> AdminClient:
     address = f"--url {remove_credentials(url)}"
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
-        return AdminClient(address, parse_address(LOCAL), _opener(path, None), key, token=find_socket_admin_token(path))
+        where, http = _local_server("http://localhost", None, path)
+        return AdminClient(address, where, http, key, token=find_socket_admin_token(path))
     try:
         where = parse_address(url)
     except ConfigError as error:
         raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
     port = urllib.parse.urlsplit(where.root).port
     token = find_admin_token(where.host, port) if where.is_loopback and port is not None else None
-    return AdminClient(address, where, urllib.request.build_opener(_NoRedirects()), key, token=token)
+    # Loopback needs no proxy, and plain HTTP needs no certificates.
+    verify = ssl.create_default_context() if where.is_tls else False
+    http = httpx.Client(verify=verify, trust_env=not where.is_loopback)
+    return AdminClient(address, where, http, key, token=token)
 
 
 def from_settings(settings: Settings, key: str | None) -> AdminClient:
     """The server on this machine that was started with these settings."""
     key = key or next(iter(settings.api_keys), None)
     name = next(iter(settings.hosts or ()), None)
+    scheme = "https" if settings.tls else "http"
     if settings.socket is not None:
-        opener = _opener(settings.socket, settings.tls)
+        where, http = _local_server(f"{scheme}://localhost", settings.tls, settings.socket)
         token = find_socket_admin_token(settings.socket)
-        return AdminClient(f"the server at {UNIX}{settings.socket}", parse_address(LOCAL), opener, key, name, token)
+        return AdminClient(f"the server at {UNIX}{settings.socket}", where, http, key, name, token)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (no bind)
-    shown = f"[{host}]" if ":" in host else host
-    address = f"{'https' if settings.tls else 'http'}://{shown}:{settings.port}"
-    token = find_admin_token(host, settings.port)
-    return AdminClient(
-        f"the server at {address}", parse_address(address), _opener(None, settings.tls), key, name, token
-    )
+    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    where, http = _local_server(address, settings.tls)
+    return AdminClient(f"the server at {address}", where, http, key, name, find_admin_token(host, settings.port))
 
 
-def _opener(path: str | None, tls: Tls | None) -> urllib.request.OpenerDirector:
-    """An opener for a server on this machine, without a proxy."""
-    no_proxy = urllib.request.ProxyHandler({})
-    context = None if tls is None else _trust_only(tls)
-    if path is not None:
-        return urllib.request.build_opener(no_proxy, _NoRedirects(), _UnixHandler(path, context))
-    if context is None:
-        return urllib.request.build_opener(no_proxy, _NoRedirects())
-    return urllib.request.build_opener(no_proxy, _NoRedirects(), urllib.request.HTTPSHandler(context=context))
+def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, httpx.Client]:
+    """A server on this machine, which is reached without a proxy."""
+    verify = False if tls is None else _trust_only(tls)
+    transport = httpx.HTTPTransport(verify=verify, uds=socket)
+    return parse_address(address), httpx.Client(transport=transport, trust_env=False)
 
 
 def _trust_only(tls: Tls) -> ssl.SSLContext:
@@ -156,63 +147,18 @@ def _trust_only(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: they would send the key and the token to another server."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-class _UnixConnection(HTTPConnection):
-    def __init__(self, path: str, context: ssl.SSLContext | None, seconds: float | None) -> None:
-        super().__init__("localhost", timeout=seconds)
-        self._path = path
-        self._context = context
-
-    def connect(self) -> None:
-        plain = socket.socket(socket.AF_UNIX)
-        try:
-            plain.settimeout(self.timeout)
-            plain.connect(self._path)
-            self.sock = plain if self._context is None else self._context.wrap_socket(plain)
-        except BaseException:
-            plain.close()
-            raise
-
-
-class _UnixHandler(urllib.request.HTTPHandler):
-    def __init__(self, path: str, context: ssl.SSLContext | None) -> None:
-        super().__init__()
-        self._path = path
-        self._context = context
-
-    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
-        def connection(
-            host: str,
-            /,
-            *,
-            port: int | None = None,
-            timeout: float = TIMEOUT_SECONDS,
-            source_address: tuple[str, int] | None = None,
-            blocksize: int = 0,
-        ) -> HTTPConnection:
-            return _UnixConnection(self._path, self._context, timeout)
-
-        return self.do_open(connection, req)
-
-
-def _describe(error: urllib.error.HTTPError, path: str) -> str:
+def _describe(response: httpx.Response, path: str) -> str:
     """The status and the server's error message."""
-    status = f"{error.code} {error.reason}"
-    if error.code == 401:
+    status = f"{response.status_code} {response.reason_phrase}"
+    if response.status_code == 401:
         return f"{status}; give --api-key{OR_SAME_USER if path.startswith(ADMIN) else ''}"
     try:
-        return f"{status}: {json.loads(error.read())['error']['message']}"
-    except (ValueError, KeyError, TypeError, OSError):
+        return f"{status}: {response.json()['error']['message']}"
+    except (ValueError, KeyError, TypeError):
         return status
 
 
-def _hint(reason: object) -> str:
-    if isinstance(reason, ssl.SSLCertVerificationError):
+def _hint(error: Exception) -> str:
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return "; to trust a self-signed certificate, set $SSL_CERT_FILE to its path"
     return ""

@@ -2,6 +2,8 @@
 
 sync_client, async_client    `Client` and `AsyncClient`, built on httpx
 async_transport              sends calls with httpx.AsyncClient; also used by the upstream engine
+http_transport               a fast HTTP/1.1 transport for httpx; used by the upstream engine and the load test
+decompression                gzip and deflate in pieces of bounded size
 planner                      chooses protocols and retries, without I/O
 call                         one request and its reply, without I/O: bytes in, events out
 rest_calls                   lists of models, embeddings and token counts

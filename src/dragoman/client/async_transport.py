@@ -12,7 +12,7 @@ import httpx
 
 from dragoman.client import http_settings
 from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, ClientCall
-from dragoman.client.decompression import Unpack, unpacker
+from dragoman.client.decompression import Decompress, decompressor
 from dragoman.client.planner import CallPlan, CallPlanner, FailedAttempt, OpenedResponse, PlannedCall, Wait
 from dragoman.core.errors import BadAnswer, Unreachable
 from dragoman.core.events import Event, Listener, TextDelta
@@ -118,7 +118,7 @@ class AsyncTransport:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             return http_settings.failed_attempt(error)
-        headers = http_settings.lower_names(response.headers)
+        headers = dict(response.headers)
         if response.is_success:
             return OpenedResponse(response.status_code, headers, response)
         async with aclosing(response):
@@ -177,16 +177,16 @@ async def _push_chunks(chunks: AsyncIterator[bytes], receive: Callable[[bytes], 
 
 
 def _iter_chunks(response: httpx.Response) -> AsyncIterator[bytes]:
-    unpack = unpacker(response.headers)
-    if unpack is not None:
-        return _unpacked(response, unpack)
+    decompress = decompressor(response.headers)
+    if decompress is not None:
+        return _decompressed(response, decompress)
     # Without decompression each chunk can skip two layers of httpx.
     return aiter(response.stream) if isinstance(response.stream, AsyncIterable) else response.aiter_raw()
 
 
-async def _unpacked(response: httpx.Response, unpack: Unpack) -> AsyncIterator[bytes]:
+async def _decompressed(response: httpx.Response, decompress: Decompress) -> AsyncIterator[bytes]:
     async for data in response.aiter_raw():
-        for piece in unpack(data):
+        for piece in decompress(data):
             yield piece
             # One compressed chunk may expand to a thousand: let other tasks run.
             await asyncio.sleep(0)

@@ -1,77 +1,54 @@
-"""Answers that were compressed on the way: a little at a time, so that a small answer cannot become a huge one at once.
+"""Decompresses response bodies in pieces of bounded size.
+
+httpx decompresses each received chunk as a whole, a thousandfold for gzip, and a chunk may have a megabyte.
 
 Rules
-1. No piece that comes out has more than MOST_PIECE bytes, whatever went in; whoever has enough asks for no more.
-2. Only what was asked for (ASKED) is unpacked. Other words are taken as they come: some servers name things that are no
-   compression.
+1. No piece has more than MAX_PIECE_BYTES, so the reader can stop at its own limit.
+2. Only what was requested (ACCEPT_ENCODING) is decompressed. An unknown encoding is passed on unchanged: some servers
+   name what is not a compression.
+3. A body that is compressed twice is an error.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping
 
 import httpx
 
-ASKED = "gzip, deflate"
-MOST_PIECE = 16 * 1024
+ACCEPT_ENCODING = "gzip, deflate"
+ENCODINGS = ("gzip", "x-gzip", "deflate")
+MAX_PIECE_BYTES = 16 * 1024
+GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
 
-Unpack = Callable[[bytes], Iterator[bytes]]
-
-
-def unpacker(headers: Mapping[str, str]) -> Unpack | None:
-    """What makes pieces of an answer of what came of it; None where that is the same. Names are in lower case."""
-    words = [word.strip().lower() for word in headers.get("content-encoding", "").split(",")]
-    layers = [_LAYERS[word]() for word in reversed(words) if word in _LAYERS]
-    if not layers:
-        return None
-    return lambda data: reduce(lambda pieces, layer: _through(layer, pieces), layers, iter((data,)))
+Decompress = Callable[[bytes], Iterator[bytes]]
 
 
-class _Layer:
-    """`bits` is what zlib knows a format by."""
+def decompressor(headers: Mapping[str, str]) -> Decompress | None:
+    """Return a function for the chunks of a body, or None if the body is not compressed."""
+    encodings = headers.get("content-encoding", "").lower().split(",")
+    layers = sum(name.strip() in ENCODINGS for name in encodings)
+    return _Decompressor(layers).feed if layers else None
 
-    def __init__(self, bits: int) -> None:
-        self._zlib = zlib.decompressobj(bits)
 
-    def __call__(self, data: bytes) -> Iterator[bytes]:
+class _Decompressor:
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._zlib = zlib.decompressobj(GZIP_OR_ZLIB)
+        self._is_at_start = True
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        if self._layers > 1:
+            raise httpx.DecodingError("the body is compressed more than once")
         while data and not self._zlib.eof:
-            piece = self._piece(data)
-            data = self._zlib.unconsumed_tail
+            try:
+                piece = self._zlib.decompress(data, MAX_PIECE_BYTES)
+            except zlib.error as error:
+                if not self._is_at_start:
+                    raise httpx.DecodingError(str(error)) from error
+                # Some servers send deflate without the header of zlib.
+                self._zlib = zlib.decompressobj(-zlib.MAX_WBITS)
+                piece = b""
+            else:
+                data = self._zlib.unconsumed_tail
+            self._is_at_start = False
             if piece:
                 yield piece
-
-    def _piece(self, data: bytes) -> bytes:
-        try:
-            return self._zlib.decompress(data, MOST_PIECE)
-        except zlib.error as error:
-            raise httpx.DecodingError(str(error)) from error
-
-
-class _Deflate(_Layer):
-    """With zlib's head, as the standard says, or without, as some understood it."""
-
-    def __init__(self) -> None:
-        super().__init__(zlib.MAX_WBITS)
-        self._begun = False
-
-    def _piece(self, data: bytes) -> bytes:
-        begun, self._begun = self._begun, True
-        try:
-            return super()._piece(data)
-        except httpx.DecodingError:
-            if begun:
-                raise
-            self._zlib = zlib.decompressobj(-zlib.MAX_WBITS)
-            return super()._piece(data)
-
-
-def _through(layer: _Layer, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    for piece in pieces:
-        yield from layer(piece)
-
-
-_LAYERS: dict[str, Callable[[], _Layer]] = {
-    "gzip": lambda: _Layer(zlib.MAX_WBITS | 16),
-    "x-gzip": lambda: _Layer(zlib.MAX_WBITS | 16),
-    "deflate": _Deflate,
-}

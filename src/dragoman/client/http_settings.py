@@ -1,6 +1,6 @@
 """Settings of httpx that both clients share, and the meaning of its errors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,6 +16,8 @@ KEEPALIVE_SECONDS = 2.0
 """Keep idle connections for less time than servers do: a request on a connection that is being closed may be lost."""
 DRAIN_SECONDS = 1.0
 """How long a server may take to end the response of a complete reply. The connection is reused only after that."""
+NO_RESPONSE = (httpx.HTTPError, httpx.InvalidURL)
+"""What httpx raises if a request gets no complete response."""
 
 
 def client_settings(site: ServerAddress, timeout: float, connect_timeout: float) -> dict[str, Any]:
@@ -33,10 +35,6 @@ def client_settings(site: ServerAddress, timeout: float, connect_timeout: float)
     }
 
 
-def lower_names(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
-
-
 def failed_attempt(error: httpx.HTTPError) -> FailedAttempt:
     if isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError):
         raise ConfigError(f"the request cannot be sent: {error}") from error
@@ -52,7 +50,7 @@ def end_interrupted(client_call: ClientCall, error: httpx.HTTPError) -> Iterator
     return client_call.broken(describe(error))
 
 
-def describe(error: httpx.HTTPError) -> str:
+def describe(error: httpx.HTTPError | httpx.InvalidURL) -> str:
     if isinstance(error, httpx.ReadTimeout):
         return f"no data for {_timeout(error, 'read')}"
     if isinstance(error, httpx.ConnectTimeout):

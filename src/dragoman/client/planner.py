@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from dragoman.client.call import PROTOCOLS, ClientCall
-from dragoman.client.decompression import ASKED
+from dragoman.client.decompression import ACCEPT_ENCODING
 from dragoman.core.errors import (
     AnswerTimeout,
     BadRequest,
@@ -215,7 +215,7 @@ def request_headers(address: ServerAddress, key: str | None, protocol: str) -> d
     """Return the headers of a request. Anthropic reads the key only from `x-api-key`; other servers may read either."""
     headers = {
         "content-type": "application/json",
-        "accept-encoding": ASKED,
+        "accept-encoding": ACCEPT_ENCODING,
         "user-agent": f"dragoman/{__version__}",
     }
     if protocol == "messages":

@@ -11,7 +11,7 @@ import httpx
 
 from dragoman.client import http_settings, rest_calls
 from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, ReplyCollector
-from dragoman.client.decompression import unpacker
+from dragoman.client.decompression import decompressor
 from dragoman.client.options import ClientRequest, Messages, Options, build_request
 from dragoman.client.planner import (
     CallPlan,
@@ -223,7 +223,7 @@ class Client:
             response = self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             return http_settings.failed_attempt(error)
-        headers = http_settings.lower_names(response.headers)
+        headers = dict(response.headers)
         if response.is_success:
             return OpenedResponse(response.status_code, headers, response)
         with closing(response):
@@ -240,9 +240,9 @@ class Client:
 
 
 def _iter_chunks(response: httpx.Response) -> Iterator[bytes]:
-    unpack = unpacker(response.headers)
+    decompress = decompressor(response.headers)
     raw = response.iter_raw()
-    return raw if unpack is None else (chunk for data in raw for chunk in unpack(data))
+    return raw if decompress is None else (chunk for data in raw for chunk in decompress(data))
 
 
 def _read_body(response: httpx.Response, limit: int) -> tuple[bytes, str]:

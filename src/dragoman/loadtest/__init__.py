@@ -1,7 +1,6 @@
 """Load tests for any server of the OpenAI chat completions API. Used by `dragoman bench`.
 
     target      the server under test: sends one streamed request and records arrival times
-    connection  a fast HTTP/1.1 client
     prompts     prompts with a given number of tokens and a given shared prefix
     sweep       runs the load at each concurrency level
     figures     percentiles and rates

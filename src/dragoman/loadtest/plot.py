@@ -4,71 +4,52 @@ The concurrency axis is logarithmic, the other axes begin at zero.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
-
-import msgspec
 
 from dragoman.loadtest.figures import Level
 
-WIDTH, HEIGHT = 880, 400
-TOP, BOTTOM = 112, 338
-STYLE = """\
-text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #5b6472 }
-.title { font-size: 17px; font-weight: 600; fill: #1c2330 }
-.panel { font-size: 13px; font-weight: 600; fill: #1c2330 }
-.value { font-size: 11px; fill: #1c2330; paint-order: stroke; stroke: #fff; stroke-width: 3px }
-.grid { stroke: #e6e9ee }
-.axis { stroke: #b6bdc8 }
-.line { fill: none; stroke-width: 2.25; stroke-linejoin: round; stroke-linecap: round }
-circle { stroke: #fff; stroke-width: 1.5 }"""
-BLUE, ORANGE, RED = "#2563eb", "#f59e0b", "#dc2626"
-
-
-class Series(msgspec.Struct, frozen=True):
-    name: str
-    color: str
-    values: tuple[float | None, ...]
-    """One per level; None means no data."""
-    labelled: bool = False
-
-
-class Panel(msgspec.Struct, frozen=True):
-    left: float
-    right: float
-    title: str
-    levels: tuple[int, ...]
-    series: tuple[Series, ...]
+TOP, BOTTOM, WIDTH, MARGIN = 112, 338, 356, 24
+"""The area of a panel, and the space beside its curves."""
+FRAME = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 400" width="880" height="400">
+<style>
+text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #5b6472 }}
+.title {{ font-size: 17px; font-weight: 600; fill: #1c2330 }}
+.panel {{ font-size: 13px; font-weight: 600; fill: #1c2330 }}
+.value {{ font-size: 11px; fill: #1c2330; paint-order: stroke; stroke: #fff; stroke-width: 3px }}
+.grid {{ stroke: #e6e9ee }}
+.line {{ fill: none; stroke-width: 2.25; stroke-linejoin: round; stroke-linecap: round }}
+circle {{ stroke: #fff; stroke-width: 1.5 }}
+</style>
+<rect width="880" height="400" rx="10" fill="#fff"/>
+<text class="title" x="24" y="36">{title}</text>
+<text x="24" y="57">{subtitle}</text>
+{panels}
+</svg>
+"""
+COLORS = {"tok/s": "#2563eb", "p50": "#f59e0b", "p95": "#dc2626"}
+Curve = Sequence[tuple[int, float | None]]
+"""Values by concurrency; None means no data."""
 
 
 def draw_svg(title: str, subtitle: str, levels: Sequence[Level]) -> str:
-    numbers = tuple(level.concurrency for level in levels)
-    seconds = max((level.ttft_p95 or 0 for level in levels), default=0) >= 1
-    unit, scale = ("s", 1) if seconds else ("ms", 1000)
-    speed = Series("tok/s", BLUE, tuple(level.output_tokens_per_second for level in levels), labelled=True)
-    half = Series("p50", ORANGE, _scaled([level.ttft_p50 for level in levels], scale))
-    most = Series("p95", RED, _scaled([level.ttft_p95 for level in levels], scale))
-    panels = (
-        Panel(64, 420, "Output tokens per second", numbers, (speed,)),
-        Panel(500, 856, f"Time to first token, {unit}", numbers, (half, most)),
-    )
-    drawn = "\n".join(line for panel in panels for line in _draw_panel(panel))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">\n'
-        f"<style>\n{STYLE}\n</style>\n"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="#fff"/>\n'
-        f'<text class="title" x="24" y="36">{escape(_truncate(title, 80))}</text>\n'
-        f'<text x="24" y="57">{escape(_truncate(subtitle, 130))}</text>\n'
-        f"{drawn}\n</svg>\n"
+    levels = sorted(levels, key=lambda level: level.concurrency)
+    unit, scale = ("s", 1) if max((level.ttft_p95 or 0 for level in levels), default=0) >= 1 else ("ms", 1000)
+    speed = [(level.concurrency, level.output_tokens_per_second) for level in levels]
+    p50 = [(level.concurrency, level.ttft_p50 and level.ttft_p50 * scale) for level in levels]
+    p95 = [(level.concurrency, level.ttft_p95 and level.ttft_p95 * scale) for level in levels]
+    lines = [
+        *_draw_panel(64, "Output tokens per second", {"tok/s": speed}),
+        *_draw_panel(500, f"Time to first token, {unit}", {"p50": p50, "p95": p95}),
+    ]
+    return FRAME.format(
+        title=escape(_truncate(title, 80)), subtitle=escape(_truncate(subtitle, 130)), panels="\n".join(lines)
     )
 
 
 def _truncate(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-def _scaled(values: Sequence[float | None], scale: float) -> tuple[float | None, ...]:
-    return tuple(None if value is None else value * scale for value in values)
 
 
 def _format_number(value: float) -> str:
@@ -85,69 +66,34 @@ def ticks(highest: float) -> list[float]:
     return [step * count for count in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
-def _draw_panel(panel: Panel) -> list[str]:
-    marks = ticks(max((value for series in panel.series for value in series.values if value is not None), default=0))
-    across = _x_scale(panel)
+def _draw_panel(left: int, title: str, curves: Mapping[str, Curve]) -> Iterator[str]:
+    right = left + WIDTH
+    levels = [level for level, _ in next(iter(curves.values()))]
+    low, high = math.log2(levels[0]), math.log2(levels[-1])
+    marks = ticks(max((value or 0 for curve in curves.values() for _, value in curve), default=0))
+
+    def across(level: int) -> float:
+        share = (math.log2(level) - low) / (high - low) if high > low else 0.5
+        return left + MARGIN + share * (WIDTH - 2 * MARGIN)
 
     def height(value: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * value / marks[-1]
 
-    return [
-        f'<text class="panel" x="{panel.left:.0f}" y="90">{panel.title}</text>',
-        *_draw_legend(panel),
-        *_draw_grid(panel, marks, across, height),
-        *(line for series in panel.series for line in _draw_curve(panel, series, across, height)),
-    ]
-
-
-def _x_scale(panel: Panel) -> Callable[[int], float]:
-    low, high = math.log2(min(panel.levels)), math.log2(max(panel.levels))
-    margin = 24
-
-    def x_of(concurrency: int) -> float:
-        share = (math.log2(concurrency) - low) / (high - low) if high > low else 0.5
-        return panel.left + margin + share * (panel.right - panel.left - 2 * margin)
-
-    return x_of
-
-
-def _draw_legend(panel: Panel) -> list[str]:
-    if len(panel.series) < 2:
-        return []
-    lines = []
-    for at, series in enumerate(reversed(panel.series)):
-        x = panel.right - 28 - 54 * at
-        lines.append(f'<path class="line" stroke="{series.color}" d="M{x - 18:.1f} 86H{x - 4:.1f}"/>')
-        lines.append(f'<text x="{x:.1f}" y="90">{series.name}</text>')
-    return lines
-
-
-def _draw_grid(
-    panel: Panel, marks: Sequence[float], across: Callable[[int], float], height: Callable[[float], float]
-) -> list[str]:
-    lines = []
+    yield f'<text class="panel" x="{left}" y="90">{title}</text>'
     for mark in marks:
-        y, kind = height(mark), "grid" if mark else "axis"
-        lines.append(f'<path class="{kind}" d="M{panel.left:.1f} {y:.1f}H{panel.right:.1f}"/>')
-        lines.append(f'<text x="{panel.left - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{_format_number(mark)}</text>')
-    lines += [f'<text x="{across(n):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{n}</text>' for n in panel.levels]
-    middle = (panel.left + panel.right) / 2
-    lines.append(f'<text x="{middle:.1f}" y="{BOTTOM + 42}" text-anchor="middle">requests at once</text>')
-    return lines
-
-
-def _draw_curve(
-    panel: Panel, series: Series, across: Callable[[int], float], height: Callable[[float], float]
-) -> list[str]:
-    pairs = zip(panel.levels, series.values, strict=True)
-    values = sorted((level, value) for level, value in pairs if value is not None)
-    points = [(across(level), height(value)) for level, value in values]
-    joined = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    lines = [f'<path class="line" stroke="{series.color}" d="M{joined}"/>'] if len(points) > 1 else []
-    lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{series.color}"/>' for x, y in points]
-    if series.labelled:
-        lines += [
-            f'<text class="value" x="{x:.1f}" y="{y - 11:.1f}" text-anchor="middle">{_format_number(value)}</text>'
-            for (x, y), (_, value) in zip(points, values, strict=True)
-        ]
-    return lines
+        yield f'<path class="grid" d="M{left} {height(mark):.1f}H{right}"/>'
+        yield f'<text x="{left - 8}" y="{height(mark) + 4:.1f}" text-anchor="end">{_format_number(mark)}</text>'
+    for level in levels:
+        yield f'<text x="{across(level):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{level}</text>'
+    yield f'<text x="{left + WIDTH / 2}" y="{BOTTOM + 42}" text-anchor="middle">requests at once</text>'
+    for at, (name, curve) in enumerate(curves.items()):
+        points = [(across(level), height(value), value) for level, value in curve if value is not None]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+        yield f'<polyline class="line" stroke="{COLORS[name]}" points="{joined}"/>'
+        for x, y, value in points:
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{COLORS[name]}"/>'
+            if len(curves) == 1:
+                shown = _format_number(value)
+                yield f'<text class="value" x="{x:.1f}" y="{y - 11:.1f}" text-anchor="middle">{shown}</text>'
+        if len(curves) > 1:
+            yield f'<text x="{right - 100 + 54 * at}" y="90" style="fill: {COLORS[name]}">{name}</text>'

@@ -6,19 +6,28 @@ reason and its usage have arrived.
 Optional fields are sent until the server rejects them by name with a 400 or 422.
 """
 
+import ssl
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import httpx
 import msgspec
 
+from dragoman.client.http_settings import NO_RESPONSE, describe
+from dragoman.client.http_transport import HttpTransport, ResponseBody, StaleConnection
+from dragoman.client.planner import request_headers
 from dragoman.core.errors import DECODE_ERRORS, ConfigError
-from dragoman.loadtest.connection import ConnectionFailed, Connections
+from dragoman.core.urls import parse_address
 from dragoman.loadtest.figures import Sample, SampleUsage
+from dragoman.protocols.sse import FrameTooLong, SseDecoder, SseFrame
 
 LENGTH_FIELDS = ("ignore_eos", "min_tokens")
 """Optional fields that keep a reply from ending early."""
 REJECTED_STATUSES = (400, 422)
 MAX_ERROR_LENGTH = 300
+CONNECT_SECONDS = 10
+HEADERS = {"accept-encoding": "identity", "user-agent": "dragoman-bench"}
 
 
 class FrameDelta(msgspec.Struct, frozen=True):
@@ -69,24 +78,36 @@ class StreamParser:
         self.finished = False
         self.error: str | None = None
         self.has_frames = False
-        self.rest = b""
+        self._decoder = SseDecoder()
+        self._last = 0.0
 
     def feed(self, data: bytes, at: float) -> None:
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:") and (frame := line[5:].strip()) != b"[DONE]":
-                self._read_frame(frame, at)
+        self._last = at
+        self._read_frames(self._decoder.feed, data)
 
     def find_error(self) -> str | None:
         """Return the error of a stream that has ended."""
+        self._read_frames(self._decoder.end)
         if self.error is not None:
             return self.error
         if not self.finished:
             return "the stream was cut off" if self.arrivals else "the reply is not a stream"
         return "the stream has no usage" if self.usage is None else None
 
-    def _read_frame(self, data: bytes, at: float) -> None:
-        self.has_frames = True
+    def _read_frames(self, decode: Callable[..., Sequence[SseFrame]], *data: bytes) -> None:
+        try:
+            frames = decode(*data)
+        except FrameTooLong as error:
+            self.error = self.error or str(error)
+            return
+        for frame in frames:
+            self.has_frames = True
+            if frame.event == "error":
+                self.error = self.error or read_error(frame.data.encode())
+            elif frame.data != "[DONE]":
+                self._read_data(frame.data)
+
+    def _read_data(self, data: str) -> None:
         try:
             frame = FRAMES.decode(data)
         except DECODE_ERRORS as error:
@@ -103,7 +124,7 @@ class StreamParser:
             self.finished |= bool(choice.finish_reason)
             delta = choice.delta
             if delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls):
-                self.arrivals.append(at)
+                self.arrivals.append(self._last)
 
 
 def read_error(body: bytes) -> str:
@@ -125,17 +146,51 @@ class Target:
         self.url = url
         self.model = model
         self.length_fields: tuple[str, ...] = LENGTH_FIELDS
-        self.connections = Connections(url, key, silence_seconds)
+        address = parse_address(url)
+        self._api = address.api
+        self._headers = request_headers(address, key, "chat") | HEADERS
+        self._timeouts = {"connect": CONNECT_SECONDS, "read": silence_seconds}
+        # A general-purpose client needs about 100 µs per stream piece and would distort the results.
+        self.transport = HttpTransport(ssl.create_default_context() if address.is_tls else None)
+
+    async def request(self, method: str, route: str, feed: Callable[[bytes, float], object], body: bytes = b"") -> int:
+        """Send a request, call `feed` with each part of the response and its time of arrival; return the status."""
+        request = httpx.Request(
+            method,
+            f"{self._api}/{route}",
+            headers=self._headers,
+            content=body,
+            extensions={"timeout": self._timeouts},
+        )
+        response = await self._open(request)
+        stream = response.stream
+        assert isinstance(stream, ResponseBody)
+
+        def receive(data: bytes) -> bool:
+            feed(data, stream.connection.received_at)
+            return True
+
+        try:
+            await stream.push(receive)
+        finally:
+            await response.aclose()
+        return response.status_code
+
+    async def _open(self, request: httpx.Request) -> httpx.Response:
+        while True:
+            try:
+                return await self.transport.handle_async_request(request)
+            except StaleConnection:
+                pass  # try the next connection
 
     async def choose_model(self) -> str:
         """Use the first listed model, unless one was named."""
         if self.model is None:
             body = bytearray()
             try:
-                request = self.connections.request("GET", "models")
-                status = await self.connections.ask(request, lambda data, _: body.extend(data))
-            except ConnectionFailed as error:
-                raise self._config_error(None, str(error)) from error
+                status = await self.request("GET", "models", lambda data, _: body.extend(data))
+            except NO_RESPONSE as error:
+                raise self._config_error(None, describe(error)) from error
             if status != 200:
                 raise self._config_error(status, f"{status} {read_error(bytes(body))}")
             self.model = self._first_model(bytes(body))
@@ -159,7 +214,6 @@ class Target:
 
     async def send(self, text: str, tokens: int) -> Sample:
         body = msgspec.json.encode(self._build_body(text, tokens))
-        request = self.connections.request("POST", "chat/completions", body)
         parser, status, received = StreamParser(), None, bytearray()
         start = time.perf_counter()
 
@@ -169,10 +223,10 @@ class Target:
                 received.extend(data)
 
         try:
-            status = await self.connections.ask(request, feed)
+            status = await self.request("POST", "chat/completions", feed, body)
             error = parser.find_error() if status == 200 else f"{status} {read_error(bytes(received))}"
-        except ConnectionFailed as failure:
-            error = str(failure)
+        except NO_RESPONSE as failure:
+            error = parser.find_error() and (parser.error or describe(failure))
         return Sample(time.perf_counter() - start, tuple(parser.arrivals), parser.usage, status, error)
 
     def _build_body(self, text: str, tokens: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
     options           configuration keys
     engine            chooses a server for each request and retries on another one
     upstream_server   one server: requests, rejected fields, available models
-    http_transport    HTTP/1.1 client transport
     field_support     adapts a request to the fields that a protocol and a server support
     pool              server selection: load, failures, prompt prefixes; no I/O
     prefix_index      which server has computed which prompt prefix

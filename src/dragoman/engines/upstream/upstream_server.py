@@ -10,6 +10,7 @@ import msgspec
 from dragoman.client import http_settings, rest_calls
 from dragoman.client.async_transport import AsyncTransport, OpenedHttpxResponse
 from dragoman.client.call import COMPLETIONS, PROTOCOLS, ClientCall, ClientProtocol
+from dragoman.client.http_transport import HttpTransport
 from dragoman.client.planner import CallPlanner, PlannedCall
 from dragoman.client.rest_calls import EmbeddingResult, ServerModel
 from dragoman.core import loop_guard
@@ -24,7 +25,6 @@ from dragoman.engines.upstream.field_support import (
     find_rejected_feature,
     unsupported,
 )
-from dragoman.engines.upstream.http_transport import UpstreamTransport
 from dragoman.engines.upstream.options import ServerOptions, UpstreamOptions
 
 MAX_ATTEMPTS = 8
@@ -83,9 +83,9 @@ class UpstreamServer:
         settings = http_settings.client_settings(self.planner.address, options.silence_seconds, options.connect_seconds)
         settings |= {"trust_env": False, "event_hooks": {"request": [partial(_add_loop_header, engine_id)]}}
         # httpx's own transport implements proxies.
-        settings |= {"transport": UpstreamTransport()} if options.proxy is None else {"proxy": options.proxy}
+        settings |= {"transport": HttpTransport()} if options.proxy is None else {"proxy": options.proxy}
         if options.proxy is not None and self.planner.address.is_tls:
-            # Like UpstreamTransport, use only the certificates of the environment.
+            # Like HttpTransport, use only the certificates of the environment.
             settings |= {"verify": httpx.create_ssl_context()}
         self._transport = AsyncTransport(self.planner, httpx.AsyncClient(**settings))
         self._rejected: defaultdict[str, set[str]] = defaultdict(set)

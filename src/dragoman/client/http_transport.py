@@ -1,12 +1,14 @@
 """An httpx transport for HTTP/1.1 that uses httptools on asyncio sockets.
 
-httpx's own transport is slow for streams of many small chunks, such as one per token.
+httpx's own transport is slow for streams of many small chunks, such as one per token. The upstream engine and the load
+test use this one. It does not support proxies.
 
 Rules
 1. A connection carries one request at a time. It is reused if the response was read to the end and both sides allow it.
-2. Received data is delivered before an error that follows it.
-3. Reading from the socket pauses while the reader is too slow.
-4. `pour` calls its consumer directly from the socket callback, so that no task wakes up for a token.
+2. An idle connection is closed after KEEPALIVE_SECONDS.
+3. Received data is delivered before an error that follows it.
+4. Reading from the socket pauses while the reader is too slow.
+5. `ResponseBody.push` calls its consumer directly from the socket callback, so that no task wakes up for a token.
 """
 
 import asyncio
@@ -28,53 +30,65 @@ Origin = tuple[bool, str, int]
 Consumer = Callable[[bytes], bool]
 
 
-class UpstreamConnection(asyncio.Protocol):
+class StaleConnection(httpx.RemoteProtocolError):
+    """The server closed a reused connection without a response."""
+
+
+class HttpConnection(asyncio.Protocol):
     """A connection to a server. The parser calls the `on_…` methods."""
+
+    _transport: asyncio.Transport
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._transport: asyncio.Transport | None = None
+        self._request: httpx.Request | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._consumer: Consumer | None = None
         self._consumer_error: Exception | None = None
-        self._timeout: float | None = None
-        self._deadline: float | None = None
+        self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._size = 0
         self._is_paused = False
-        self.idle_since = 0.0
+        self._is_reused = False
+        self.is_complete = False
         self.is_lost = False
+        self.received_at = 0.0
+        """When data last arrived, as `time.perf_counter`."""
 
-    def send(self, data: bytes) -> None:
-        assert self._transport is not None
+    def send(self, request: httpx.Request, body: bytes) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.pieces: list[bytes] = []
+        self._is_reused = self.is_complete
         self.has_head = self.is_complete = self.is_reusable = False
         self.error: httpx.TransportError | None = None
         self._head_size = 0
+        self._request = request
+        self._timeout = _timeout(request, "read")
         self._stop_timer()
         self._parser = httptools.HttpResponseParser(self)
-        self._transport.write(data)
+        lines = [request.method.encode() + b" " + request.url.raw_path + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in request.headers.raw]
+        self._transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
 
-    async def wait(self, seconds: float | None, request: httpx.Request) -> None:
+    async def wait(self) -> None:
         """Wait until the state of the connection changes."""
-        self._waiter = waiter = self._loop.create_future()
-        self._timeout = seconds
-        self._deadline = None if seconds is None else self._loop.time() + seconds
-        if self._timer is None and self._deadline is not None:
-            self._timer = self._loop.call_at(self._deadline, self._check_deadline, request)
+        self._waiter = self._loop.create_future()
+        if self._timeout is not None:
+            self._deadline = self._loop.time() + self._timeout
+            if self._timer is None:
+                self._timer = self._loop.call_at(self._deadline, self._check_deadline)
         try:
-            await waiter
+            await self._waiter
         finally:
             self._waiter = None
 
-    async def pour(self, consumer: Consumer, seconds: float | None, request: httpx.Request) -> bool:
+    async def push(self, consumer: Consumer) -> bool:
         """Pass data to the consumer until it returns false or the response ends; return whether the response ended."""
         self._consumer, self._consumer_error = consumer, None
         try:
-            await self.wait(seconds, request)
+            await self.wait()
             has_ended = self._consumer is not None
         finally:
             self._consumer = None
@@ -88,7 +102,7 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             if consumer(self.take()):
                 return
-        except Exception as error:  # noqa: BLE001 (`pour` raises it)
+        except Exception as error:  # noqa: BLE001 (`push` raises it)
             self._consumer_error = error
         self._consumer = None
         self._wake()
@@ -97,29 +111,33 @@ class UpstreamConnection(asyncio.Protocol):
         data = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
         self.pieces.clear()
         self._size = 0
-        if self._is_paused and self._transport is not None:
+        if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
         return data
 
+    def keep(self, expire: Callable[[], None]) -> None:
+        """Call `expire` after KEEPALIVE_SECONDS, unless the connection is used before."""
+        self._stop_timer()
+        self._timer = self._loop.call_later(KEEPALIVE_SECONDS, expire)
+
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _check_deadline(self, request: httpx.Request) -> None:
+    def _check_deadline(self) -> None:
         """Fail if the deadline has passed, else restart the timer. One timer serves a whole response."""
         self._timer = None
-        if self._waiter is None or self._deadline is None:
+        if self._waiter is None:
             return
         if self._loop.time() >= self._deadline:
-            self._fail(httpx.ReadTimeout("", request=request))
+            self._fail(httpx.ReadTimeout("", request=self._request))
         else:
-            self._timer = self._loop.call_at(self._deadline, self._check_deadline, request)
+            self._timer = self._loop.call_at(self._deadline, self._check_deadline)
 
     def _fail(self, error: httpx.TransportError) -> None:
         if not self.is_complete and self.error is None:
@@ -139,6 +157,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._parser is None or self.is_complete:
             self.close()  # unexpected data
             return
+        self.received_at = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -156,12 +175,14 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
-        self._stop_timer()
         if self._parser is None or self.is_complete:
             return
+        self._stop_timer()
         if self.has_head and error is None and self._is_delimited_by_close():
             self.is_complete = True
             self._wake()
+        elif self._is_reused and not self._head_size and not self.has_head:
+            self._fail(StaleConnection("the server closed the connection"))
         elif error is not None:
             self._fail(httpx.ReadError(str(error) or type(error).__name__))
         else:
@@ -187,7 +208,7 @@ class UpstreamConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self.pieces.append(body)
         self._size += len(body)
-        if self._size > MAX_BUFFERED_BYTES and not self._is_paused and self._transport is not None:
+        if self._size > MAX_BUFFERED_BYTES and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
@@ -198,17 +219,12 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class ResponseBody(httpx.AsyncByteStream):
-    def __init__(
-        self, connection: UpstreamConnection, transport: "UpstreamTransport", origin: Origin, request: httpx.Request
-    ) -> None:
-        self._connection = connection
-        self._transport = transport
-        self._origin = origin
-        self._request = request
-        self._is_closed = False
+    def __init__(self, connection: HttpConnection, release: Callable[[], None]) -> None:
+        self.connection = connection
+        self._release = release
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        connection, seconds = self._connection, _timeout(self._request, "read")
+        connection = self.connection
         while True:
             if connection.pieces:
                 yield connection.take()
@@ -217,10 +233,11 @@ class ResponseBody(httpx.AsyncByteStream):
             elif connection.is_complete:
                 return
             else:
-                await connection.wait(seconds, self._request)
+                await connection.wait()
 
-    async def pour(self, consumer: Consumer) -> bool:
-        connection, seconds = self._connection, _timeout(self._request, "read")
+    async def push(self, consumer: Consumer) -> bool:
+        """Pass the body to the consumer until it returns false; return whether there may be more data."""
+        connection = self.connection
         while True:
             if connection.pieces:
                 if not consumer(connection.take()):
@@ -229,50 +246,48 @@ class ResponseBody(httpx.AsyncByteStream):
                 raise connection.error
             elif connection.is_complete:
                 return False
-            elif not await connection.pour(consumer, seconds, self._request):
+            elif not await connection.push(consumer):
                 return True
 
     async def aclose(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._transport.release(self._origin, self._connection)
+        self._release()
 
 
-class UpstreamTransport(httpx.AsyncBaseTransport):
-    def __init__(self) -> None:
-        self._idle: defaultdict[Origin, list[UpstreamConnection]] = defaultdict(list)
-        self._tls: ssl.SSLContext | None = None
+class HttpTransport(httpx.AsyncBaseTransport):
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` replaces httpx's default certificates."""
+        self._idle: defaultdict[Origin, list[HttpConnection]] = defaultdict(list)
+        self._tls = tls
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
         is_tls = url.scheme == "https"
         origin = (is_tls, url.host, url.port or (443 if is_tls else 80))
+        content = await request.aread()
         connection = self._reuse_idle(origin) or await self._connect(origin, request)
         try:
-            connection.send(_head(request) + await request.aread())
-            while not connection.has_head and connection.error is None:
-                await connection.wait(_timeout(request, "read"), request)
+            connection.send(request, content)
+            while not connection.has_head:
+                if connection.error is not None:
+                    raise connection.error
+                await connection.wait()
         except BaseException:
             connection.close()
             raise
-        if not connection.has_head and connection.error is not None:
-            connection.close()
-            raise connection.error
-        body = ResponseBody(connection, self, origin, request)
+        body = ResponseBody(connection, lambda: self._release(origin, connection))
         return httpx.Response(
-            connection.status, headers=connection.headers, stream=body, extensions={PUSH_BODY: body.pour}
+            connection.status, headers=connection.headers, stream=body, extensions={PUSH_BODY: body.push}
         )
 
-    def _reuse_idle(self, origin: Origin) -> UpstreamConnection | None:
+    def _reuse_idle(self, origin: Origin) -> HttpConnection | None:
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if not connection.is_lost and time.monotonic() - connection.idle_since < KEEPALIVE_SECONDS:
+            if not connection.is_lost:
                 return connection
-            connection.close()
         return None
 
-    async def _connect(self, origin: Origin, request: httpx.Request) -> UpstreamConnection:
+    async def _connect(self, origin: Origin, request: httpx.Request) -> HttpConnection:
         is_tls, host, port = origin
         if is_tls and self._tls is None:
             self._tls = httpx.create_ssl_context()
@@ -280,32 +295,33 @@ class UpstreamTransport(httpx.AsyncBaseTransport):
         try:
             async with asyncio.timeout(_timeout(request, "connect")):
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(loop), host, port, ssl=self._tls if is_tls else None
+                    lambda: HttpConnection(loop), host, port, ssl=self._tls if is_tls else None
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout("", request=request) from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise httpx.ConnectError(str(error), request=request) from error
         return connection
 
-    def release(self, origin: Origin, connection: UpstreamConnection) -> None:
-        if connection.is_complete and connection.is_reusable and not connection.is_lost and not connection.pieces:
-            connection.idle_since = time.monotonic()
-            self._idle[origin].append(connection)
-        else:
+    def _release(self, origin: Origin, connection: HttpConnection) -> None:
+        if not (connection.is_complete and connection.is_reusable and not connection.is_lost and not connection.pieces):
             connection.close()
+            return
+        idle = self._idle[origin]
+        idle.append(connection)
+
+        def expire() -> None:
+            if connection in idle:
+                idle.remove(connection)
+            connection.close()
+
+        connection.keep(expire)
 
     async def aclose(self) -> None:
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()
-        self._idle.clear()
-
-
-def _head(request: httpx.Request) -> bytes:
-    lines = [request.method.encode() + b" " + request.url.raw_path + b" HTTP/1.1"]
-    lines += [name + b": " + value for name, value in request.headers.raw]
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+            connections.clear()
 
 
 def _timeout(request: httpx.Request, name: str) -> float | None:
