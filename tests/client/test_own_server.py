@@ -182,7 +182,7 @@ def test_errors(client: Client) -> None:
         client.complete("x" * 400, model="short")
     assert (caught.value.tokens, caught.value.limit) in ((100, 20), (100, 19))
     with pytest.raises(ModelNotFound):
-        client.complete("hello", model="nobody")
+        client.complete("hello", model="unknown")
     with pytest.raises(DragomanError, match="the script fails after 2 tokens") as failed:
         for _ in client.stream("hello", model="failing"):
             pass

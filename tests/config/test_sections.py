@@ -72,7 +72,7 @@ def test_errors_of_all_sections_are_reported() -> None:
     )
     with pytest.raises(ConfigError) as caught:
         load(text, Flags(tls_key="x"))
-    assert [message.split(": ")[:2] for message in caught.value.mistakes] == [
+    assert [message.split(": ")[:2] for message in caught.value.messages] == [
         ["dragoman.yaml:2", "keys.limits.requests"],
         ["dragoman.yaml:2", "keys.limits.concurrency"],
         ["dragoman.yaml:3", "keys.jwt.algorithm"],

@@ -338,7 +338,7 @@ def test_all_errors_are_reported_in_order_of_lines() -> None:
     )
     with pytest.raises(ConfigError) as caught:
         load(text, Flags(aliases=("y",), memory="lots"))
-    assert [message.split(": ")[0] for message in caught.value.mistakes] == [
+    assert [message.split(": ")[0] for message in caught.value.messages] == [
         *(f"dragoman.yaml:{line}" for line in (1, 3, 4, 4, 4, 5, 6, 6, 7, 8, 9)),
         "--alias y",
         "--memory lots",
@@ -361,7 +361,7 @@ def test_errors_in_adapters_have_line_and_key() -> None:
             "        strength: 2\n"
             "      inf: {path: ./a.gguf, scale: .inf}\n"
         )
-    errors = [message.removeprefix("dragoman.yaml:") for message in caught.value.mistakes]
+    errors = [message.removeprefix("dragoman.yaml:") for message in caught.value.messages]
     assert errors[0] == "5: models.smollm2.adapters.x: path is missing"
     assert errors[1].startswith("6: models.smollm2.adapters.y: expected ")
     assert errors[2:] == [
@@ -374,7 +374,7 @@ def test_errors_in_adapters_have_line_and_key() -> None:
 def test_nan_is_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load("models:\n  smollm2:\n    gap_ms: .nan\n    context: .nan\nlimits: {queue: .nan}\n")
-    assert list(caught.value.mistakes) == [
+    assert list(caught.value.messages) == [
         "dragoman.yaml:3: models.smollm2.gap_ms: expected a number",
         "dragoman.yaml:4: models.smollm2.context: expected a number",
         "dragoman.yaml:5: limits.queue: expected a number",

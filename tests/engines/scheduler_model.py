@@ -125,7 +125,7 @@ class SchedulerModel:
     def covered(self) -> dict[PinnedPrefix, int]:
         """Return how many tokens of each pinned prefix are in memory."""
         sequences = self.scheduler.sequences
-        return {pin: sequences.held.longest(pin.tokens, pin.salt)[0] for pin in sequences.pins.live}
+        return {pin: sequences.held.longest_prefix(pin.tokens, pin.salt)[0] for pin in sequences.pins.live}
 
     def check_pins(self, before: dict[PinnedPrefix, int]) -> None:
         after = self.covered()
@@ -135,7 +135,7 @@ class SchedulerModel:
 
     def check_memory(self) -> None:
         scheduler, sequences = self.scheduler, self.scheduler.sequences
-        used = [slot.sequence for slot in scheduler.slots.values() if slot.seated]
+        used = [slot.sequence for slot in scheduler.slots.values() if slot.has_sequence]
         assert len(scheduler.slots) <= self.slots
         assert len(used) == len(set(used))
         assert sequences.occupied == set(used)

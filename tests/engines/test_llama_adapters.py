@@ -66,7 +66,7 @@ def test_prefixes_are_not_shared_between_adapters(with_engine: Run, adapter: Pat
 
 class RecordingPace(StepPace):
     def __init__(self, steps: list[int]) -> None:
-        super().__init__(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
+        super().__init__(ALONE_SECONDS, minimum=LEAST_CHUNK, maximum=512)
         self.steps = steps
 
     def took(self, rows: int, seconds: float) -> None:

@@ -94,7 +94,7 @@ def test_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> None:
     for _ in range(400):
         rows = rng.choice([1, 1, 2, 5, 8])
         noise = 10 if rng.random() < 0.01 else rng.uniform(0.95, 1.05)
-        cost.took(rows, rows - 1, (fixed + row * rows) * noise)
+        cost.record(rows, rows - 1, (fixed + row * rows) * noise)
     for rows in (1, 8):
         assert cost.seconds(rows) == pytest.approx(fixed + row * rows, rel=0.25)
 
@@ -104,7 +104,7 @@ def test_wrong_row_cost_is_forgotten_without_drafts() -> None:
     cost = cost_of(0.0, 0.012)
     assert choose_draft_counts(cost, {0: certain}, 0.15) == {}
     for _ in range(100):
-        cost.took(1, 0, 0.012)
+        cost.record(1, 0, 0.012)
     assert cost.seconds(1) == pytest.approx(0.012)
     assert choose_draft_counts(cost, {0: certain}, 0.15)[0] >= 2
 
@@ -113,7 +113,7 @@ def test_busy_machine_does_not_change_the_row_cost() -> None:
     rng = random.Random(3)
     cost = cost_of(*CPU)
     for _ in range(300):
-        cost.took(1, 0, rng.choice([0.005, 0.012, 0.05]))
+        cost.record(1, 0, rng.choice([0.005, 0.012, 0.05]))
     assert 0.4 < cost.row / cost.seconds(1) < 0.6
 
 

@@ -63,7 +63,7 @@ def test_decode_of_a_cancelled_job_is_aborted(with_engine: Run) -> None:
 
         expected = await collect(engine, completion())
         context.decode = recording  # type: ignore[method-assign,assignment]
-        engine.loaded.runner.alone = StepPace(60, least=512, most=512)
+        engine.loaded.runner.alone = StepPace(60, minimum=512, maximum=512)
         prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 600)))))
         async with asyncio.timeout(60):
             while engine.loaded.runner.sole is None:  # noqa: ASYNC110  (changes in another thread)

@@ -58,13 +58,13 @@ def random_change(rng: random.Random, tree: PrefixTree, table: Table, texts: lis
     text = rng.choice(texts)[: rng.randrange(40)]
     text += [rng.randrange(3) for _ in range(rng.randrange(4))]
     if holder not in table.texts:
-        tree.hold(holder, tuple(text), salt)
+        tree.add(holder, tuple(text), salt)
         table.texts[holder] = salt, list(text)
     else:
         action = rng.choice(["drop", "extend", "extend", "move"])
         free = next(number for number in range(99) if number not in table.texts)
         if action == "drop":
-            tree.drop(holder)
+            tree.remove(holder)
             del table.texts[holder]
         elif action == "extend":
             tree.extend(holder, text)
@@ -72,7 +72,7 @@ def random_change(rng: random.Random, tree: PrefixTree, table: Table, texts: lis
         else:
             tree.move(holder, free)
             table.texts[free] = table.texts.pop(holder)
-    assert tree.longest(text, salt) == table.longest(text, salt)
+    assert tree.longest_prefix(text, salt) == table.longest(text, salt)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -85,24 +85,24 @@ def test_random_changes(part: int) -> None:
             random_change(rng, tree, table, texts)
             check(tree, table)
         for holder in list(table.texts):
-            tree.drop(holder)
+            tree.remove(holder)
         assert not tree.roots
         assert not tree.ends
 
 
 def test_drop_of_an_unknown_holder() -> None:
     tree = PrefixTree()
-    tree.drop(3)
-    assert tree.longest((1, 2)) == (0, frozenset())
+    tree.remove(3)
+    assert tree.longest_prefix((1, 2)) == (0, frozenset())
     assert tree.exclusive_length(3) == 0
 
 
 def test_shared_prefix_and_exclusive_end() -> None:
     tree = PrefixTree()
-    tree.hold(1, (1, 2, 3, 4, 5))
-    tree.hold(2, (1, 2, 3, 7))
-    tree.hold(3, (1, 2, 3), salt="other")
-    assert tree.longest((1, 2, 3, 9)) == (3, frozenset({1, 2}))
-    assert tree.longest((1, 2, 3, 4)) == (4, frozenset({1}))
-    assert tree.longest((1, 2, 3, 4), salt="other") == (3, frozenset({3}))
+    tree.add(1, (1, 2, 3, 4, 5))
+    tree.add(2, (1, 2, 3, 7))
+    tree.add(3, (1, 2, 3), salt="other")
+    assert tree.longest_prefix((1, 2, 3, 9)) == (3, frozenset({1, 2}))
+    assert tree.longest_prefix((1, 2, 3, 4)) == (4, frozenset({1}))
+    assert tree.longest_prefix((1, 2, 3, 4), salt="other") == (3, frozenset({3}))
     assert (tree.exclusive_length(1), tree.exclusive_length(2), tree.exclusive_length(3)) == (2, 1, 3)

@@ -16,34 +16,34 @@ from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
     ],
 )
 def test_chunk_converges_to_the_target_time(cost: Callable[[int], float], settles: int) -> None:
-    pace = StepPace(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
+    pace = StepPace(ALONE_SECONDS, minimum=LEAST_CHUNK, maximum=512)
     for _ in range(40):
-        pace.took(pace.chunk, cost(pace.chunk))
-    assert pace.chunk == pytest.approx(settles, rel=0.03)
+        pace.record(pace.rows, cost(pace.rows))
+    assert pace.rows == pytest.approx(settles, rel=0.03)
 
 
 def test_one_slow_step_has_little_effect() -> None:
-    pace = StepPace(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
+    pace = StepPace(ALONE_SECONDS, minimum=LEAST_CHUNK, maximum=512)
     for _ in range(20):
-        pace.took(pace.chunk, pace.chunk / 1000)
-    settled = pace.chunk
-    pace.took(pace.chunk, 10 * ALONE_SECONDS)
-    assert pace.chunk >= 0.7 * settled
+        pace.record(pace.rows, pace.rows / 1000)
+    settled = pace.rows
+    pace.record(pace.rows, 10 * ALONE_SECONDS)
+    assert pace.rows >= 0.7 * settled
     for _ in range(4):
-        pace.took(pace.chunk, pace.chunk / 1000)
-    assert pace.chunk >= 0.9 * settled
+        pace.record(pace.rows, pace.rows / 1000)
+    assert pace.rows >= 0.9 * settled
 
 
 def test_partial_step_does_not_change_the_chunk() -> None:
-    pace = StepPace(ALONE_SECONDS, least=LEAST_CHUNK, most=512)
-    pace.took(1, 0.01)
-    assert pace.chunk == LEAST_CHUNK
+    pace = StepPace(ALONE_SECONDS, minimum=LEAST_CHUNK, maximum=512)
+    pace.record(1, 0.01)
+    assert pace.rows == LEAST_CHUNK
 
 
 def test_batch_smaller_than_the_minimum_chunk() -> None:
-    pace = StepPace(ALONE_SECONDS, least=LEAST_CHUNK, most=8)
-    pace.took(8, 0.001)
-    assert pace.chunk == 8
+    pace = StepPace(ALONE_SECONDS, minimum=LEAST_CHUNK, maximum=8)
+    pace.record(8, 0.001)
+    assert pace.rows == 8
 
 
 GAP = 0.15
@@ -53,9 +53,9 @@ def steps_of(pace: StepPace, rows: int, cost: Callable[[int, int], float]) -> li
     """Return the rows and seconds of each step of a prompt."""
     steps, done = [], 0
     while done < rows:
-        chunk = min(pace.chunk, rows - done)
+        chunk = min(pace.rows, rows - done)
         seconds = cost(done, chunk)
-        pace.took(chunk, seconds)
+        pace.record(chunk, seconds)
         steps.append((chunk, seconds))
         done += chunk
     return steps
@@ -68,21 +68,21 @@ def step_seconds(position: int, rows: int) -> float:
 
 
 def test_long_prompt_uses_long_steps_once_they_pay() -> None:
-    steps = steps_of(StepPace(GAP, least=LEAST_CHUNK, most=512, long_steps=True), 1200, step_seconds)
-    plain = steps_of(StepPace(GAP, least=LEAST_CHUNK, most=512), 1200, step_seconds)
+    steps = steps_of(StepPace(GAP, minimum=LEAST_CHUNK, maximum=512, long_steps=True), 1200, step_seconds)
+    plain = steps_of(StepPace(GAP, minimum=LEAST_CHUNK, maximum=512), 1200, step_seconds)
     assert max(seconds for _, seconds in steps) <= MAX_LONG_STEP * GAP
     assert sum(seconds for _, seconds in steps) < 0.85 * sum(seconds for _, seconds in plain)
     assert [rows for rows, _ in steps[-6:-1]] == [LONG_STEP_ROWS] * 5
 
 
 def test_next_prompt_begins_with_normal_steps() -> None:
-    pace = StepPace(GAP, least=LEAST_CHUNK, most=512, long_steps=True)
+    pace = StepPace(GAP, minimum=LEAST_CHUNK, maximum=512, long_steps=True)
     steps_of(pace, 1200, step_seconds)
     assert [rows < LONG_STEP_ROWS for rows, _ in steps_of(pace, 200, step_seconds)[:4]] == [True] * 4
 
 
 def test_number_of_steps_between_tries() -> None:
-    pace = StepPace(GAP, least=LEAST_CHUNK, most=512, long_steps=True)
+    pace = StepPace(GAP, minimum=LEAST_CHUNK, maximum=512, long_steps=True)
     steps = [rows for rows, _ in steps_of(pace, 3000, lambda _, rows: 0.008 + rows * 0.0032)]
     first, second, *_ = [at for at, rows in enumerate(steps) if rows == LONG_STEP_ROWS]
     assert (first, second - first - 1) == (STEPS_BEFORE_TRY, STEPS_BETWEEN_TRIES)
@@ -90,5 +90,5 @@ def test_number_of_steps_between_tries() -> None:
 
 @pytest.mark.parametrize("cost", [lambda _, rows: 0.008 + rows * 0.0032, lambda _, rows: rows * 0.02])
 def test_unprofitable_long_steps_are_rare(cost: Callable[[int, int], float]) -> None:
-    steps = steps_of(StepPace(GAP, least=LEAST_CHUNK, most=512, long_steps=True), 3000, cost)
+    steps = steps_of(StepPace(GAP, minimum=LEAST_CHUNK, maximum=512, long_steps=True), 3000, cost)
     assert sum(rows == LONG_STEP_ROWS for rows, _ in steps) <= len(steps) / STEPS_BETWEEN_TRIES + 1

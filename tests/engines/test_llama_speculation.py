@@ -40,7 +40,7 @@ def make_rows_free(engine: LlamaEngine) -> None:
     """Make the engine draft as much as possible, so that many drafts are wrong."""
     cost = runner_of(engine).cost
     cost.fixed, cost.row = 1.0, 1e-9
-    cost.took = lambda rows, drafted, seconds: None  # type: ignore[method-assign]
+    cost.record = lambda rows, drafted, seconds: None  # type: ignore[method-assign]
 
 
 @cache

@@ -136,8 +136,8 @@ GEMMA: Outputs = {
     "opener in the prompt": "Two and two.<channel|>Four.",
     "call that ends a thought": "<|channel>thought\nI need the time.<|tool_call>call:now{}<tool_call|>",
     "look-alikes": (
-        "<|channel>thought\nA <|channel>, a <|tool_call>call:nobody{}<tool_call|>.<channel|>Yes.",
-        (Reasoning("A <|channel>, a <|tool_call>call:nobody{}<tool_call|>."), Text("Yes.")),
+        "<|channel>thought\nA <|channel>, a <|tool_call>call:unknown{}<tool_call|>.<channel|>Yes.",
+        (Reasoning("A <|channel>, a <|tool_call>call:unknown{}<tool_call|>."), Text("Yes.")),
     ),
     "malformed": ("<|tool_call>now{}<tool_call|>", (Text("<|tool_call>now{}<tool_call|>"),)),
     "cut short": (
@@ -158,8 +158,8 @@ FUNCTION_GEMMA: Outputs = {
     )
     + "}<end_function_call>",
     "look-alikes": (
-        "A <start_function and a <escape> are none.",
-        (Text("A <start_function and a <escape> are none."),),
+        "A <start_function and a <escape> mean nothing.",
+        (Text("A <start_function and a <escape> mean nothing."),),
     ),
     "malformed": (
         "<start_function_call>call:{}<end_function_call>",

@@ -67,7 +67,7 @@ THOUGHTS = [
     other("hermes", "call as all a thought ends with", f"<think>Yes. {HERMES_NOW}</think>\n", Reasoning("Yes."), NOW),
     other(
         "hermes",
-        "call of nobody in a thought",
+        "call of an unknown tool in a thought",
         '<think>a <tool_call>{"name": "x"}</tool_call>',
         Reasoning('a <tool_call>{"name": "x"}</tool_call>'),
     ),
@@ -117,7 +117,7 @@ CALLS = [
     ),
     other(
         "hermes",
-        "escape that is none",
+        "invalid escape",
         r'<tool_call>{"name": "run", "arguments": {"command": "\d\'s"}}</tool_call>',
         call("run", r"""{"command": "\\d's"}"""),
     ),
@@ -159,7 +159,7 @@ CALLS = [
     ),
     other(
         "hermes",
-        "arguments that are none",
+        "invalid arguments",
         '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
         Text('<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
         warns=True,
@@ -195,7 +195,7 @@ CALLS = [
     ),
     other(
         "qwen_xml",
-        "number that is none",
+        "invalid number",
         "<tool_call><function=get_weather><parameter=days>two</parameter></function></tool_call>",
         weather('{"days": "two"}'),
     ),
@@ -213,7 +213,7 @@ CALLS = [
     ),
     other(
         "qwen_xml",
-        "name that is none",
+        "invalid name",
         "<tool_call><function=run it</function></tool_call>",
         Text("<tool_call><function=run it</function></tool_call>"),
         warns=True,
@@ -265,7 +265,7 @@ CALLS = [
     ),
     other("pythonic", "escape that Python does not know", r"[run(command='\d')]", call("run", r'{"command":"\\d"}')),
     other("pythonic", "code, not a call", "[now(x=open('a'))]", Text("[now(x=open('a'))]")),
-    other("pythonic", "names of nobody", "[nobody()]", Text("[nobody()]")),
+    other("pythonic", "unknown names", "[unknown()]", Text("[unknown()]")),
     other("pythonic", "nested beyond reason", f"[now(x={'-' * 5000}1)]", Text(f"[now(x={'-' * 5000}1)]")),
     other(
         "gemma",
@@ -343,7 +343,7 @@ CALLS = [
     ),
     other(
         "harmony",
-        "nobody's tool in a thought",
+        "unknown tool in a thought",
         '<|channel|>analysis to=functions.nope<|message|>{"a": 1}<|end|>',
         Reasoning('{"a": 1}'),
     ),

@@ -167,8 +167,8 @@ def test_extra_release_is_ignored() -> None:
     one, other = Slots(admission, "a"), Slots(admission, "b")
     assert one.try_acquire_first()
     assert other.try_acquire_first()
-    one.give_back()
-    one.give_back()
+    one.release()
+    one.release()
     one.close()
     assert admission.running == 1
     other.close()

@@ -31,7 +31,7 @@ BOTH = LEGAL | {"base-poet": {"path": "poet.gguf", "scale": 0.5}}
 
 def test_all_names_of_a_model_share_a_host() -> None:
     catalog = Catalog(settings(spec(adapters=BOTH), spec("other"), aliases={"tuned-*": "base-poet"}))
-    assert [model.name for model in catalog.listed()] == ["base", "base-legal", "base-poet", "other"]
+    assert [model.name for model in catalog.list_models()] == ["base", "base-legal", "base-poet", "other"]
     host = catalog.resolve("base").host
     assert catalog.resolve("BASE-Legal").host is catalog.resolve("tuned-1").host is host
     assert catalog.resolve("tuned-1").name == "base-poet"
@@ -52,7 +52,7 @@ def test_reconfigure_keeps_a_host_with_the_same_adapters() -> None:
     host = catalog.resolve("base").host
     catalog.reconfigure(settings(spec(adapters=LEGAL), keep_alive=5.0))
     assert catalog.resolve("base").host is catalog.resolve("base-legal").host is host
-    assert catalog.lifecycle.seat(host).keep_alive == 5
+    assert catalog.lifecycle.residency_of(host).keep_alive == 5
     catalog.reconfigure(settings(spec(adapters=BOTH)))
     assert catalog.resolve("base").host is catalog.resolve("base-poet").host
     assert catalog.resolve("base").host is not host

@@ -27,8 +27,8 @@ async def scenario(limits: Limits, cancels: bool) -> None:
             await leaving
         async with asyncio.timeout(60):
             await staying
-        assert not catalog.lifecycle.seat(host).running
-        assert not catalog.lifecycle.seat(host).waiting
+        assert not catalog.lifecycle.residency_of(host).running
+        assert not catalog.lifecycle.residency_of(host).waiting
     finally:
         await catalog.stop()
 

@@ -33,10 +33,10 @@ def test_largest_measurement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         catalog = Catalog(SETTINGS)
         host = catalog.resolve("m").host
         await host.ready()
-        seen = [catalog.lifecycle.seat(host).current_memory()]
+        seen = [catalog.lifecycle.residency_of(host).current_memory()]
         for _ in range(3):
             await host.measure()
-            seen.append(catalog.lifecycle.seat(host).current_memory())
+            seen.append(catalog.lifecycle.residency_of(host).current_memory())
         assert seen == [100, 100, 300, 300]
         await catalog.stop()
 
@@ -59,7 +59,7 @@ def test_model_grown_beyond_the_budget_is_loaded_again_after_a_restart(
                 await host.ready()
                 size = 1100
                 await host.measure()
-                assert catalog.lifecycle.seat(host).admits
+                assert catalog.lifecycle.residency_of(host).admits
                 catalog.lifecycle.request_unload(host)
                 async with asyncio.timeout(60):
                     while host.state != "cold":  # noqa: ASYNC110

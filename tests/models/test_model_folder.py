@@ -36,7 +36,7 @@ def test_reconfigure_applies_to_folder_models(folder: Path) -> None:
         catalog.reconfigure(settings(folder, keep_alive=5.0, limits=Limits(queue=7)))
         model = await catalog.find("big")
         assert model.host is host
-        assert (catalog.lifecycle.seat(host).keep_alive, host.limits.queue) == (5.0, 7)
+        assert (catalog.lifecycle.residency_of(host).keep_alive, host.limits.queue) == (5.0, 7)
         catalog.reconfigure(settings(folder, layout="as-is"))
         model = await catalog.find("big")
         assert model.spec is not None
@@ -54,7 +54,7 @@ def test_model_of_a_removed_folder_is_removed(folder: Path) -> None:
         catalog.reconfigure(Settings(models=(ModelSpec("m", "scripted"),), models_dir=()))
         with pytest.raises(ModelNotFound):
             await catalog.find("big")
-        assert [model.name for model in catalog.listed()] == ["m"]
+        assert [model.name for model in catalog.list_models()] == ["m"]
         await catalog.stop()
 
     asyncio.run(scenario())
@@ -74,7 +74,7 @@ def test_reconfigure_during_a_scan_keeps_folder_models(folder: Path, monkeypatch
         host = (await catalog.find("big")).host
         monkeypatch.setattr(Discovery, "look", slow)
         catalog.reconfigure(settings(folder))
-        scan = asyncio.create_task(catalog.look())
+        scan = asyncio.create_task(catalog.scan())
         await asyncio.to_thread(began.wait, 5)
         catalog.reconfigure(settings(folder))
         may_end.set()
@@ -99,7 +99,7 @@ def test_not_found_error_lists_available_models(folder: Path) -> None:
             await catalog.find("same")
         with pytest.raises(ModelNotFound) as refusal:
             await catalog.find("nothing of the kind")
-        listed = [model.name for model in catalog.listed()]
+        listed = [model.name for model in catalog.list_models()]
         assert f"models: {', '.join(listed)} (" in str(refusal.value)
         await catalog.stop()
 
@@ -111,7 +111,7 @@ def test_alias_precedes_a_folder_model(folder: Path) -> None:
         aliases = {"gpt-*": "m", "mine": "big", "m2:latest": "m"}
         catalog = Catalog(settings(folder, ModelSpec("m", "scripted"), aliases=aliases))
         assert catalog.resolve("gpt-4o").name == "m"
-        await catalog.look()
+        await catalog.scan()
         names = ("gpt-4o", "GPT-4o:latest", "m:latest", "m2:latest", "mine", "big", "big:latest", "")
         assert [catalog.resolve(name).name for name in names] == ["m", "m", "m", "m", "big", "big", "big", "m"]
         await catalog.stop()

@@ -23,7 +23,7 @@ CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hel
 
 async def whole(engine: Engine, request: GenerationRequest, admission: Admission | None = None) -> Reply:
     slots = Slots(admission or Admission(None, 0, 1), "alice")
-    await slots.first()
+    await slots.acquire_first()
     collection = Collection()
     try:
         await generate(engine, request, slots, collection.add)
@@ -179,7 +179,7 @@ def test_too_long_prompt_is_rejected_before_any_reply(slots: int) -> None:
 
     async def scenario() -> None:
         request_slots = Slots(Admission(slots, 0, 1), "alice")
-        await request_slots.first()
+        await request_slots.acquire_first()
         await generate(engine, request, request_slots, lambda _, events: received.append(events))
 
     with pytest.raises(ContextTooLong, match="20 tokens, but the prompt has 50"):

@@ -294,8 +294,8 @@ def test_kimi_call_ids() -> None:
 
 
 def test_result_without_call() -> None:
-    request = GenerationRequest(messages=(Message("tool", (ToolResult("nobody", (Text("r"),)),)),))
-    assert '"tool_call_id": "nobody"' in shown(SHOWING, request)
+    request = GenerationRequest(messages=(Message("tool", (ToolResult("unknown", (Text("r"),)),)),))
+    assert '"tool_call_id": "unknown"' in shown(SHOWING, request)
     assert "r" in shown(HARMONY, request, "harmony")
     assert "[TOOL_RESULTS]" in shown(source("mistral"), request, "mistral_array")
 

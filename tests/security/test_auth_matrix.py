@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.server.routes import BELOW, PATHS
+from dragoman.server.routes import PATHS, PREFIX_PATHS
 from tests.security.conftest import PROCESSES, Guarded
 from tests.security.credentials import (
     STATIC,
@@ -146,8 +146,8 @@ def wrong_format(path: str, answer: Answer) -> str:
 
 def test_every_route_has_a_rule() -> None:
     assert set(PATHS) == set(RULES)
-    assert set(BELOW) == set(RULES_BELOW)
-    for path, methods in (PATHS | BELOW).items():
+    assert set(PREFIX_PATHS) == set(RULES_BELOW)
+    for path, methods in (PATHS | PREFIX_PATHS).items():
         rule = RULES[path] if path in RULES else RULES_BELOW[path][1]
         assert set(methods) == set(rule.answers), path
 

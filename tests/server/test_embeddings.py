@@ -70,7 +70,7 @@ def test_dimensions(openai: OpenAI) -> None:
 
 def test_too_many_dimensions(client: httpx.Client) -> None:
     words = refused(ask(client, dimensions=385), 400, param="dimensions", code="invalid_value")
-    assert "have 384, not 385" in words
+    assert "384, fewer than 385" in words
 
 
 def test_base64_exactly_as_asked(client: httpx.Client) -> None:

@@ -131,7 +131,7 @@ def test_errors(pair: Running) -> None:
     with each(pair) as clients:
         for client in clients:
             refused(ask(client, CHAT, model="gone"), 404, param="model")
-            refused(ask(client, CHAT, messages=[{"role": "nobody"}]), 400, param="messages[0].role")
+            refused(ask(client, CHAT, messages=[{"role": "unknown"}]), 400, param="messages[0].role")
             refused(ask(client, CHAT, n=1000), 400, param="n")
             refused(ask(client, CHAT, model="failing"), 500)
             refused(client.get("/v1/nothing"), 404)

@@ -170,7 +170,7 @@ def test_starting_front_end_is_exempt_from_the_apply_timeout(monkeypatch: pytest
 
         monkeypatch.setattr(Link, "connect", connect_while_reloading)
         async with asyncio.timeout(60):
-            await supervisor.started()
+            await supervisor.wait_until_started()
             await app.settings_listeners[0](settings)
             await supervisor.stop(0)
         await app.stop()
@@ -207,7 +207,7 @@ def test_only_a_hanging_front_end_is_replaced(
         app = build_app(settings)
         supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 2))
         async with asyncio.timeout(60):
-            await supervisor.started()
+            await supervisor.wait_until_started()
             before = pids(supervisor)
             await asyncio.sleep(4)
             assert pids(supervisor) == before
@@ -241,7 +241,7 @@ def test_front_end_that_hangs_before_listening_is_replaced(
         supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 1))
         async with asyncio.timeout(60):
             first = await suspend_new(supervisor, set())
-            await supervisor.started()
+            await supervisor.wait_until_started()
             second = pids(supervisor)
             assert first not in second
             os.kill(min(second), signal.SIGKILL)
@@ -271,7 +271,7 @@ def test_front_end_that_hangs_while_another_starts_is_replaced(monkeypatch: pyte
             late = await suspend_new(supervisor, set())
             first = await one_listens(supervisor, {late})
             os.kill(first, signal.SIGSTOP)
-            all_listen = asyncio.create_task(supervisor.started())
+            all_listen = asyncio.create_task(supervisor.wait_until_started())
             second = asyncio.create_task(one_listens(supervisor, {late, first}))
             await asyncio.wait({all_listen, second}, return_when=asyncio.FIRST_COMPLETED)
             assert not all_listen.done()
@@ -295,7 +295,7 @@ def test_server_gives_up_if_all_front_ends_hang(
         supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 1))
         async with asyncio.timeout(60):
             with pytest.raises(ConfigError, match="3 front ends in a row did not listen; try again"):
-                await supervisor.started()
+                await supervisor.wait_until_started()
             await supervisor.stop(0)
         await app.stop()
 
@@ -331,7 +331,7 @@ def test_front_end_that_applies_keys_too_late_is_replaced(
         app = build_app(settings)
         supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 2))
         async with asyncio.timeout(60):
-            await supervisor.started()
+            await supervisor.wait_until_started()
             before = pids(supervisor)
             os.kill(min(before), signal.SIGSTOP)
             await app.settings_listeners[0](settings)
@@ -353,7 +353,7 @@ def test_unexpected_error_of_the_supervisor_is_raised(monkeypatch: pytest.Monkey
         app = build_app(settings)
         supervisor = FrontEndSupervisor(app, bind_frontend_sockets(settings, 1))
         with pytest.raises(RuntimeError, match="unexpected"):
-            await supervisor.until(asyncio.Event())
+            await supervisor.wait_for_any(asyncio.Event())
         await supervisor.stop(0)
         await app.stop()
 

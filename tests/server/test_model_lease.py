@@ -15,7 +15,7 @@ SETTINGS = Settings(models=(ModelSpec("m", "scripted", None, {"slots": 1}),), mo
 def test_waiting_for_a_slot_does_not_hold_the_model() -> None:
     async def scenario() -> None:
         catalog = Catalog(SETTINGS)
-        seat = catalog.lifecycle.seat(catalog.resolve("m").host)
+        seat = catalog.lifecycle.residency_of(catalog.resolve("m").host)
         first, second = (ModelLease(catalog, UNRESTRICTED, None) for _ in range(2))
         # The features are unknown before the first load, so both wait for it.
         await asyncio.gather(first.find(WISH), second.find(WISH))

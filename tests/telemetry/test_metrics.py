@@ -59,7 +59,7 @@ def test_prometheus_exposition() -> None:
     metrics = Metrics()
     metrics.add(RequestRecord("a", "POST /x", scope="chat", model='odd"name', status=200, prompt_tokens=3))
     metrics.add(RequestRecord("b", "GET /nothing/at/all", status=404, error="not_found"))
-    metrics.of('odd"name').gaps.add_shared(0.3, 3)
+    metrics.for_model('odd"name').gaps.add_shared(0.3, 3)
     metrics.limited["tokens"] += 1
     page = render_metrics(metrics, {'odd"name': ModelStatus("ready", running=1, slots=4, memory=5)}, 1000).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except ConfigError as error:
-        for message in error.mistakes:
+        for message in error.messages:
             print(f"dragoman: {' '.join(message.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from dragoman.core.errors import ConfigError
 EXAMPLES = """\
 examples:
   dragoman check
-  dragoman check --config team.yaml && kill -HUP "$(pidof -s dragoman)"
+  dragoman check --config team.yaml && kill -HUP "$(pgrep -of "dragoman serve")"
 
 Without --config the file is found as for `dragoman serve`. Every error is printed with its line and its key.
 The exit code is 0 or 2.

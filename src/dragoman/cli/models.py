@@ -87,8 +87,8 @@ def _list_rows(arguments: argparse.Namespace) -> list[Row]:
 def find_models(settings: Settings) -> list[ServedModel]:
     """Return the models that `dragoman serve` would serve."""
     catalog = Catalog(settings)
-    asyncio.run(catalog.look())
-    return catalog.listed()
+    asyncio.run(catalog.scan())
+    return catalog.list_models()
 
 
 def _load_or_unload(arguments: argparse.Namespace) -> int:

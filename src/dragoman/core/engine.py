@@ -104,7 +104,7 @@ class Engine:
         return False
 
     @classmethod
-    def extra_memory_bytes(cls, options: msgspec.Struct) -> int:
+    def memory_beside_file(cls, options: msgspec.Struct) -> int:
         """Estimate the bytes a worker process needs in addition to the model file.
 
         Used until the real value has been measured. Called in a thread, so it may read files.

@@ -334,7 +334,7 @@ class ConfigError(Exception):
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__("\n".join(mistakes))
-        self.mistakes = mistakes
+        self.messages = mistakes
 
 
 def error_class(name: str) -> type[DragomanError]:

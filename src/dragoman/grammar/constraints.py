@@ -96,7 +96,7 @@ class ConstraintCompiler:
         if outcome.failure is not None:
             raise error_class(outcome.failure.name)(outcome.failure.message, param=outcome.failure.param)
         result = _TrialResult(outcome.shape, outcome.memory)
-        self._results.keep(job, result, 0 if outcome.shape is None else len(outcome.shape.grammar))
+        self._results.put(job, result, 0 if outcome.shape is None else len(outcome.shape.grammar))
         return result
 
     async def _compile(self, shape: ReplyGrammar, memory: int) -> CompiledConstraint:

@@ -28,7 +28,7 @@ class LruCache(Generic[T]):
             self._results.move_to_end(key)
             return found[0]
 
-    def keep(self, key: str | bytes, result: T, size: int = 0) -> None:
+    def put(self, key: str | bytes, result: T, size: int = 0) -> None:
         """Add or replace an entry. `size` is the size of the result without its key."""
         with self._lock:
             self._remove(key)

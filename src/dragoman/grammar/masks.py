@@ -180,7 +180,7 @@ class GrammarCache:
         if found is not None:
             return found
         compiled = self._compile(grammar, param)
-        self.cache.keep(grammar, compiled, memory)
+        self.cache.put(grammar, compiled, memory)
         return Guide(compiled, param)
 
     def _compile(self, grammar: str, param: str) -> CompiledGrammar:

@@ -180,15 +180,15 @@ class Slots:
         self._held += 1
         return True
 
-    async def first(self) -> None:
+    async def acquire_first(self) -> None:
         await self._admission.enter(self._principal)
         self._held += 1
 
-    async def another(self) -> None:
+    async def acquire(self) -> None:
         await self._admission.enter(self._principal, is_admitted=True)
         self._held += 1
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release one slot, if the request holds any."""
         if self._held > 0:
             self._held -= 1
@@ -196,4 +196,4 @@ class Slots:
 
     def close(self) -> None:
         while self._held > 0:
-            self.give_back()
+            self.release()

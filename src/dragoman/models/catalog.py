@@ -203,10 +203,10 @@ class Catalog:
         except ModelNotFound:
             if time.monotonic() - self._scanned_at < LOOK_SECONDS:
                 raise
-            await self.look()
+            await self.scan()
             return self.resolve(name)
 
-    async def look(self) -> None:
+    async def scan(self) -> None:
         """Scan the folders, unless the last scan is recent."""
         if time.monotonic() - self._scanned_at < LOOK_SECONDS:
             return
@@ -230,7 +230,7 @@ class Catalog:
         finally:
             self._scan_task = None
 
-    def listed(self) -> list[ServedModel]:
+    def list_models(self) -> list[ServedModel]:
         """Return all models that can be requested, configured ones first."""
         known = list(self.models.values())
         for found in self._runnable():

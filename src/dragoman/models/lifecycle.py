@@ -160,7 +160,7 @@ class Lifecycle:
     def set_limits(self, budget: int | None, turn: float) -> None:
         self._feed(residency.LimitsChanged(budget, turn))
 
-    def seat(self, host: ModelHost) -> ResidencyState:
+    def residency_of(self, host: ModelHost) -> ResidencyState:
         return self._residency.models.get(host.key) or ResidencyState(0)
 
     def enter(self, host: ModelHost) -> bool:
@@ -193,7 +193,7 @@ class Lifecycle:
             self._feed(residency.TimerFired())
 
     def request_load(self, host: ModelHost) -> None:
-        if host.key in self._hosts and self.seat(host).state != "in":
+        if host.key in self._hosts and self.residency_of(host).state != "in":
             self._feed(residency.LoadRequested(host.key))
 
     def request_unload(self, host: ModelHost) -> None:
@@ -202,7 +202,7 @@ class Lifecycle:
             self._feed(residency.UnloadRequested(host.key))
 
     def report_lost(self, host: ModelHost) -> None:
-        if self.seat(host).state == "in":
+        if self.residency_of(host).state == "in":
             self._feed(residency.ModelLost(host.key))
 
     def report_memory(self, host: ModelHost) -> None:

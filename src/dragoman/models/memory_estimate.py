@@ -38,7 +38,7 @@ def expected_memory(spec: ModelSpec) -> int:
     path = None if spec.file is None else sources.fetch(spec.file)
     size = 0 if path is None else sum(part.stat().st_size for part in list_parts(path))
     cls, options = _engine_options(spec, path)
-    return PROCESS_BYTES + size + cls.extra_memory_bytes(options)
+    return PROCESS_BYTES + size + cls.memory_beside_file(options)
 
 
 def remember_memory(spec: ModelSpec, size: int) -> None:

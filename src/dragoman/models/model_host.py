@@ -48,7 +48,7 @@ BuildEngine = Callable[[OnEngineLost], Awaitable[Engine]]
 class LifecyclePort(Protocol):
     """Decides when a host loads and unloads."""
 
-    def seat(self, host: "ModelHost") -> ResidencyState: ...
+    def residency_of(self, host: "ModelHost") -> ResidencyState: ...
 
     def enter(self, host: "ModelHost") -> bool: ...
 
@@ -214,7 +214,7 @@ class ModelHost(LoadableEngine):
 
     @property
     def state(self) -> State:
-        residency = self._lifecycle.seat(self)
+        residency = self._lifecycle.residency_of(self)
         if residency.state == "out":
             return "waiting" if residency.is_wanted else "failed" if self.failure else "cold"
         if residency.state == "in" and self.is_restarting:
@@ -230,7 +230,7 @@ class ModelHost(LoadableEngine):
     @property
     def waiting(self) -> int:
         """Number of requests that wait for the model to be loaded."""
-        return len(self._lifecycle.seat(self).waiting) + self._waiting_for_restart
+        return len(self._lifecycle.residency_of(self).waiting) + self._waiting_for_restart
 
     def try_enter(self) -> Engine | None:
         """Return the engine if it is ready. The caller must `leave`."""

@@ -54,9 +54,9 @@ STAGE_FEATURES = frozenset({"max_tokens", "usage"})
 class ChoiceSlots(Protocol):
     """The slots of a request. The request already holds the first."""
 
-    async def another(self) -> None: ...
+    async def acquire(self) -> None: ...
 
-    def give_back(self) -> None: ...
+    def release(self) -> None: ...
 
 
 def check_features(model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool) -> tuple[str, ...]:
@@ -213,13 +213,13 @@ async def _run_choices(
     async def run_one(index: int, request: GenerationRequest) -> None:
         nonlocal active
         if index:
-            await slots.another()
+            await slots.acquire()
             active += 1
             on_running(active)
         try:
             await _run_choice(engine, request, index, receive)
         finally:
-            slots.give_back()
+            slots.release()
             active -= 1
             on_running(active)
 

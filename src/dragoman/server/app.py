@@ -127,7 +127,7 @@ class App(BaseApp):
     def _enter_quota(self, exchange: HttpExchange, route: Route | None) -> None:
         quota = exchange.caller.quota
         if quota is not None and exchange.method == "POST":
-            exchange.lease = lease = QuotaLease(quota, self.telemetry.metrics.limited)
+            exchange.quota_lease = lease = QuotaLease(quota, self.telemetry.metrics.limited)
             lease.enter()
 
     def _answer(self, exchange: HttpExchange, route: Route) -> Awaitable[None]:
@@ -145,7 +145,7 @@ class App(BaseApp):
         return None if quota is None else QuotaLease(quota, self.telemetry.metrics.limited)
 
     def quota_lease_of(self, exchange: HttpExchange) -> QuotaLease | None:
-        lease = exchange.lease
+        lease = exchange.quota_lease
         assert lease is None or isinstance(lease, QuotaLease)
         return lease
 

@@ -112,13 +112,13 @@ class HttpExchange:
         self._task = asyncio.current_task() if self._direct is None else self._direct.task
 
     @property
-    def lease(self) -> QuotaUsage | None:
+    def quota_lease(self) -> QuotaUsage | None:
         """What the request uses of its key's limits; None if the key has none."""
-        return self.response.lease
+        return self.response.quota_lease
 
-    @lease.setter
-    def lease(self, lease: QuotaUsage) -> None:
-        self.response.lease = lease
+    @quota_lease.setter
+    def quota_lease(self, lease: QuotaUsage) -> None:
+        self.response.quota_lease = lease
 
     def check_headers(self, allowed: frozenset[bytes] | None) -> None:
         """Refuse a request whose headers are ambiguous or name a host other than the allowed ones."""
@@ -143,7 +143,7 @@ class HttpExchange:
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
-    async def decoded(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
+    async def read_body(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
         """Read the body and decode it; a large one is decoded in a thread."""
         _check_media_type(self.headers)
         if int(self.headers.get(b"content-length", b"0")) > limits.body_bytes:
@@ -232,8 +232,8 @@ class HttpExchange:
         self.response.close()
         if self.meter is not None:
             self.meter.close()
-        if self.lease is not None:
-            self.lease.settle(self.record.spent_tokens)
+        if self.quota_lease is not None:
+            self.quota_lease.settle(self.record.spent_tokens)
         self.record.duration_us = int((time.monotonic() - self.timer.started) * 1e6)
         if self.is_disconnected:
             self.record.status = CLIENT_DISCONNECTED

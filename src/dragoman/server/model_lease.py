@@ -117,7 +117,7 @@ class ModelLease:
         if not self._has_slot:
             # A request that waits for a slot must not block the model from being swapped.
             self._release_engine()
-            await self.turns.first()
+            await self.turns.acquire_first()
             self._has_slot = True
             self.queue_us = int((time.monotonic() - began) * 1e6)
         if self._engine is None:

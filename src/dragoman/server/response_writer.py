@@ -33,7 +33,7 @@ MAX_LIST_HEADER = 1000
 class ResponseWriter:
     family: Family = OPENAI
     """The error format."""
-    lease: QuotaUsage | None = None
+    quota_lease: QuotaUsage | None = None
     is_started = False
     is_streaming = False
     """Whether a silent stream gets comment frames."""
@@ -98,8 +98,8 @@ class ResponseWriter:
             headers.append((b"x-dragoman-ignored", _list_header(self._ignored)))
         if self._warnings:
             headers.append((b"x-dragoman-warning", _list_header(self._warnings)))
-        if self.lease is not None:
-            headers += self.family.rate_headers(self.lease.rates())
+        if self.quota_lease is not None:
+            headers += self.family.rate_headers(self.quota_lease.rates())
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
         return headers
 

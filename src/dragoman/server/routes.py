@@ -42,7 +42,7 @@ PATHS = {
     "/admin/upstreams/drain": {"POST": Route(admin.drain)},
 }
 
-BELOW = {
+PREFIX_PATHS = {
     "/v1/models/": {"GET": Route(models.one_model)},
     f"{RESPONSES_PATH}/": {
         "GET": Route(responses.show, family=OPENAI),
@@ -52,4 +52,4 @@ BELOW = {
     f"{admin.ROOT}/": {"POST": Route(admin.change)},
 }
 
-ROUTES = RouteTable(PATHS, BELOW)
+ROUTES = RouteTable(PATHS, PREFIX_PATHS)

@@ -35,17 +35,17 @@ Methods = Mapping[str, Route]
 
 @dataclass(frozen=True)
 class RouteTable:
-    """Routes by path and method. `below` contains the routes for all paths that start with a prefix."""
+    """Routes by path and method. `prefixes` contains the routes for all paths that start with a prefix."""
 
     paths: Mapping[str, Methods]
-    below: Mapping[str, Methods]
+    prefixes: Mapping[str, Methods]
 
     def methods_at(self, path: str) -> Methods:
         """The routes of a path by method; empty for an unknown path."""
         methods = self.paths.get(path)
         if methods is not None:
             return methods
-        for prefix, methods in self.below.items():
+        for prefix, methods in self.prefixes.items():
             if path.startswith(prefix) and len(path) > len(prefix):
                 return methods
         return {}

@@ -215,10 +215,10 @@ async def _serve_with_frontends(app: App, count: int) -> None:
     preload = asyncio.create_task(_preload(app, stopping.set))
     with _reload_on_sighup(app), _signals(stopping, forced, supervisor):
         try:
-            await supervisor.started(stopping)
+            await supervisor.wait_until_started(stopping)
             if not stopping.is_set():
                 _log_address(app, _port(sockets[0]))
-            await supervisor.until(stopping)
+            await supervisor.wait_for_any(stopping)
             app.stop_requests()
             supervisor.announce_stop()
             if _failure(preload) is None:
@@ -287,7 +287,7 @@ async def _reload(app: App) -> None:
     try:
         result = await app.reload()
     except ConfigError as error:
-        for mistake in error.mistakes:
+        for mistake in error.messages:
             log.error("configuration not reloaded: %s", mistake)
         return
     if result.restart_needed:
@@ -306,7 +306,7 @@ async def _preload(app: App, stop: Callable[[], None]) -> None:
         tune_memory()
         log.info("ready")
     except DragomanError as error:
-        if all(model.host is host for model in app.catalog.listed()):
+        if all(model.host is host for model in app.catalog.list_models()):
             stop()
             raise ConfigError(host.failure or error.message) from error
 

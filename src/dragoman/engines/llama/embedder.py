@@ -98,7 +98,7 @@ class Embedder:
     """Creates embeddings in a thread of its own.
 
     `length` is the maximum number of tokens of a text, `rows` of a step. `create_context` is called on first use.
-    `is_writing` returns whether the model is also generating text.
+    `is_generating` returns whether the model is also generating text.
     """
 
     def __init__(
@@ -109,17 +109,17 @@ class Embedder:
         length: int,
         sequences: int,
         rows: int,
-        turns: ComputeThread,
-        is_writing: Callable[[], bool] = lambda: False,
+        compute_thread: ComputeThread,
+        is_generating: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
         self.create_context = create_context
         self.length = length
-        self.turns = turns
-        self.is_writing = is_writing
+        self.compute_thread = compute_thread
+        self.is_generating = is_generating
         self.pooling = model.pooling
-        self.pace = StepPace(STEP_SECONDS, least=MIN_ROWS, most=rows)
-        self.busy_pace = StepPace(BUSY_STEP_SECONDS, least=MIN_ROWS, most=rows)
+        self.pace = StepPace(STEP_SECONDS, minimum=MIN_ROWS, maximum=rows)
+        self.busy_pace = StepPace(BUSY_STEP_SECONDS, minimum=MIN_ROWS, maximum=rows)
         self.context: Context | None = None
         self.jobs: deque[EmbeddingJob] = deque()
         self.active: list[_ActiveText] = []
@@ -211,9 +211,9 @@ class Embedder:
                 block = False
 
     def _run_step(self) -> None:
-        is_writing = self.is_writing()
-        seconds = self.turns.run(self._step, self.busy_pace if is_writing else self.pace)
-        if is_writing:
+        is_generating = self.is_generating()
+        seconds = self.compute_thread.run(self._step, self.busy_pace if is_generating else self.pace)
+        if is_generating:
             time.sleep(min(seconds, STEP_SECONDS))
 
     def _step(self, pace: StepPace) -> float:
@@ -221,11 +221,11 @@ class Embedder:
         if self.context is None:
             self.prepare()
         assert self.context is not None
-        self._activate_texts(pace.chunk)
+        self._activate_texts(pace.rows)
         started = time.monotonic()
-        rows = self._decode(self.context, self._row_counts(pace.chunk))
+        rows = self._decode(self.context, self._row_counts(pace.rows))
         seconds = time.monotonic() - started
-        pace.took(rows, seconds)
+        pace.record(rows, seconds)
         while done := next((text for text in self.active if not text.missing), None):
             self._finish(done)
         return seconds

@@ -112,7 +112,7 @@ class LlamaEngine(Engine):
         return True
 
     @classmethod
-    def extra_memory_bytes(cls, options: msgspec.Struct) -> int:
+    def memory_beside_file(cls, options: msgspec.Struct) -> int:
         assert isinstance(options, LlamaOptions)
         files = [adapter_path(entry) for entry in options.adapters.values()]
         adapter_bytes = sum(file.stat().st_size for file in files if file.is_file())
@@ -274,8 +274,8 @@ def _load(
             length=length,
             sequences=EMBEDDING_SEQUENCES,
             rows=options.batch,
-            turns=compute_thread,
-            is_writing=lambda: any(not runner.scheduler.idle for runner in runners),
+            compute_thread=compute_thread,
+            is_generating=lambda: any(not runner.scheduler.idle for runner in runners),
         )
         stack.pop_all()
         return model, loaded, embedder
@@ -338,10 +338,18 @@ def _create_runners(
         compute_thread.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, size.length))
         gap, long_steps = options.gap_ms / 1000, options.flash_attention
         runners.append(
-            Runner(context, loop, schedule, batch=options.batch, gap=gap, long_steps=long_steps, turns=compute_thread)
+            Runner(
+                context,
+                loop,
+                schedule,
+                batch=options.batch,
+                gap=gap,
+                long_steps=long_steps,
+                compute_thread=compute_thread,
+            )
         )
     for runner in runners:
-        runner.company = [other for other in runners if other is not runner]
+        runner.neighbours = [other for other in runners if other is not runner]
     return runners
 
 
@@ -366,7 +374,7 @@ def _bidirectional_embedder(
         length=length,
         sequences=EMBEDDING_SEQUENCES,
         rows=rows,
-        turns=compute_thread,
+        compute_thread=compute_thread,
     )
     try:
         compute_thread.run(embedder.prepare)

@@ -22,12 +22,12 @@ STEPS_BEFORE_TRY = 5
 class StepPace:
     """Number of prompt rows for a step of `seconds`. With `long_steps`, long steps of LONG_STEP_ROWS are tried."""
 
-    def __init__(self, seconds: float, *, least: int, most: int, long_steps: bool = False) -> None:
+    def __init__(self, seconds: float, *, minimum: int, maximum: int, long_steps: bool = False) -> None:
         self.seconds = seconds
-        self.most = most
-        self.least = min(least, most)
-        self.long_steps = long_steps and most >= LONG_STEP_ROWS
-        self._rows = self.least
+        self.maximum = maximum
+        self.minimum = min(minimum, maximum)
+        self.long_steps = long_steps and maximum >= LONG_STEP_ROWS
+        self._rows = self.minimum
         self._row_seconds = 0.0
         self._is_long = False
         self._long_step_paid = False
@@ -35,12 +35,12 @@ class StepPace:
         self._steps_until_try = STEPS_BEFORE_TRY
 
     @property
-    def chunk(self) -> int:
+    def rows(self) -> int:
         return LONG_STEP_ROWS if self._is_long and self._rows < LONG_STEP_ROWS else self._rows
 
-    def took(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         """Record the duration of a step with `rows` prompt rows."""
-        if rows < self.chunk:
+        if rows < self.rows:
             self._is_long, self._steps_until_try = False, STEPS_BEFORE_TRY
             return
         if rows > self._rows:
@@ -58,7 +58,7 @@ class StepPace:
         ratio = min(max(self.seconds / max(seconds, 1e-6), 0.5), 2)
         # Only half of the difference, because one slow step may only mean that the machine was busy.
         target = round(self._rows * (1 + ratio) / 2)
-        self._rows = min(max(target, self.least), self.most)
+        self._rows = min(max(target, self.minimum), self.maximum)
 
     def _evaluate_long_step(self, seconds: float) -> None:
         """Continue with long steps if the first one paid and the last one did not take too long."""
@@ -67,4 +67,4 @@ class StepPace:
         if not self._is_long:
             # After many long steps the text is much longer, and the previous number of rows would take too long.
             # Restart from the minimum; the right number is found again within a few steps.
-            self._steps_until_try, self._rows = STEPS_BETWEEN_TRIES, self.least
+            self._steps_until_try, self._rows = STEPS_BETWEEN_TRIES, self.minimum

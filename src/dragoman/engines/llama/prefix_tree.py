@@ -35,7 +35,7 @@ class PrefixTree:
     def __contains__(self, holder: int) -> bool:
         return holder in self.ends
 
-    def hold(self, holder: int, tokens: Sequence[int], salt: str = "") -> None:
+    def add(self, holder: int, tokens: Sequence[int], salt: str = "") -> None:
         """Add a new holder with these tokens."""
         root = self.roots.setdefault(salt, _Node([], None, set(), salt))
         root.holders.add(holder)
@@ -60,7 +60,7 @@ class PrefixTree:
         self.ends[holder] = node
         _merge(before)
 
-    def drop(self, holder: int) -> None:
+    def remove(self, holder: int) -> None:
         """Remove a holder, if it is present."""
         node = end = self.ends.pop(holder, None)
         while node is not None:
@@ -85,7 +85,7 @@ class PrefixTree:
             node.holders.add(other)
             node = node.parent
 
-    def longest(self, tokens: Sequence[int], salt: str = "") -> tuple[int, frozenset[int]]:
+    def longest_prefix(self, tokens: Sequence[int], salt: str = "") -> tuple[int, frozenset[int]]:
         """Return the length of the longest prefix of the tokens that is held, and its holders."""
         node = self.roots.get(salt)
         length = 0

@@ -1,23 +1,22 @@
-"""The thread that owns the decoder.
+"""The thread that runs the decoder.
 
     repeat
-      take what came in from the event loop: jobs, cancellations
-      plan, with drafts that are likely to pay, and put the memory in order: clear, copy, trim
-      decode, and find out meanwhile what grammars allow next
-      pick a token for every row that has logits, up to the first that was drafted wrongly
+      receive jobs and cancellations from the event loop
+      plan the next step, with drafts that are likely to pay; clear, copy and trim sequences
+      decode, and compute the masks of grammars meanwhile
+      sample a token for every row that has logits, up to the first draft token that was wrong
       hand all events of the step to the event loop in one call
 
 Rules
-1. While a job decodes, a step lasts about as long as the gap that is wanted between two tokens, whatever is being
-   prefilled; nearly twice as long where that gets long prompts done much sooner. While none does, it is as long as
-   full speed needs and as cancellations and new prompts may wait. If several principals sent jobs within
-   `RECENT_SECONDS`, it is shorter, so that the prompts of one do not delay the first token of another.
-2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. One that is for a single job is
-   broken off when the job is not wanted any more.
+1. While a job decodes, a step takes about `gap` seconds, whatever is prefilled; up to 1.8 times as long if that
+   finishes long prompts much sooner (see `pace`). Otherwise it takes up to ALONE_SECONDS, which bounds the wait of new
+   prompts and cancellations. If several principals sent jobs within RECENT_SECONDS, a step with prefill rows takes at
+   most SHARED_SECONDS, so that the prompts of one principal do not delay the first token of another.
+2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. A decode for a single job is
+   aborted if the job is cancelled.
 3. A grammar that fails, fails its own job.
-4. A step is computed when it is its turn: others may compute with the same model. Those who decode there wait for it,
-   as those here do.
-5. No exception ends the thread: what is not understood fails the jobs at hand, empties the memory and goes on.
+4. Steps run in the compute thread, which several runners may share.
+5. No exception ends the thread: an unexpected error fails the current jobs, clears the memory and continues.
 """
 
 import asyncio
@@ -43,13 +42,13 @@ from dragoman.grammar.masks import Guide
 log = logging.getLogger("dragoman.engine")
 
 LEAST_CHUNK = 16
-"""Smaller chunks cost more speed than they save waiting."""
+"""Smaller chunks cost more throughput than they save latency."""
 ALONE_SECONDS = 0.25
 RECENT_SECONDS = 10.0
 SHARED_SECONDS = 0.05
 """Longest step with prefill rows while several principals are active."""
 LEAST_CHUNK_ALONE = 64
-"""From here on a prompt is taken in at nearly full speed on any CPU: the weights are read once for so many rows."""
+"""From this number of rows on, prefill runs at nearly full speed on any CPU."""
 
 
 class _Cancel:
@@ -67,22 +66,22 @@ class Runner:
         batch: int,
         gap: float,
         long_steps: bool,
-        turns: ComputeThread,
+        compute_thread: ComputeThread,
     ) -> None:
-        """`batch` is the most prompt tokens of a step, `gap` the seconds that somebody who decodes may wait as a rule;
-        `long_steps` may be made where the rows of a prompt are looked at together."""
+        """`batch` is the maximum number of prompt tokens in a step, `gap` the target seconds between two tokens.
+        `long_steps` allows steps longer than `gap` where they pay."""
         self.context = context
         self.schedule = schedule
         self.scheduler = schedule()
-        self.turns = turns
-        self.company: Sequence[Runner] = ()
-        """Others that take turns with this one."""
+        self.compute_thread = compute_thread
+        self.neighbours: Sequence[Runner] = ()
+        """Other runners on the same compute thread."""
         self.decodes = False
         self.tokens = 0
-        """Those that its jobs have in memory, after the last step."""
-        self.alone = StepPace(ALONE_SECONDS, least=LEAST_CHUNK_ALONE, most=batch)
-        self.among_others = StepPace(gap, least=LEAST_CHUNK, most=batch, long_steps=long_steps)
-        self.among_principals = StepPace(min(gap, SHARED_SECONDS), least=LEAST_CHUNK, most=batch)
+        """Tokens of its jobs in memory after the last step."""
+        self.alone = StepPace(ALONE_SECONDS, minimum=LEAST_CHUNK_ALONE, maximum=batch)
+        self.among_others = StepPace(gap, minimum=LEAST_CHUNK, maximum=batch, long_steps=long_steps)
+        self.among_principals = StepPace(min(gap, SHARED_SECONDS), minimum=LEAST_CHUNK, maximum=batch)
         self._last_job: dict[str, float] = {}
         """When each principal sent its latest job."""
         self.gap = gap
@@ -91,7 +90,7 @@ class Runner:
         self.drafted = self.accepted = 0
         self.live: dict[int, Generation] = {}
         self.sole: Generation | None = None
-        """The only one for whom the decode at hand is done."""
+        """The generation of a decode that has rows of a single job."""
         self.commands: queue.SimpleQueue[Generation | _Cancel | None] = queue.SimpleQueue()
         self.closed = False
         self.stopping = False
@@ -100,7 +99,7 @@ class Runner:
         self.thread = threading.Thread(target=self._work, name="dragoman-llama", daemon=True)
         self.masks = ThreadPoolExecutor(1, thread_name_prefix="dragoman-masks")
 
-    # In the event loop.
+    # Called in the event loop
 
     def start(self) -> None:
         self.thread.start()
@@ -117,22 +116,22 @@ class Runner:
             self.context.abort()
 
     def close(self) -> None:
-        """Take no more jobs, and fail those at hand."""
+        """Refuse further jobs and fail the current ones."""
         self.closed = True
         self.commands.put(None)
 
     def join(self) -> None:
-        """Wait for the step at hand; for any thread."""
+        """Wait for the thread to end. May be called from any thread."""
         self.thread.join()
 
-    # In the thread.
+    # Called in the thread
 
     def _work(self) -> None:
         while not self.stopping:
             try:
-                self._take_commands()
+                self._process_commands()
                 if not self.scheduler.idle:
-                    self.turns.run(self._step)
+                    self.compute_thread.run(self._step)
             except Exception:
                 log.exception("a step of the decoder failed")
                 self._start_over(EngineFailed("the engine failed; see the server log"))
@@ -143,8 +142,8 @@ class Runner:
         self._deliver()
         self.masks.shutdown()
 
-    def _take_commands(self) -> None:
-        """Everything that has come; waits where there is nothing else to do."""
+    def _process_commands(self) -> None:
+        """Process all pending commands. Blocks while there is no job."""
         block = self.scheduler.idle
         while True:
             try:
@@ -163,21 +162,21 @@ class Runner:
 
     def _step(self) -> None:
         pace = self._pace()
-        plan = self.scheduler.plan(pace.chunk, self._drafts())
+        plan = self.scheduler.plan(pace.rows, self._drafts())
         self._prepare(plan)
         if not plan.chunks:
             return
         begun = time.monotonic()
         code = self._decode(plan.chunks)
         if code == ABORTED:
-            self._take_back(plan.chunks)
+            self._undo(plan.chunks)
         elif code:
             self._decode_alone(plan.chunks, code)
         elif plan.prefill_rows:
-            pace.took(plan.prefill_rows, time.monotonic() - begun)
+            pace.record(plan.prefill_rows, time.monotonic() - begun)
         else:
             rows = sum(len(chunk.tokens) for chunk in plan.chunks)
-            self.cost.took(rows, rows - len(plan.chunks), time.monotonic() - begun)
+            self.cost.record(rows, rows - len(plan.chunks), time.monotonic() - begun)
 
     def _pace(self) -> StepPace:
         if len(self._last_job) > 1:
@@ -185,7 +184,7 @@ class Runner:
             self._last_job = {principal: at for principal, at in self._last_job.items() if at > oldest}
             if len(self._last_job) > 1:
                 return self.among_principals
-        awaited = self.scheduler.decoding or any(other.decodes for other in self.company)
+        awaited = self.scheduler.decoding or any(other.decodes for other in self.neighbours)
         return self.among_others if awaited else self.alone
 
     def _drafts(self) -> dict[int, Sequence[int]]:
@@ -203,7 +202,7 @@ class Runner:
                 self.context.trim(effect.sequence, effect.length)
 
     def _decode(self, chunks: Sequence[Chunk]) -> int:
-        masks = self._begin_masks(chunks)
+        masks = self._compute_masks(chunks)
         self.sole = self.live[chunks[0].job] if len(chunks) == 1 else None
         code = self.context.decode(
             [token for chunk in chunks for token in chunk.tokens],
@@ -218,17 +217,17 @@ class Runner:
             return code
         row = 0
         for chunk in chunks:
-            self._read(chunk, row)
+            self._process_chunk(chunk, row)
             row += len(chunk.tokens)
         return 0
 
-    def _begin_masks(self, chunks: Sequence[Chunk]) -> Future[None] | None:
-        """Decoding takes long and needs nothing of Python: masks are found in its shadow."""
+    def _compute_masks(self, chunks: Sequence[Chunk]) -> Future[None] | None:
+        """Compute the masks while the decoder runs without the GIL."""
         guides = [guide for chunk in chunks if (guide := self.live[chunk.job].guide) is not None and guide.stale]
         return self.masks.submit(_compute, guides) if guides else None
 
-    def _take_back(self, chunks: Sequence[Chunk]) -> None:
-        """As if they had not been planned; whoever broke the decode off may have meant the one before."""
+    def _undo(self, chunks: Sequence[Chunk]) -> None:
+        """Undo the planned chunks: the abort may have been meant for the previous decode."""
         for chunk in chunks:
             if self.context.trim(chunk.sequence, chunk.start):
                 self.scheduler.undone(chunk)
@@ -244,8 +243,8 @@ class Runner:
             if alone:
                 self._fail(self.live[chunk.job], EngineFailed(f"the model could not be run (code {alone})"))
 
-    def _read(self, chunk: Chunk, first_row: int) -> None:
-        """What the rows of a decoded chunk mean for its job."""
+    def _process_chunk(self, chunk: Chunk, first_row: int) -> None:
+        """Process the rows of a decoded chunk."""
         generation = self.live[chunk.job]
         self.scheduler.decoded(chunk)
         try:
@@ -271,7 +270,7 @@ class Runner:
             self._end(generation)
 
     def _pick(self, generation: Generation, row: int) -> list[Event]:
-        """The next token, and those after it as long as they are the drafted ones."""
+        """Sample the next token, and further ones as long as they match the draft."""
         events: list[Event] = []
         for ahead in itertools.count():
             try:
@@ -296,7 +295,7 @@ class Runner:
         generation.close()
 
     def _start_over(self, error: DragomanError) -> None:
-        # Nobody is ended by way of the old scheduler, which may be what has failed.
+        # Do not use the old scheduler: it may be what failed.
         self.scheduler = self.schedule()
         live, self.live = self.live, {}
         for generation in live.values():
@@ -309,9 +308,9 @@ class Runner:
             return
         outbox, self.outbox = self.outbox, []
         try:
-            self.loop.call_soon_threadsafe(_hand_out, outbox)
+            self.loop.call_soon_threadsafe(_deliver_events, outbox)
         except RuntimeError:
-            # The event loop is gone, and every reader with it.
+            # The event loop is closed, so there are no readers.
             for generation in list(self.live.values()):
                 self._end(generation)
 
@@ -321,11 +320,11 @@ def _compute(guides: Sequence[Guide]) -> None:
         guide.compute()
 
 
-def _hand_out(outbox: Sequence[tuple[Generation, Sequence[Event] | DragomanError]]) -> None:
-    for generation, news in outbox:
-        if isinstance(news, DragomanError):
-            generation.inbox.fail(news)
+def _deliver_events(outbox: Sequence[tuple[Generation, Sequence[Event] | DragomanError]]) -> None:
+    for generation, batch in outbox:
+        if isinstance(batch, DragomanError):
+            generation.inbox.fail(batch)
         else:
-            generation.inbox.put(news)
-            if type(news[-1]) is Finished:
+            generation.inbox.put(batch)
+            if type(batch[-1]) is Finished:
                 generation.inbox.end()

@@ -1,38 +1,35 @@
-"""Which rows the next decode has. Events in, plans out: no model, no thread, no clock of its own.
+"""Decides which rows the next decode has. No I/O: events in, plans out.
 
-    waiting ──slot──> seated ──seat──> prefilling ──prompt decoded──> decoding ──end──> gone
-                         └──> following ──common part decoded──┘
+    waiting ──slot──> admitted ──sequence──> prefilling ──prompt decoded──> decoding ──end──> removed
+                         └──> following ──common prefix decoded──┘
 
-A job gets a slot, then a seat, which is a sequence of the decoder's memory (`sequences` decides which one, and what is
-in it already). Many jobs go through one decode: each one that decodes has one row, and those that still take in their
-prompts share a budget of rows. Where nobody does, a job that decodes may have rows for tokens that it is only thought
-to go on with: its draft, of which those remain that it really samples.
+A job gets a slot, then a sequence of the decoder's memory (see `sequences`). One decode serves many jobs: each decoding
+job has one row, and prefilling jobs share a budget of rows. If no job prefills, a decoding job may have further rows
+for its draft: predicted tokens, of which the correctly predicted ones are kept.
 
-A job whose prompt begins as that of one who is just taking it in follows that leader: it waits for the common part
-instead of computing it a second time, and then takes it from there.
+A job whose prompt begins like that of a prefilling job follows this leader: it waits until the common prefix is in
+memory and copies it, instead of computing it again.
 
 Rules
-1. A sequence belongs to one job at the most.
-2. The rows of a job are its prompt, then its sampled tokens, at positions 0, 1, 2, … without gap or repetition. What
-   was in its sequence when the job got it is `shared` and has no rows. Rows of a draft that were not sampled are cut
-   off before anything else is done to the memory, and nobody ever takes them from there.
+1. A sequence belongs to at most one job.
+2. The rows of a job are its prompt, then its sampled tokens, at positions 0, 1, 2, … without gaps. The part of the
+   prompt that was in the sequence already is `shared` and has no rows. Draft rows that were not sampled are trimmed
+   before any other effect, and are never shared.
 3. Every job with a sampled token has exactly one row for it in the next plan; prefill never delays it by a plan. Its
-   draft follows that row, unless the plan has prefill rows: nobody's prompt waits for somebody's guess.
-4. Prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill.
-5. Half of the budget is the oldest job's principal's, so that it gets done; the rest is shared evenly between the
-   others: nobody gets more by asking more often. Of a principal's part half is the oldest job's, and the rest goes to
-   the shortest prompts, one after the other: a short prompt passes a long one, and of many that are alike each is
-   answered as soon as it can be, instead of all of them at the end.
-   In a plan in which the prompts of one principal end, those of the others get at most REST_ROWS: the step is short,
-   and the first token comes soon.
-6. A job that wants the logits of every prompt row takes nothing from others; a plan has at most MAX_PROMPT_OUTPUTS such
-   rows.
-7. Each chunk of a plan is answered by `decoded`, `undone` or `end` of its job before the next plan.
-8. `end` works in every state. What the job computed stays for others, unless a decode of it failed: then nobody knows
-   what is in memory.
-9. Only a job that has a seat is followed, and only for WORTH tokens or more that are in memory nowhere. One that has a
-   seat never waits again, so that nobody waits for ever.
-10. Rows are in the order of their sequences, as the decoder wants neighbours.
+   draft follows that row, unless the plan has prefill rows.
+4. The prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill, except for rule 6.
+5. Half of the budget goes to the principal of the oldest job, the rest evenly to the other principals: sending more
+   requests does not get a larger share. Within the share of a principal, half goes to its oldest job and the rest to
+   the shortest prompts, so that a short prompt overtakes a long one.
+6. If the prompts of one principal end in a plan, those of the others get at most REST_ROWS rows: the step is short, and
+   the first token comes soon.
+7. A job that wants the logits of every prompt row reuses nothing; a plan has at most MAX_PROMPT_OUTPUTS such rows.
+8. Each chunk of a plan is answered by `decoded`, `undone` or `end` of its job before the next plan.
+9. `end` works in every state. The computed tokens stay for other jobs, unless a decode of the job failed: then the
+   content of its sequence is unknown.
+10. Only a job with a sequence is followed, and only for MIN_SHARED_TOKENS or more that are not in memory yet. A job
+    with a sequence never waits again, so followers cannot wait for ever.
+11. Rows are sorted by sequence, because the decoder processes adjacent sequences together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +40,7 @@ from dragoman.engines.llama.prefix_tree import PrefixTree
 from dragoman.engines.llama.sequences import MIN_DECODED_TOKENS, MIN_SHARED_TOKENS, Effect, SequenceAllocator
 
 MAX_PROMPT_OUTPUTS = 64
-"""Each takes one float per token of the vocabulary until the next decode."""
+"""Each such row needs one float per vocabulary token until the next decode."""
 REST_ROWS = 16
 
 
@@ -53,11 +50,11 @@ class Job(msgspec.Struct, frozen=True):
     prompt_outputs: bool = False
     principal: str = ""
     keep: float = 0
-    """Seconds for which others' prompts do not displace this one."""
+    """Seconds for which the prompt is pinned in memory."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Rows of one job: `tokens` at positions from `start` on; the last `outputs` of them want logits."""
+    """Rows of one job: `tokens` at positions from `start` on. The last `outputs` of them need logits."""
 
     job: int
     sequence: int
@@ -67,7 +64,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The effects are to be done in their order, then the chunks in one decode."""
+    """Apply the effects in order, then decode the chunks in one batch."""
 
     effects: tuple[Effect, ...] = ()
     chunks: tuple[Chunk, ...] = ()
@@ -81,19 +78,19 @@ class _Slot(msgspec.Struct):
     shared: int = 0
     sampled: int | None = None
     reply: list[int] = []
-    """The sampled tokens that are in memory."""
+    """Sampled tokens in memory."""
     draft: tuple[int, ...] = ()
-    """Tokens that are in memory behind those, not sampled yet."""
+    """Predicted tokens in memory after the reply, not sampled yet."""
     leader: int = -1
     common: int = 0
-    """How much of the leader's prompt is worth waiting for."""
+    """Tokens of the leader's prompt to wait for."""
 
     @property
     def missing(self) -> int:
         return len(self.job.prompt) - self.done
 
     @property
-    def seated(self) -> bool:
+    def has_sequence(self) -> bool:
         return self.sequence >= 0
 
 
@@ -107,8 +104,7 @@ class Scheduler:
         isolate: bool = False,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`cached` is how many more sequences than slots there are; `isolate`: principals share nothing. By the `clock`
-        the time of what is to be kept is over."""
+        """`cached` is the number of sequences beyond the slots. With `isolate`, principals share no prefixes."""
         self.limit = slots
         self.sharing = sharing
         self.isolate = isolate
@@ -116,7 +112,7 @@ class Scheduler:
         self.slots: dict[int, _Slot] = {}
         self.sequences = SequenceAllocator(slots, cached if sharing else 0, sharing=sharing, clock=clock)
         self.promised = PrefixTree()
-        """The prompts of those that are prefilling."""
+        """The prompts of prefilling jobs."""
         self.in_flight: dict[int, Chunk] = {}
 
     @property
@@ -125,24 +121,24 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[int]:
-        """The jobs that wait for the token after the last one."""
+        """Jobs that have sampled a token and need the next one."""
         return [job for job, slot in self.slots.items() if slot.sampled is not None]
 
     @property
     def tokens(self) -> int:
-        """Those that jobs have in memory; what is only kept for later counts as room."""
+        """Tokens of running jobs in memory. Cached prefixes do not count."""
         return sum(slot.done for slot in self.slots.values())
 
     def add(self, job: Job) -> None:
         self.waiting[job.id] = job
 
     def decoded(self, chunk: Chunk) -> None:
-        """The chunk's rows are in memory."""
+        """Record that the rows of a chunk are in memory."""
         if self.in_flight.pop(chunk.job, None) is None:
             return
         slot = self.slots[chunk.job]
         if slot.missing > 0:
-            self.sequences.grew(slot.sequence, chunk.tokens)
+            self.sequences.append(slot.sequence, chunk.tokens)
             slot.done += len(chunk.tokens)
         else:
             slot.reply.append(chunk.tokens[0])
@@ -150,14 +146,14 @@ class Scheduler:
             slot.draft = chunk.tokens[1:]
         slot.sampled = None
         if slot.missing <= 0:
-            self.promised.drop(chunk.job)
+            self.promised.remove(chunk.job)
 
     def undone(self, chunk: Chunk) -> None:
-        """The chunk's rows are not in memory, and have to be planned again."""
+        """Record that the rows of a chunk are not in memory; they are planned again."""
         self.in_flight.pop(chunk.job, None)
 
     def sampled(self, job: int, token: int) -> bool:
-        """The job goes on with `token`. Whether that was drafted, so that the next one can be sampled already."""
+        """Record a sampled token. Returns whether it was drafted, so that the next one can be sampled at once."""
         slot = self.slots[job]
         if slot.draft[:1] == (token,):
             slot.reply.append(token)
@@ -169,16 +165,16 @@ class Scheduler:
         return False
 
     def end(self, job: int) -> None:
-        """The job is done, failed or not wanted any more. One that is gone already may end again."""
+        """Remove a job that has finished, failed or been cancelled. Unknown jobs are ignored."""
         self.waiting.pop(job, None)
         slot = self.slots.pop(job, None)
-        if slot is None or not slot.seated:
+        if slot is None or not slot.has_sequence:
             return
-        self.promised.drop(job)
+        self.promised.remove(job)
         self._cut_draft(slot)
-        self.sequences.grew(slot.sequence, slot.reply)
+        self.sequences.append(slot.sequence, slot.reply)
         spoilt = self.in_flight.pop(job, None) is not None
-        self.sequences.leave(slot.sequence, spoilt=spoilt)
+        self.sequences.release(slot.sequence, is_spoilt=spoilt)
         if self._keeps(slot.job) and slot.missing <= 0 and not spoilt:
             self.sequences.pin(slot.job.prompt, self._salt(slot.job), slot.job.keep)
 
@@ -186,25 +182,25 @@ class Scheduler:
         return self.slots[job].missing <= 0
 
     def shared(self, job: int) -> int:
-        """How many of its prompt's tokens the job did not have to decode itself."""
+        """Prompt tokens that were reused from memory."""
         return self.slots[job].shared
 
     def kept(self, job: int) -> int:
-        """How many of its prompt's tokens are kept for a while because of it, and were not there before."""
+        """Prompt tokens that are newly pinned because of this job."""
         slot = self.slots[job]
         return len(slot.job.prompt) - slot.shared if self._keeps(slot.job) else 0
 
     def plan(self, prefill_budget: int, drafts: Mapping[int, Sequence[int]] | None = None) -> Plan:
-        """`drafts`: by which tokens jobs that have sampled one are thought to go on."""
+        """`drafts` are the predicted tokens of decoding jobs."""
         if self.in_flight:
-            raise RuntimeError(f"jobs {sorted(self.in_flight)} have not been heard of since the last plan")
+            raise RuntimeError(f"jobs {sorted(self.in_flight)} were not reported after the last plan")
         while self.waiting and len(self.slots) < self.limit:
             job = self.waiting.pop(next(iter(self.waiting)))
             self.slots[job.id] = _Slot(job)
         for slot in self.slots.values():
-            if not slot.seated and not self._follows(slot):
-                self._seat(slot)
-        self._close_up()
+            if not slot.has_sequence and not self._follows(slot):
+                self._assign_sequence(slot)
+        self._close_gap()
         prefill = self._prefill(prefill_budget)
         decoding = self._next_rows({} if prefill or drafts is None else drafts)
         chunks = sorted((*decoding, *prefill), key=lambda chunk: chunk.sequence)
@@ -221,34 +217,34 @@ class Scheduler:
         return job.principal if self.isolate else ""
 
     def _follows(self, slot: _Slot) -> bool:
-        """Whether somebody is computing what this job can use."""
+        """Whether another job is computing a prefix that this job can use."""
         job, leader = slot.job, self.slots.get(slot.leader)
         if not self._takes(job):
             return False
         if leader is not None and leader.done < slot.common:
             return True
-        coming, leaders = self.promised.longest(job.prompt[:-MIN_DECODED_TOKENS], self._salt(job))
-        if coming < self.sequences.prefix(job.prompt, self._salt(job))[0] + MIN_SHARED_TOKENS:
+        coming, leaders = self.promised.longest_prefix(job.prompt[:-MIN_DECODED_TOKENS], self._salt(job))
+        if coming < self.sequences.find_prefix(job.prompt, self._salt(job))[0] + MIN_SHARED_TOKENS:
             return False
         slot.leader = max(leaders, key=lambda leader: self.slots[leader].done)
         slot.common = coming
         return True
 
-    def _seat(self, slot: _Slot) -> None:
+    def _assign_sequence(self, slot: _Slot) -> None:
         job = slot.job
-        slot.sequence, shared = self.sequences.take(job.prompt, self._salt(job), reuse=self._takes(job))
+        slot.sequence, shared = self.sequences.acquire(job.prompt, self._salt(job), reuse=self._takes(job))
         slot.done = slot.shared = shared
         if self.sharing:
-            self.promised.hold(job.id, job.prompt, self._salt(job))
+            self.promised.add(job.id, job.prompt, self._salt(job))
 
-    def _close_up(self) -> None:
+    def _close_gap(self) -> None:
         if (move := self.sequences.close_gap()) is not None:
             seat, free = move
             next(slot for slot in self.slots.values() if slot.sequence == seat).sequence = free
 
     def _cut_draft(self, slot: _Slot) -> None:
         if slot.draft:
-            self.sequences.cut(slot.sequence, slot.done)
+            self.sequences.trim(slot.sequence, slot.done)
             slot.draft = ()
 
     def _next_rows(self, drafts: Mapping[int, Sequence[int]]) -> list[Chunk]:
@@ -260,7 +256,7 @@ class Scheduler:
         return chunks
 
     def _prefill(self, budget: int) -> list[Chunk]:
-        slots = [slot for slot in self.slots.values() if slot.seated and slot.missing > 0]
+        slots = [slot for slot in self.slots.values() if slot.has_sequence and slot.missing > 0]
         wanting = [slot for slot in slots if slot.job.prompt_outputs]
         outputs = share([slot.missing for slot in wanting], min(budget, MAX_PROMPT_OUTPUTS))
         most = {slot.job.id: rows for slot, rows in zip(wanting, outputs, strict=True)}
@@ -276,7 +272,7 @@ class Scheduler:
 
 
 def share_between(owners: Sequence[str], wants: Sequence[int], budget: int) -> list[int]:
-    """What each gets of the budget if it is shared between the owners first, then by what each of them wants."""
+    """Divide the budget between the owners, then between the requests of each."""
     places: dict[str, list[int]] = {}
     for at, owner in enumerate(owners):
         places.setdefault(owner, []).append(at)
@@ -304,8 +300,7 @@ def cap_beside_finished(owners: Sequence[str], wants: Sequence[int], given: list
 
 
 def share(wants: Sequence[int], budget: int) -> list[int]:
-    """What each gets of the budget: the first half of it, the others even parts of the rest, then what is left over
-    in order of age."""
+    """Give half of the budget to the first, equal parts of the rest to the others, and what remains in order of age."""
     given = [0] * len(wants)
     if not wants:
         return given
@@ -323,7 +318,7 @@ def share(wants: Sequence[int], budget: int) -> list[int]:
 
 
 def shortest_first(wants: Sequence[int], budget: int) -> list[int]:
-    """What each gets of the budget: the first half of it, then all of them what they still want, in order of that."""
+    """Give half of the budget to the first, and the rest to the smallest requests first."""
     given = [0] * len(wants)
     if not wants:
         return given

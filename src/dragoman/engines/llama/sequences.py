@@ -12,7 +12,8 @@ Rules
 2. Jobs occupy adjacent slots if possible: llama.cpp processes adjacent sequences in one pass and reads the weights
    again after each gap. That outweighs a copy, so adjacency comes first in the choice of a slot. If a gap persists, one
    job per plan is moved into it, because copies take time.
-3. Prefixes of fewer than WORTH tokens are neither reused nor cached: computing them is as fast as copying a sequence.
+3. Prefixes of fewer than MIN_SHARED_TOKENS tokens are neither reused nor cached: computing them is as fast as copying
+   a sequence.
 4. Before a slot is given to a job, the tokens that only this slot holds are moved to the cache. The cache evicts
    prefixes that others hold too, then the least recently used. A prefix that was used before all of them is not cached.
 5. At least the last two tokens of a prompt are decoded. The logits of the last one are needed, and llama.cpp computes a
@@ -108,14 +109,14 @@ class SequenceAllocator:
         self._now = 0
         self._plans_with_gap = 0
 
-    def prefix(self, prompt: Sequence[int], salt: str) -> tuple[int, frozenset[int]]:
+    def find_prefix(self, prompt: Sequence[int], salt: str) -> tuple[int, frozenset[int]]:
         """Return how many tokens of a prompt can be reused, and the sequences that hold them."""
-        length, holders = self.held.longest(prompt[:-MIN_DECODED_TOKENS], salt)
+        length, holders = self.held.longest_prefix(prompt[:-MIN_DECODED_TOKENS], salt)
         return (length, holders) if length >= MIN_SHARED_TOKENS else (0, frozenset())
 
-    def take(self, prompt: Sequence[int], salt: str, *, reuse: bool = True) -> tuple[int, int]:
+    def acquire(self, prompt: Sequence[int], salt: str, *, reuse: bool = True) -> tuple[int, int]:
         """Return a slot for a job, and how many tokens of its prompt are in it."""
-        length, holders = self.prefix(prompt, salt) if reuse else (0, frozenset())
+        length, holders = self.find_prefix(prompt, salt) if reuse else (0, frozenset())
         pinned = self._pinned_sequences()
 
         def needs_caching(slot: int) -> bool:
@@ -134,7 +135,7 @@ class SequenceAllocator:
         if needs_caching(slot):
             self._move_to_cache(slot, source, pinned)
         if slot in holders:
-            self.held.drop(slot)
+            self.held.remove(slot)
             self.effects.append(Trim(slot, length))
         else:
             self._clear(slot)
@@ -145,7 +146,7 @@ class SequenceAllocator:
         self.filled.add(slot)
         self._touch(slot)
         if self.sharing:
-            self.held.hold(slot, prompt[:length], salt)
+            self.held.add(slot, prompt[:length], salt)
         return slot, length
 
     def close_gap(self) -> tuple[int, int] | None:
@@ -163,21 +164,21 @@ class SequenceAllocator:
         self._move_job(slot, free)
         return slot, free
 
-    def grew(self, slot: int, tokens: Sequence[int]) -> None:
+    def append(self, slot: int, tokens: Sequence[int]) -> None:
         """Record tokens that were decoded in a slot."""
         if self.sharing:
             self.held.extend(slot, tokens)
 
-    def cut(self, slot: int, length: int) -> None:
+    def trim(self, slot: int, length: int) -> None:
         """Remove unrecorded tokens after the first `length`."""
         self.effects.append(Trim(slot, length))
 
-    def leave(self, slot: int, *, spoilt: bool) -> None:
-        """Release a job's slot. `spoilt`: its memory is in an unknown state."""
+    def release(self, slot: int, *, is_spoilt: bool) -> None:
+        """Release a job's slot. `is_spoilt`: its memory is in an unknown state."""
         self.occupied.remove(slot)
         self._touch(slot)
-        if spoilt or not self.sharing:
-            self.held.drop(slot)
+        if is_spoilt or not self.sharing:
+            self.held.remove(slot)
 
     def pin(self, tokens: Sequence[int], salt: str, seconds: float) -> None:
         """Keep a prefix that is in memory for some time."""
@@ -206,7 +207,7 @@ class SequenceAllocator:
 
     def _pinned_sequences(self) -> frozenset[int]:
         """Return the sequences that are the only holders of a pinned prefix."""
-        matches = [self.held.longest(pin.tokens, pin.salt) for pin in self.pins.live]
+        matches = [self.held.longest_prefix(pin.tokens, pin.salt) for pin in self.pins.live]
         return frozenset().union(
             *(holders for length, holders in matches if length >= MIN_SHARED_TOKENS and len(holders) == 1)
         )
@@ -234,7 +235,7 @@ class SequenceAllocator:
         self.held.move(source, target)
 
     def _clear(self, sequence: int) -> None:
-        self.held.drop(sequence)
+        self.held.remove(sequence)
         if sequence in self.filled:
             self.filled.remove(sequence)
             self.effects.append(Clear(sequence))

@@ -117,7 +117,7 @@ class StepCost:
     def seconds(self, rows: int) -> float:
         return self.fixed + self.row * rows
 
-    def took(self, rows: int, drafted: int, seconds: float) -> None:
+    def record(self, rows: int, drafted: int, seconds: float) -> None:
         """Record the duration of a step with `rows` rows, `drafted` of which were drafted."""
         expected = self.seconds(rows)
         if not expected:

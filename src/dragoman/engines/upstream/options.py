@@ -84,7 +84,7 @@ def _url_errors(url: str) -> Sequence[str]:
     try:
         parse_address(url)
     except ConfigError as error:
-        return error.mistakes
+        return error.messages
     return ()
 
 

@@ -78,7 +78,7 @@ class CachingEncoder:
         if found is None:
             found = tuple(self._encode(piece))
             if len(piece) <= MAX_PIECE_LENGTH:
-                self._cache.keep(piece, found)
+                self._cache.put(piece, found)
         return found
 
 

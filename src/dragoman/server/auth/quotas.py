@@ -67,7 +67,7 @@ class RateWindow:
         self._seconds[-1].taken += amount
         self._seconds[-1].expires = now + MINUTE
 
-    def give_back(self, amount: int, taken_at: float) -> None:
+    def release(self, amount: int, taken_at: float) -> None:
         """Return a part of what was taken at that time, if it has not expired."""
         second = math.floor(taken_at)
         for entry in reversed(self._seconds):
@@ -199,7 +199,7 @@ class QuotaLease:
         if surplus > 0:
             window.take(surplus, self._quota.clock())
         elif surplus < 0:
-            window.give_back(-surplus, self._reserved_at)
+            window.release(-surplus, self._reserved_at)
 
     def abandon(self) -> None:
         """Settle the quota when the request has ended with an unknown number of tokens."""

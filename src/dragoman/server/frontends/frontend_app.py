@@ -54,14 +54,14 @@ class FrontEndApp(BaseApp):
         is_answered_by_parent = route is not None and not route.runs_in_frontend
         if exchange.caller.quota is None or exchange.method != "POST" or is_answered_by_parent:
             return None
-        exchange.lease = lease = RemoteQuotaLease()
+        exchange.quota_lease = lease = RemoteQuotaLease()
         return lease.enter(self._parent, exchange)
 
     def _answer(self, exchange: HttpExchange, route: Route) -> Awaitable[None]:
         return route.handler(self, exchange) if route.runs_in_frontend else self._relay(exchange)
 
     async def _relay(self, exchange: HttpExchange) -> None:
-        body = await exchange.decoded(self.settings.limits, bytes) if exchange.method == "POST" else b""
+        body = await exchange.read_body(self.settings.limits, bytes) if exchange.method == "POST" else b""
         message = Relay(exchange.record.id, exchange.serializable_scope(), body)
         # The parent enforces the deadline.
         exchange.is_answered_by_parent = True

@@ -239,7 +239,7 @@ class RemoteModelLease:
         assert isinstance(message, LeaseAnswer)
         if isinstance(message, messages.ErrorReply):
             self._fail_pending_slots(message)
-        lease = self._exchange.lease
+        lease = self._exchange.quota_lease
         if isinstance(lease, RemoteQuotaLease) and message.rates:
             lease.known = message.rates
         if not self._found.done():
@@ -257,13 +257,13 @@ class RemoteModelLease:
     def turns(self) -> "RemoteModelLease":
         return self
 
-    async def another(self) -> None:
+    async def acquire(self) -> None:
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending_slots.append(slot)
         self._parent.send(messages.AcquireSlot(self._id))
         await slot
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self._parent.send(messages.ReleaseSlot(self._id))
 
     def note_speed(self, tokens: int, seconds: float) -> None:
@@ -314,7 +314,7 @@ class RemoteTelemetry:
     def request(self, record: RequestRecord) -> None:
         gaps = None
         if record.model is not None:
-            counted = self.metrics.of(record.model).gaps.taken()
+            counted = self.metrics.for_model(record.model).gaps.pop_counts()
             gaps = None if counted is None else messages.TokenGaps(*counted)
         self._parent.send(messages.RequestEnded(record, gaps))
 

@@ -251,13 +251,13 @@ class RequestHandlers:
             self._connection.spawn(message.id, self._grant_slot(message.id, state.model_lease), state.tasks)
 
     async def _grant_slot(self, request_id: str, lease: ModelLease) -> None:
-        await lease.turns.another()
+        await lease.turns.acquire()
         self._connection.send(messages.SlotGranted(request_id))
 
     def _release_slot(self, message: messages.ReleaseSlot) -> None:
         state = self._states.get(message.id)
         if state is not None and state.model_lease is not None:
-            state.model_lease.turns.give_back()
+            state.model_lease.turns.release()
 
     def _release_lease(self, message: messages.ReleaseLease) -> None:
         if (state := self._states.get(message.id)) is None:
@@ -275,7 +275,7 @@ class RequestHandlers:
                 state.quota_lease.settle(record.spent_tokens)
         telemetry = self._app.telemetry
         if message.gaps is not None and record.model is not None:
-            telemetry.metrics.of(record.model).gaps.add_all(message.gaps.counts, message.gaps.total)
+            telemetry.metrics.for_model(record.model).gaps.add_all(message.gaps.counts, message.gaps.total)
         telemetry.request(record)
 
 

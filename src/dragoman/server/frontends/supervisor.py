@@ -58,11 +58,11 @@ class FrontEndSupervisor:
     def _listening_count(self) -> int:
         return sum(connection.is_listening and not connection.monitor.is_killed for connection in self._connections)
 
-    async def started(self, *ends: asyncio.Event) -> None:
+    async def wait_until_started(self, *ends: asyncio.Event) -> None:
         """Wait until all front ends accept connections or one of the events is set."""
-        await self.until(self._all_listen, *ends)
+        await self.wait_for_any(self._all_listen, *ends)
 
-    async def until(self, *events: asyncio.Event) -> None:
+    async def wait_for_any(self, *events: asyncio.Event) -> None:
         """Wait until one of the events is set; raise if a front end can no longer be kept running."""
         waiting = {asyncio.create_task(event.wait()) for event in events}
         try:

@@ -29,8 +29,8 @@ UNLOAD_SECONDS = 5.0
 
 async def models(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
-    await app.catalog.look()
-    visible = [model for model in app.catalog.listed() if exchange.caller.may_use(model.name)]
+    await app.catalog.scan()
+    visible = [model for model in app.catalog.list_models() if exchange.caller.may_use(model.name)]
     served = [await _describe(app, model) for model in visible]
     # Models that share an engine share its memory.
     used = {model.host.key: status.memory or 0 for model, status in zip(visible, served, strict=True)}
@@ -42,7 +42,7 @@ async def models(app: App, exchange: HttpExchange) -> None:
 async def change(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
     # The body is ignored, but its checks stop requests from web pages of other origins.
-    await exchange.decoded(app.settings.limits, bytes)
+    await exchange.read_body(app.settings.limits, bytes)
     name, _, action = exchange.path.removeprefix(f"{ROOT}/").rpartition("/")
     if action not in ("load", "unload") or not name:
         raise not_found_error(exchange, f"; try {ROOT}/NAME/load or {ROOT}/NAME/unload")
@@ -53,7 +53,7 @@ async def change(app: App, exchange: HttpExchange) -> None:
 
 async def reload(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
-    await exchange.decoded(app.settings.limits, bytes)
+    await exchange.read_body(app.settings.limits, bytes)
     try:
         await exchange.response.send_json(wire.encode_reload_result(await app.reload()))
     except ConfigError as error:
@@ -93,7 +93,7 @@ def _is_unloaded(host: ModelHost, before: Engine | None) -> bool:
 
 async def _describe(app: App, model: ServedModel) -> wire.ModelStatus:
     host = model.host
-    seat = app.catalog.lifecycle.seat(host)
+    seat = app.catalog.lifecycle.residency_of(host)
     is_here = host.engine is not None and not host.is_restarting
     return wire.ModelStatus(
         id=model.name,
@@ -139,7 +139,7 @@ async def upstreams(app: App, exchange: HttpExchange) -> None:
 
 async def drain(app: App, exchange: HttpExchange) -> None:
     check_operator(app, exchange)
-    request = await exchange.decoded(app.settings.limits, wire.decode_drain)
+    request = await exchange.read_body(app.settings.limits, wire.decode_drain)
     engine = await (await app.model(exchange, request.model)).host.ready()
     try:
         if not isinstance(engine, PooledEngine):

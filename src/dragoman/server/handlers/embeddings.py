@@ -35,7 +35,7 @@ INPUT = re.compile(r"input\[(?P<at>\d+)\]")
 
 
 async def embeddings(app: App, exchange: HttpExchange) -> None:
-    decoded = await exchange.decoded(app.settings.limits, wire_embeddings.decode)
+    decoded = await exchange.read_body(app.settings.limits, wire_embeddings.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
     vectors = await _embed(app, exchange, model, request, partial(wire_embeddings.input_path, request))
@@ -43,7 +43,7 @@ async def embeddings(app: App, exchange: HttpExchange) -> None:
 
 
 async def rerank(app: App, exchange: HttpExchange) -> None:
-    decoded = await exchange.decoded(app.settings.limits, wire_rerank.decode)
+    decoded = await exchange.read_body(app.settings.limits, wire_rerank.decode)
     model = await app.model(exchange, decoded.model)
     request = msgspec.structs.replace(decoded, model=model.name)
     vectors = await _embed(app, exchange, model, request, wire_rerank.input_path)
@@ -72,7 +72,7 @@ async def _embed(
         ignored = check_features(model.name, request.asked, host.supports, app.is_strict(exchange))
         if ignored:
             exchange.response.ignore(ignored)
-        await slots.first()
+        await slots.acquire_first()
         engine = engine or await host.enter()
         exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
         for batch in batches(request.inputs):

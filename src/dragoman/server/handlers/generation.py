@@ -40,7 +40,7 @@ FALLBACK_STATUSES = frozenset({429, 500, 502, 503, 504})
 
 
 async def answer(app: BaseApp, exchange: HttpExchange, protocol: Protocol) -> None:
-    decoded = await exchange.decoded(app.settings.limits, protocol.decode)
+    decoded = await exchange.read_body(app.settings.limits, protocol.decode)
     await reply_to(app, exchange, decoded, protocol)
 
 
@@ -76,7 +76,7 @@ async def _run(
 ) -> GenerationRequest:
     """Generate with the model or a fallback. Returns the request as that model got it."""
     lease, record = app.model_lease(exchange), exchange.record
-    estimate = None if exchange.lease is None else estimate_tokens(decoded, exchange.weight)
+    estimate = None if exchange.quota_lease is None else estimate_tokens(decoded, exchange.weight)
     try:
         return await _run_with(app, exchange, lease, decoded, make_sink, estimate)
     except DragomanError as error:
@@ -116,7 +116,7 @@ async def _run_with(
         # Before this point the status and the headers could still change, so no comment may start the stream.
         exchange.response.is_streaming = request.delivery.stream
         prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
-        metrics = app.telemetry.metrics.of(lease.label or request.model)
+        metrics = app.telemetry.metrics.for_model(lease.label or request.model)
         exchange.meter = Meter(record, metrics, exchange.timer.started, prompt_tokens)
         engine = await lease.start()
         record.queue_us = lease.queue_us

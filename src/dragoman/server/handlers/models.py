@@ -68,9 +68,12 @@ async def _describe(app: App, model: ServedModel) -> wire_models.ModelEntry:
 
 
 async def models(app: App, exchange: HttpExchange) -> None:
-    await app.catalog.look()
+    await app.catalog.scan()
     visible = [
-        model for entry in app.catalog.listed() for model in await entry.all() if exchange.caller.may_use(model.name)
+        model
+        for entry in app.catalog.list_models()
+        for model in await entry.all()
+        if exchange.caller.may_use(model.name)
     ]
     listed = [await _describe(app, model) for model in visible]
     if exchange.response.family is ANTHROPIC:

@@ -58,7 +58,7 @@ async def count(app: App, exchange: HttpExchange) -> None:
 
 
 async def _read_question(app: BaseApp, exchange: HttpExchange) -> responses.ResponseRequest:
-    body = await exchange.decoded(app.settings.limits, responses.parse)
+    body = await exchange.read_body(app.settings.limits, responses.parse)
     principal = exchange.record.principal
     earlier: tuple[StoredItem, ...] = ()
     previous = body.fields.previous_response_id

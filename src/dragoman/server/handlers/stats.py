@@ -41,7 +41,7 @@ async def stats(app: App, exchange: HttpExchange) -> None:
 
 async def _statuses(app: App) -> dict[str, ModelStatus]:
     """The status of all models of the configuration and of the model directories."""
-    return {model.name: await _status(model) for model in app.catalog.listed()}
+    return {model.name: await _status(model) for model in app.catalog.list_models()}
 
 
 async def _status(model: ServedModel) -> ModelStatus:

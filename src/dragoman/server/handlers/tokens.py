@@ -21,7 +21,7 @@ from dragoman.server.http_exchange import HttpExchange
 
 
 async def render(app: App, exchange: HttpExchange) -> None:
-    decoded = await exchange.decoded(app.settings.limits, PROTOCOLS["chat"].decode)
+    decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
     async with _prepare(app, exchange, decoded) as (engine, supports, request):
         if "render" not in supports:
             raise NotSupported(f"model '{request.model}' cannot show its prompts")
@@ -30,7 +30,7 @@ async def render(app: App, exchange: HttpExchange) -> None:
 
 
 async def messages_count(app: App, exchange: HttpExchange) -> None:
-    decoded = await exchange.decoded(app.settings.limits, messages.decode_count)
+    decoded = await exchange.read_body(app.settings.limits, messages.decode_count)
     await exchange.response.send_json(messages.encode_count(await count_prompt(app, exchange, decoded)))
 
 
@@ -59,7 +59,7 @@ async def _prepare(
 
 
 async def tokenize(app: App, exchange: HttpExchange) -> None:
-    decoded = await exchange.decoded(app.settings.limits, wire_tokens.decode_tokenize)
+    decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_tokenize)
     async with _tokenizer(app, exchange, decoded.model) as (model, engine):
         tokens = await call_engine(engine.tokenize, decoded.text, decoded.special)
         context = model.info.context
@@ -67,7 +67,7 @@ async def tokenize(app: App, exchange: HttpExchange) -> None:
 
 
 async def detokenize(app: App, exchange: HttpExchange) -> None:
-    decoded = await exchange.decoded(app.settings.limits, wire_tokens.decode_detokenize)
+    decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_detokenize)
     async with _tokenizer(app, exchange, decoded.model) as (_, engine):
         text = await call_engine(engine.detokenize, decoded.tokens)
     await exchange.response.send_json(wire_tokens.encode_text(text))

@@ -43,7 +43,7 @@ class Histogram:
         self.counts = [own + other for own, other in zip(self.counts, counts, strict=True)]
         self.total += total
 
-    def taken(self) -> tuple[tuple[int, ...], float] | None:
+    def pop_counts(self) -> tuple[tuple[int, ...], float] | None:
         """Take the counts out, for another histogram; None if it is empty."""
         if not any(self.counts):
             return None
@@ -135,7 +135,7 @@ class Metrics:
         self.limited: Counter[str] = Counter()
         """Requests refused by the limits of a key, by kind."""
 
-    def of(self, model: str) -> ModelMetrics:
+    def for_model(self, model: str) -> ModelMetrics:
         """The metrics of a served model."""
         metrics = self._models.get(model)
         if metrics is None:
@@ -151,7 +151,7 @@ class Metrics:
     def _count_ended(self) -> None:
         ended, self._ended = self._ended, []
         for record in ended:
-            (self._others if record.model is None else self.of(record.model)).add(record)
+            (self._others if record.model is None else self.for_model(record.model)).add(record)
 
     @property
     def models(self) -> dict[str, ModelMetrics]:
