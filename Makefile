@@ -22,16 +22,16 @@ serve: $(VENV)/.installed ## serve the built-in model; ARGS="--port 9000" hands 
 	@exec $(BIN)/dragoman serve $(ARGS)
 
 test: lint ## lint, types and all tests
-	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/dragoman pull minilm
 	@$(BIN)/python -m tests $(ARGS)
 
 test-ray: $(RAY)/.installed ## dragoman.ray on a Ray cluster of two nodes on this machine; in a virtual environment of its own
-	@$(RAY)/bin/dragoman pull --layout as-is smollm2
+	@$(RAY)/bin/dragoman pull smollm2
 	@$(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
 test-vllm: $(VLLM)/.installed ## the vllm engine against vLLM itself, its CPU build (x86-64, Linux, 5 GB)
-	@$(VLLM)/bin/dragoman pull --layout as-is smollm2
+	@$(VLLM)/bin/dragoman pull smollm2
 	@DRAGOMAN_VLLM=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm_real.py tests/engines/test_vllm_token_cache.py \
 		tests/engines/test_contract.py -k vllm --timeout 600 $(ARGS)
 
@@ -43,23 +43,23 @@ lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 
 bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, and of replies that are kept to a schema
 	@$(BIN)/python -m bench.frontend $(ARGS)
-	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m bench.constraints $(ARGS)
 	@$(BIN)/python -m bench.engine $(ARGS)
 
 soak: $(VENV)/.installed-dev ## soak tests: 1,000 streams and mixed load, an hour each, with and without front ends; ARGS="--minutes 5"
-	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m tools.soak $(ARGS)
 
 faults: $(VENV)/.installed-dev ## fault injection: killed processes, a full disk, bad clients and upstreams; ARGS="disk_full --times 3"
 	@$(BIN)/python -m tools.faults $(ARGS)
 
 fairness: $(VENV)/.installed-dev ## how long one key waits while another attacks; ARGS="smollm2 --attack long_streams"
-	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m tools.fairness $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## a million random requests, each answer judged; goes on where it stopped; ARGS="--seed x http"
-	@$(BIN)/dragoman pull --layout as-is smollm2
+	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m tools.fuzz --resume $(ARGS)
 
 clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one

@@ -16,8 +16,8 @@ without them.
     original          a reply of 200 tokens drawn by chance, which repeats nothing
     cancel            how long until a slot is free whose request, being decoded or taken in, is not wanted any more
 
-All that is held against llama.cpp is also measured with `layout: auto`, which is what users get. What a schema costs is
-in bench/constraints.py.
+All that is held against llama.cpp is also measured with the record of `dragoman tune smollm2`, if there is one. What a
+schema costs is in bench/constraints.py.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from dragoman.files import sources
 
 SLOTS, CONTEXT = 32, 2048
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-OURS, AUTO, PLAIN = "dragoman", "dragoman, layout auto", "dragoman, no speculation"
+OURS, TUNED, PLAIN = "dragoman", "dragoman, tuned", "dragoman, no speculation"
 ONE_SLOT, BARE = "dragoman, one slot", "bare loop"
 PEER, PEER_256 = "llama.cpp", "llama.cpp, n_batch 256"
 TOKENS = range(1000, 20000)
@@ -287,7 +287,8 @@ def server(name: str) -> Iterator[int]:
             yield port
         return
     options = {"source": model, "slots": 1 if name == ONE_SLOT else SLOTS, "context": CONTEXT, "threads": THREADS}
-    options["layout"] = "auto" if name == AUTO else "as-is"
+    if name != TUNED:
+        options["layout"] = "as-is"
     options["speculation"] = name != PLAIN
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "dragoman.json"
@@ -318,7 +319,7 @@ def run(workloads: Sequence[str], rounds: int, size: Size) -> Results:
             results.setdefault((workload, figure), {}).setdefault(name, []).append(value)
 
     for at in range(rounds):
-        for name in (OURS, AUTO, PLAIN, PEER, PEER_256, ONE_SLOT):
+        for name in (OURS, TUNED, PLAIN, PEER, PEER_256, ONE_SLOT):
             if not (chosen := [workload for workload in workloads if name in measured_by(workload)]):
                 continue
             with server(name) as port:
@@ -334,7 +335,7 @@ def measured_by(workload: str) -> Sequence[str]:
         return (ONE_SLOT,)
     if workload in DRAFTING:
         return (OURS, PLAIN)
-    return (OURS, AUTO, PEER, PEER_256)
+    return (OURS, TUNED, PEER, PEER_256)
 
 
 def bare(workloads: Sequence[str], size: Size) -> Mapping[str, float]:
@@ -367,7 +368,7 @@ def comparisons(workload: str, figure: str) -> Sequence[tuple[str, Sequence[str]
     if figure == DECODED:
         return [(OURS, (BARE,), "at least 0.93")]
     target, peers = TARGETS[workload, figure], (PEER, PEER_256)
-    return [(OURS, peers, target), (AUTO, peers, "at least 1.4" if workload in ("eight", "many") else target)]
+    return [(OURS, peers, target), (TUNED, peers, "at least 1.4" if workload in ("eight", "many") else target)]
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Running]:
     """One server with the real model."""
-    # Which layout is the faster one is found out anew on every machine; what is tested must not depend on it.
+    # The developer may have tuned the model. Tests must not depend on it.
     config = {"models": {"smollm2": {"source": str(smollm2_path), "context": 2048, "slots": 4, "layout": "as-is"}}}
     with serving(tmp_path_factory.mktemp("smollm2"), config) as running:
         yield running

@@ -120,6 +120,18 @@ def test_warnings_about_context_and_threads(tmp_path: Path, smollm2_path: Path, 
     assert run(tmp_path, "serve", "--port", "0", stub_server=True).stderr == done.stderr
 
 
+def test_layout_auto_is_accepted_with_a_warning(tmp_path: Path, smollm2_path: Path) -> None:
+    entry = f"{{path: {smollm2_path}, layout: auto}}"
+    (tmp_path / "dragoman.yaml").write_text(f"layout: auto\nmodels:\n  a: {smollm2_path}\n  b: {entry}\n")
+    done = run(tmp_path, "check")
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert first.startswith("dragoman: warning: dragoman.yaml:1: layout: auto has no effect: run `dragoman tune MODEL`")
+    assert second.startswith("dragoman: warning: dragoman.yaml:4: models.b.layout: auto has no effect: ")
+    assert f"`dragoman tune {smollm2_path}`" in second
+    assert run(tmp_path, "serve", "--port", "0", stub_server=True).stderr == done.stderr
+
+
 def test_invalid_adapters(tmp_path: Path, smollm2_path: Path) -> None:
     whole = write_adapter(tmp_path / "whole.gguf")
     (tmp_path / "tiny.gguf").write_bytes(b"hello")

@@ -92,7 +92,7 @@ def test_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([command, "--help"] for command in ("serve", "check", "chat", "models", "pull", "bench"))],
+    [["--help"], *([command, "--help"] for command in ("serve", "check", "chat", "models", "pull", "tune", "bench"))],
 )
 def test_help_has_an_example(tmp_path: Path, arguments: list[str]) -> None:
     done = run(tmp_path, *arguments)
@@ -225,8 +225,12 @@ def test_ctrl_c_is_quiet(tmp_path: Path, model: str, free_port: int) -> None:
 
 
 def test_pull_prints_the_path(tmp_path: Path, model: str) -> None:
-    done = run(tmp_path, "pull", model)
+    for flags in ([], ["--layout", "as-is"]):
+        done = run(tmp_path, "pull", *flags, model)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "m.gguf\n", "")
+    done = run(tmp_path, "pull", "--layout", "auto", model)
     assert (done.returncode, done.stdout) == (0, "m.gguf\n")
+    assert "--layout: auto has no effect: run `dragoman tune m.gguf`" in done.stderr
 
 
 def test_pull_without_package_index(tmp_path: Path) -> None:

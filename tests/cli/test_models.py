@@ -128,7 +128,7 @@ def test_format_from_template_or_configuration(folder: Path) -> None:
     assert rows["set"]["format"] == "plain"
 
 
-def test_no_layout_before_one_is_chosen(folder: Path) -> None:
+def test_no_layout_before_one_is_recorded(folder: Path) -> None:
     (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, layout: as-is}}\n")
     assert [row["layout"] for row in listed(folder).values()] == [None, None]
 

@@ -55,6 +55,13 @@ def test_layout_flag_applies_to_all_llama_models() -> None:
     text = "models: {a: a.gguf, b: {path: b.gguf, layout: auto, slots: 2}, c: {engine: scripted}}\n"
     models = load(text, Flags(models=("d=d.gguf",), layout="as-is")).models
     assert [model.options for model in models] == [as_is, {"layout": "as-is", "slots": 2}, {}, as_is]
+    settings = load("layout: as-is\nmodels: {a: a.gguf, b: {path: b.gguf, layout: as-is}}\n", Flags(layout="auto"))
+    assert (settings.layout, [model.options for model in settings.models]) == ("auto", [{}, {}])
+
+
+def test_layout_setting_is_a_default_for_llama_models() -> None:
+    models = load("layout: as-is\nmodels: {a: a.gguf, b: {path: b.gguf, layout: auto}, c: {engine: scripted}}\n").models
+    assert [model.options for model in models] == [{"layout": "as-is"}, {"layout": "auto"}, {}]
 
 
 def test_model_flag_without_a_name() -> None:

@@ -4,17 +4,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.fake_vllm_engine import STAND_IN
-from tests.engines.layout_fixtures import accept_any_copy, home, q8_copy, small, tried_home
+from tests.engines.layout_fixtures import home, q8_copy, small
 from tests.engines.llama_fixtures import halves_path, with_engine, with_halves
 from tests.support.bad_server import BadServer
 
 __all__ = [
-    "accept_any_copy",
     "halves_path",
     "home",
     "q8_copy",
     "small",
-    "tried_home",
     "with_engine",
     "with_halves",
 ]

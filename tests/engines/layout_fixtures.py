@@ -1,20 +1,16 @@
-"""Fixtures for layout tests: a small model with a slow weight layout, and home folders with and without a choice."""
+"""Fixtures for tuning tests: a small model with a slow weight layout, and a home folder with a record for it."""
 
-import contextlib
-import os
-import resource
-import shutil
-import signal
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from dragoman.engines.llama.tuning import weight_layout
-from dragoman.engines.llama.tuning.weight_layout import LayoutChoice, prepare_model_file
+from dragoman.engines.llama.tuning.record import Measurement, Trial, TuningKey, TuningRecord, copy_path, record_path
+from dragoman.engines.llama.tuning.requantize import requantize
+from dragoman.engines.llama.tuning.tuner import SLOW_TYPES
+from dragoman.files.download import hash_file
 from dragoman.files.gguf import Outline, Tensor, read_outline
 
 LAYERS = 4
@@ -56,26 +52,6 @@ def small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
     return cut_model(smollm2_path, tmp_path_factory.mktemp("small") / "small.gguf")
 
 
-@pytest.fixture(scope="session")
-def tried_home(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home folder in which the Q8_0 copy of the small model was chosen."""
-    home = tmp_path_factory.mktemp("tried")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAGOMAN_HOME", str(home))
-        accept_all(patch)
-        assert prepare_model_file(small).name == "Q8_0.gguf"
-    return home
-
-
-def accept_all(patch: pytest.MonkeyPatch) -> None:
-    """Accept every copy."""
-    patch.setattr(weight_layout, "MIN_CPU_SHARE", 0)
-    patch.setattr(weight_layout, "MIN_SPEEDUP", 0)
-    patch.setattr(weight_layout, "MIN_RELATIVE_SPEED", 0)
-    patch.setattr(weight_layout, "MAX_DIVERGENCE", 1e9)
-    patch.setattr(weight_layout, "MIN_AGREEMENT", 0)
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
@@ -83,61 +59,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def accept_any_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    accept_all(monkeypatch)
-
-
-@pytest.fixture
-def q8_copy(tried_home: Path, home: Path) -> Path:
-    """The Q8_0 copy of the small model, in a home folder of the test's own."""
-    shutil.copytree(tried_home, home)
-    (path,) = home.glob("layouts/*/Q8_0.gguf")
-    return path
-
-
-class Recorder:
-    """Records lines and progress while a file is prepared."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.parts: list[float] = []
-        self.doing: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def bar(self, doing: str, done: float) -> None:
-        self.doing.append(doing)
-        self.parts.append(done)
-
-
-def stored_files(home: Path) -> list[str]:
-    return sorted(path.name for path in (home / "layouts").glob("*/*")) if (home / "layouts").is_dir() else []
-
-
-def read_choice(home: Path) -> LayoutChoice:
-    (record,) = (home / "layouts").glob("*/choice.json")
-    return msgspec.json.decode(record.read_bytes(), type=LayoutChoice)
-
-
-def trials() -> Iterator[int]:
-    """Yield the trial processes among the children of this process."""
-    for task in Path("/proc/self/task").glob("*/children"):
-        for child in task.read_text().split():
-            if b"tuning.trial_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                yield int(child)
-
-
-def kill_trials(doing: str, done: float) -> None:
-    for trial in trials():
-        os.kill(trial, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def limit_file_size() -> Iterator[None]:
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+def q8_copy(small: Path, home: Path) -> Path:
+    """The Q8_0 copy of the small model, with a record that chooses it and one thread."""
+    copy = copy_path(small)
+    copy.parent.mkdir(parents=True)
+    requantize(small, copy, SLOW_TYPES, lambda done: None)
+    chosen = Trial("Q8_0", 1, Measurement(200.0, 100.0, 200.0, memory=1 << 20, divergence=0.005))
+    record = TuningRecord(TuningKey.of(small), chosen, (chosen,), copy.stat().st_size, hash_file(copy))
+    record_path(small).write_bytes(msgspec.json.encode(record))
+    return copy

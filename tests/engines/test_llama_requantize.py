@@ -9,7 +9,7 @@ from gguf.quants import dequantize, quantize
 
 from dragoman.engines.llama.binding import LlamaModel
 from dragoman.engines.llama.tuning.requantize import requantize
-from dragoman.engines.llama.tuning.weight_layout import SLOW_TYPES
+from dragoman.engines.llama.tuning.tuner import SLOW_TYPES
 from dragoman.files.gguf import read_metadata
 
 Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0

@@ -108,7 +108,7 @@ def test_login_in_the_address_is_sent_as_basic_auth_and_stored_nowhere(
     server.play(redirect(other.url + PATH), path=PATH)
     other.play(gguf(), path=PATH)
     source = server.url.replace("://", "://me:pass%20word@") + f"{PATH}?signature=verysecret"
-    assert main(["pull", "--layout", "as-is", source]) == 0
+    assert main(["pull", source]) == 0
     assert f"authorization: basic {BASIC.lower()}" in server.heads[0]
     assert "authorization" not in other.heads[0]
     output = capsys.readouterr()

@@ -265,7 +265,6 @@ def test_model_from_directory_is_served(tmp_path: Path, smollm2_path: Path) -> N
         shown = listed[smollm2_path.stem]
         assert (shown["architecture"], shown["quantization"], shown["state"]) == ("llama", "Q4_1", "cold")
         assert shown["size"] == smollm2_path.stat().st_size
-        # The layout trial comes first, which is slow on a busy machine.
         client.timeout = 90
         reply = ask(client, CHAT, model=f"  {smollm2_path.stem.upper()}", max_tokens=4)
         assert reply.json()["model"] == smollm2_path.stem
@@ -276,7 +275,6 @@ def test_model_from_directory_is_served(tmp_path: Path, smollm2_path: Path) -> N
 
 
 def test_two_copies_of_smollm2_with_memory_for_one(tmp_path: Path, home: Path, smollm2_path: Path) -> None:
-    # Disabled, because with a new home every load would measure layouts.
     one = {"path": str(smollm2_path), "context": 512, "slots": 2, "layout": "as-is"}
     config = {"models": {"first": FIRST, "one": one, "two": one | {"slots": 1}}, "memory": "350MiB", "turn_seconds": 1}
     with serving(tmp_path, config) as running, talking(running) as client:

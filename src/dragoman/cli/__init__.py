@@ -1,4 +1,4 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `keys`, `bench`.
+"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `tune`, `keys`, `bench`.
 
     common                      helpers shared by the commands
     admin_client                requests to a running server
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dragoman.cli import bench, chat, check, drain, keys, models, pull, serve
+from dragoman.cli import bench, chat, check, drain, keys, models, pull, serve, tune
 from dragoman.core.errors import ConfigError
 from dragoman.core.version import __version__
 
@@ -27,6 +27,7 @@ examples:
   dragoman serve --model smollm2 --model minilm
                                              serve two built-in models, for chat and for embeddings
   dragoman pull smollm2                      download the built-in model
+  dragoman tune smollm2                      find the fastest layout and number of threads
   dragoman keys create anna                  create an API key
   dragoman drain smollm2 http://10.0.0.2:8000
                                              send no new requests to one server behind a model
@@ -71,6 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command in (serve, check, chat, models, drain, pull, keys, bench):
+    for command in (serve, check, chat, models, drain, pull, tune, keys, bench):
         command.add(commands)
     return parser

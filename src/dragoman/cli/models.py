@@ -17,7 +17,7 @@ from dragoman.config.quantities import format_size
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
-from dragoman.engines.llama.tuning.weight_layout import chosen_layout
+from dragoman.engines.llama.tuning.record import read_record
 from dragoman.files import sources
 from dragoman.files.download import display_source
 from dragoman.models import Catalog, ServedModel, read_static_info
@@ -80,13 +80,14 @@ def _list_rows(arguments: argparse.Namespace) -> list[Row]:
         return _list_served(server)
     if arguments.api_key is not None:
         raise ConfigError("--api-key is for a running server: give its --url too")
-    models = asyncio.run(_find_models(settings))
+    models = find_models(settings)
     return [_configured_row(model.spec, model.name) for model in models if model.spec is not None]
 
 
-async def _find_models(settings: Settings) -> list[ServedModel]:
+def find_models(settings: Settings) -> list[ServedModel]:
+    """Return the models that `dragoman serve` would serve."""
     catalog = Catalog(settings)
-    await catalog.scan()
+    asyncio.run(catalog.scan())
     return catalog.list_models()
 
 
@@ -125,14 +126,15 @@ def _configured_row(spec: ModelSpec, name: str) -> Row:
 
 
 def _find_layout(spec: ModelSpec) -> str | None:
-    """Return the weight layout that was chosen for a llama model, if any."""
+    """Return the layout that `dragoman tune` recorded for a llama model, if any."""
     if spec.engine != "llama" or spec.source is None or spec.options.get("layout") == "as-is":
         return None
     try:
         path = sources.locate(spec.source)
     except ConfigError:
         return None
-    return None if path is None else chosen_layout(path)
+    record = None if path is None else read_record(path, check_hash=False)
+    return None if record is None else record.chosen.layout
 
 
 def _list_served(server: AdminClient) -> list[Row]:

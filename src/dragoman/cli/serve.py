@@ -15,7 +15,6 @@ from dragoman.cli.common import (
     find_unservable,
     print_progress,
 )
-from dragoman.cli.pull import add_layout_flag
 from dragoman.config.diagnostics import Diagnostic, find_warnings
 from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.settings import Settings
@@ -105,7 +104,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--tls-key", metavar="FILE", help="and this private key")
     parser.add_argument("--strict", action="store_true", help="reject parameters that a model cannot honour")
     parser.add_argument("--event-log", metavar="FILE", help="append one JSON line per request to this file")
-    add_layout_flag(parser, "GGUF models")
+    parser.add_argument(
+        "--layout", choices=("auto", "as-is"), help="as-is: ignore what `dragoman tune` recorded; auto: has no effect"
+    )
     parser.set_defaults(run=run)
 
 

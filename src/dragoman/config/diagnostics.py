@@ -20,6 +20,7 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
+from dragoman.engines.llama.options import AUTO_LAYOUT_WARNING
 from dragoman.files import sources
 
 _MODEL = re.compile(r"models\.(.+?)(\.source|\.engine|\.(adapters|args)\..*)?")
@@ -99,6 +100,8 @@ def find_warnings(settings: Settings) -> Iterator[Diagnostic]:
         if owner is not None:
             message = f"never used: requests for names that begin with {owner.name}/ go to {owner.name}"
             yield Diagnostic(f"aliases.{pattern}", message)
+    if settings.layout == "auto":
+        yield Diagnostic("layout", AUTO_LAYOUT_WARNING.format("MODEL"))
     for model in settings.models:
         yield from (Diagnostic(f"models.{model.name}.{key}", message) for key, message in _engine_warnings(model))
 

@@ -74,6 +74,7 @@ class Flags(msgspec.Struct, frozen=True):
             "event_log": self.event_log,
             "socket": self.socket,
             "tls": self.tls_certificate,
+            "layout": self.layout,
         }
         models = (f"models.{_name_and_source(flag)[0]}" for flag in self.models)
         return frozenset([*(key for key, value in values.items() if value), *models])
@@ -153,11 +154,13 @@ def _name_and_source(flag: str) -> tuple[str, str]:
     return (name, source) if is_named else (name_from_source(flag) or "", flag)
 
 
-def _with_layout(model: ModelSpec, flag: str | None, default: str) -> ModelSpec:
-    layout = flag or model.options.get("layout", default)
-    if model.engine != "llama" or layout == model.options.get("layout", "auto"):
+def _with_layout(model: ModelSpec, flag: str | None, default: str | None) -> ModelSpec:
+    """Apply the flag or the default. `auto` is not copied to the models, so that it causes only one warning."""
+    if model.engine != "llama" or (flag is None and ("layout" in model.options or default is None)):
         return model
-    return msgspec.structs.replace(model, options={**model.options, "layout": layout})
+    options = {key: value for key, value in model.options.items() if key != "layout"}
+    layout = {"layout": "as-is"} if (flag or default) == "as-is" else {}
+    return msgspec.structs.replace(model, options=options | layout)
 
 
 def _parse_alias(flag: str) -> tuple[str, str]:

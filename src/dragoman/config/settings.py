@@ -52,8 +52,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds until an unused model is unloaded."""
     turn_seconds: Seconds = 10.0
     """How long a model may stay loaded while another model waits for its memory."""
-    layout: Literal["auto", "as-is"] = "auto"
-    """Whether llama may convert a model's weights to a faster layout; a model may override it."""
+    layout: Literal["auto", "as-is"] | None = None
+    """`as-is` ignores what `dragoman tune` recorded; `auto` causes a warning. A model may override it."""
     host: Word = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     api_keys: tuple[Word, ...] = ()

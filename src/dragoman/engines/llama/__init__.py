@@ -19,5 +19,5 @@ binding          typed classes over the C library
 library          the C library
 hardware         CPUs, memory and processor
 
-tuning           chooses a weight layout and a number of threads by measurement
+tuning           finds the fastest layout and number of threads, for `dragoman tune`
 """

@@ -347,10 +347,6 @@ class Context:
         handles, scales = (ctypes.c_void_p * 1)(adapter.handle), (ctypes.c_float * 1)(scale)
         self.library.llama_set_adapters_lora(self.handle, handles, 1, scales)
 
-    def use_threads(self, single: int, many: int) -> None:
-        """Set the number of threads for batches of one row and for larger batches."""
-        self.library.llama_set_n_threads(self.handle, single, many)
-
     def vectors(self, rows: int) -> Vectors:
         """Return the vectors of the first rows of the last batch: a view, valid until the next decode."""
         address = self.library.llama_get_embeddings(self.handle)

@@ -37,8 +37,7 @@ from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.request_builder import LlamaRequestBuilder
 from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
-from dragoman.engines.llama.tuning.threads import choose_threads
-from dragoman.engines.llama.tuning.weight_layout import prepare_model_file
+from dragoman.engines.llama.tuning.record import read_record
 from dragoman.engines.prompt_reader import detokenize, tokenize
 from dragoman.files.gguf import read_metadata
 from dragoman.formats import detect_format, get_format
@@ -49,8 +48,6 @@ T = TypeVar("T")
 
 MAX_DEFAULT_EMBEDDING_TOKENS = 2048
 """Default input length of bidirectional models. Their memory grows with its square."""
-TRIAL_PROGRESS_SHARE = 0.9
-"""Share of the loading progress that a layout trial takes."""
 EMBEDDING_SEQUENCES = 16
 
 EMBEDDING_FEATURES = frozenset({"embeddings", "tokenize"})
@@ -258,19 +255,17 @@ def _load(
     path = Path(options.path).expanduser()
     if not path.is_file():
         raise ConfigError(f"llama: there is no model file at {path}")
-    if options.layout == "auto":
-        path = prepare_model_file(path, bar=lambda _, done: progress(TRIAL_PROGRESS_SHARE * done))
+    path, threads = _find_tuned(path, options)
     with contextlib.ExitStack() as stack:
         model = LlamaModel(path, progress)
         stack.callback(model.close)
         _check_kind(model, options)
         if model.is_bidirectional:
-            embedder = _bidirectional_embedder(model, options, compute_thread)
+            embedder = _bidirectional_embedder(model, options, threads, compute_thread)
             stack.pop_all()
             return model, None, embedder
         size = fit_context(model, options)
-        runners = _create_runners(model, options, size, loop, compute_thread, stack)
-        threads = options.threads or compute_thread.run(_set_threads, [runner.context for runner in runners], path)
+        runners = _create_runners(model, options, size, threads, loop, compute_thread, stack)
         loaded = _create_loaded(model, options, size.length, runners)
         length = loaded.request_builder.context
         embedder = Embedder(
@@ -284,6 +279,16 @@ def _load(
         )
         stack.pop_all()
         return model, loaded, embedder
+
+
+def _find_tuned(path: Path, options: LlamaOptions) -> tuple[Path, int]:
+    """Return the file and the number of threads that `dragoman tune` recorded, or the defaults."""
+    record = None if options.layout == "as-is" else read_record(path)
+    if record is None:
+        return path, options.threads or hardware.threads()
+    threads = options.threads or record.chosen.threads
+    log.info("tuned by `dragoman tune`: %s, %d threads", record.file, threads)
+    return record.file, threads
 
 
 def _check_kind(model: LlamaModel, options: LlamaOptions) -> None:
@@ -300,6 +305,7 @@ def _create_runners(
     model: LlamaModel,
     options: LlamaOptions,
     size: ContextSize,
+    threads: int,
     loop: asyncio.AbstractEventLoop,
     compute_thread: ComputeThread,
     stack: contextlib.ExitStack,
@@ -322,7 +328,7 @@ def _create_runners(
             length=size.length,
             rows=options.batch + options.slots,
             outputs=MAX_PROMPT_OUTPUTS + options.slots,
-            threads=options.threads or hardware.cpus(),
+            threads=threads,
             flash_attention=options.flash_attention,
             kv=options.kv,
         )
@@ -357,20 +363,14 @@ def _create_loaded(model: LlamaModel, options: LlamaOptions, length: int, runner
     return _Loaded(builder, runner, dict(zip(options.adapters, others, strict=True)), capacity)
 
 
-def _set_threads(contexts: Sequence[Context], path: Path) -> int:
-    """Use the fastest number of threads. Returns the number for batches of several rows."""
-    counts = choose_threads(contexts[0], path)
-    for context in contexts:
-        context.use_threads(counts.single, counts.many)
-    return counts.many
-
-
-def _bidirectional_embedder(model: LlamaModel, options: LlamaOptions, compute_thread: ComputeThread) -> Embedder:
+def _bidirectional_embedder(
+    model: LlamaModel, options: LlamaOptions, threads: int, compute_thread: ComputeThread
+) -> Embedder:
     length = min(options.context or MAX_DEFAULT_EMBEDDING_TOKENS, model.trained_context)
     rows = max(length, min(options.batch, MAX_DEFAULT_EMBEDDING_TOKENS))
     embedder = Embedder(
         model,
-        partial(_embedding_context, model, rows, rows, options.threads or hardware.threads()),
+        partial(_embedding_context, model, rows, rows, threads),
         length=length,
         sequences=EMBEDDING_SEQUENCES,
         rows=rows,

@@ -6,25 +6,14 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-MAX_DEFAULT_THREADS = 16
-"""Default maximum of threads. With more, decoding is usually bound by memory."""
 CGROUP_ROOT, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 CPUINFO = Path("/proc/cpuinfo")
-CPU_FLAGS = ("avx", "fma", "f16c", "amx", "asimd", "i8mm", "sve", "bf16", "fphp")
-"""Prefixes of the CPU flags for which llama.cpp has special kernels."""
-
-
-class Processor(msgspec.Struct, frozen=True):
-    name: str
-    features: tuple[str, ...] = ()
 
 
 def threads() -> int:
-    """Return the number of compute threads to use without measurement."""
-    return min(cpus(), MAX_DEFAULT_THREADS)
+    """Return the default number of compute threads: one for each physical core, within the quota of the container."""
+    return min(cores(), cpus())
 
 
 def cpus() -> int:
@@ -85,14 +74,11 @@ def _memory_limit(folder: Path) -> float:
         return math.inf
 
 
-def processor() -> Processor:
-    fallback = platform.processor() or platform.machine()
+def processor() -> str:
+    """Return the name of the processor."""
     try:
-        text = CPUINFO.read_text("utf-8", "replace")
+        lines = CPUINFO.read_text("utf-8", "replace").splitlines()
     except OSError:
-        return Processor(fallback)
-    info = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
-    flags = info.get("flags", info.get("Features", "")).split()
-    return Processor(
-        info.get("model name", fallback), tuple(sorted({flag for flag in flags if flag.startswith(CPU_FLAGS)}))
-    )
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -104,7 +104,6 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "llama_set_adapters_lora": (c_int32, c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float)),
     "llama_init_from_model": (c_void_p, c_void_p, _ContextParams),
     "llama_free": (None, c_void_p),
-    "llama_set_n_threads": (None, c_void_p, c_int32, c_int32),
     "llama_n_ctx_seq": (c_uint32, c_void_p),
     "llama_get_memory": (c_void_p, c_void_p),
     "llama_memory_clear": (None, c_void_p, c_bool),

@@ -13,7 +13,7 @@ import msgspec
 from dragoman.core.errors import ConfigError
 from dragoman.engines.llama import hardware
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Kv, LlamaModel
-from dragoman.engines.llama.options import LlamaOptions
+from dragoman.engines.llama.options import AUTO_LAYOUT_WARNING, LlamaOptions
 from dragoman.files.gguf import Value, read_metadata
 
 log = logging.getLogger("dragoman.engine")
@@ -97,6 +97,8 @@ def option_warnings(options: LlamaOptions) -> Iterator[tuple[str, str]]:
     """Yield the key and the text of a warning for each valid but probably unintended option."""
     if options.threads is not None and options.threads > (cpus := hardware.cpus()):
         yield "threads", f"{options.threads} threads on {cpus} CPUs are slower than {cpus}"
+    if options.layout == "auto":
+        yield "layout", AUTO_LAYOUT_WARNING.format(options.path)
     try:
         metadata = read_metadata(Path(options.path).expanduser())
     except ConfigError:

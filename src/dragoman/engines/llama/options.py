@@ -1,19 +1,19 @@
 """The configuration of a llama model."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from dragoman.core.types import Count
 from dragoman.engines.llama.adapters import Entry
 from dragoman.engines.llama.binding import MAX_SEQUENCES, Kv
-from dragoman.engines.llama.tuning.weight_layout import Layout
 
 MAX_THREADS = 512
 """llama.cpp aborts the process with more."""
 MAX_CONTEXT = 20_000_000
 MAX_BATCH = 65_536
+AUTO_LAYOUT_WARNING = "auto has no effect: run `dragoman tune {}` to find the fastest layout for this machine"
 
 
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of prompt and reply together. None: the trained length, or less if the memory is small."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 4
     threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_THREADS)] | None = None
-    """Compute threads. None: the fastest number, found by measurement."""
+    """Compute threads. None: what `dragoman tune` recorded, else one for each physical core."""
     batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)] = 512
     """Maximum number of prompt tokens in one step."""
     cache_sequences: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCES)] | None = None
@@ -47,8 +47,8 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gap_ms: Count = 150
     """Target time between two tokens of a reply while prompts are being processed. Steps may take nearly twice as long
     if that makes long prompts much faster."""
-    layout: Layout = "auto"
-    """Whether a faster layout of the weights may be used."""
+    layout: Literal["auto", "as-is"] | None = None
+    """`as-is` ignores what `dragoman tune` recorded. `auto` is the same as None, with a warning."""
 
     def __post_init__(self) -> None:
         if self.kv != "f16" and not self.flash_attention:

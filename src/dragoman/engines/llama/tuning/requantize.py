@@ -5,12 +5,10 @@
 Metadata is copied byte for byte, except for `general.file_type`. The output is deterministic.
 """
 
-import hashlib
 import os
 import struct
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
@@ -27,44 +25,22 @@ Bytes = NDArray[np.uint8]
 ReportProgress = Callable[[float], object]
 
 
-class _Output:
-    """A file and the hash of its content."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.size = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.file.write(data)
-        self.digest.update(data)
-        self.size += len(data)
-
-    def pad(self, alignment: int) -> None:
-        self.write(bytes(-self.size % alignment))
-
-
-def requantize(source: Path, target: Path, slow: Collection[int], progress: ReportProgress) -> str:
-    """Write the file with tensors of the `slow` types as Q8_0 and return its SHA-256.
-
-    `progress` is called with the completed fraction.
-    """
+def requantize(source: Path, target: Path, slow: Collection[int], progress: ReportProgress) -> None:
+    """Write the file with tensors of the `slow` types as Q8_0. `progress` is called with the completed fraction."""
     outline = read_outline(source)
     data: Bytes = np.memmap(source, dtype=np.uint8, mode="r")
     weights, done = sum(tensor.elements for tensor in outline.tensors), 0
     with target.open("xb") as file:
-        output = _Output(file)
-        output.write(_head(data, outline, slow))
+        file.write(_head(data, outline, slow))
         for tensor in outline.tensors:
-            output.pad(outline.alignment)
+            file.write(bytes(-file.tell() % outline.alignment))
             for part, count in _parts(tensor, data[outline.data_start + tensor.offset :], slow):
-                output.write(part.reshape(-1).data)
+                file.write(part.reshape(-1).data)
                 done += count
                 progress(done / weights)
-        output.pad(outline.alignment)
+        file.write(bytes(-file.tell() % outline.alignment))
         file.flush()
         os.fsync(file.fileno())
-    return output.digest.hexdigest()
 
 
 def _head(data: Bytes, outline: Outline, slow: Collection[int]) -> bytes:
