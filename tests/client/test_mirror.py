@@ -152,7 +152,7 @@ def encoder(protocol: str) -> Any:
     if protocol != "responses":
         return SERVED[protocol].encoder(REQUEST, 0)
     question = decode(parse(json.dumps({"input": "hello"}).encode()))
-    return responses.ResponseWriter(question.context, lambda: 0.0).encoder(REQUEST, 0)
+    return responses.ResponseEncoding(question.context, lambda: 0.0).encoder(REQUEST, 0)
 
 
 PIECES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

@@ -24,7 +24,7 @@ from dragoman.core.events import (
 )
 from dragoman.core.reply import Collection, Reply
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols.responses import ResponseContext, ResponseWriter
+from dragoman.protocols.responses import ResponseContext, ResponseEncoding
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.parts import seal
 from tests.protocols.response_events import accumulated, read
@@ -41,8 +41,8 @@ CONTEXT = ResponseContext(echoed=question().context.echoed, client_tools=CLIENT_
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def telling(context: ResponseContext = CONTEXT) -> ResponseWriter:
-    return ResponseWriter(context, lambda: 7.5)
+def telling(context: ResponseContext = CONTEXT) -> ResponseEncoding:
+    return ResponseEncoding(context, lambda: 7.5)
 
 
 def streamed(*events: Event, context: ResponseContext = CONTEXT) -> list[dict[str, Any]]:

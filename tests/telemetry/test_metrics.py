@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dragoman.server.telemetry.exposition import ModelStatus, render_metrics
+from dragoman.server.telemetry.exposition import ModelGauges, render_metrics
 from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, RecentRate
 from dragoman.server.telemetry.record import RequestRecord
 
@@ -61,7 +61,7 @@ def test_prometheus_exposition() -> None:
     metrics.add(RequestRecord("b", "GET /nothing/at/all", status=404, error="not_found"))
     metrics.for_model('odd"name').gaps.add_shared(0.3, 3)
     metrics.limited["tokens"] += 1
-    page = render_metrics(metrics, {'odd"name': ModelStatus("ready", running=1, slots=4, memory=5)}, 1000).decode()
+    page = render_metrics(metrics, {'odd"name': ModelGauges("ready", running=1, slots=4, memory=5)}, 1000).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     assert "/nothing" not in page
     requests = {

@@ -34,7 +34,7 @@ class StaleConnection(httpx.RemoteProtocolError):
     """The server closed a reused connection without a response."""
 
 
-class HttpConnection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """A connection to a server. The parser calls the `on_…` methods."""
 
     _transport: asyncio.Transport
@@ -219,7 +219,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 class ResponseBody(httpx.AsyncByteStream):
-    def __init__(self, connection: HttpConnection, release: Callable[[], None]) -> None:
+    def __init__(self, connection: ClientConnection, release: Callable[[], None]) -> None:
         self.connection = connection
         self._release = release
 
@@ -256,7 +256,7 @@ class ResponseBody(httpx.AsyncByteStream):
 class HttpTransport(httpx.AsyncBaseTransport):
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """`tls` replaces httpx's default certificates."""
-        self._idle: defaultdict[Origin, list[HttpConnection]] = defaultdict(list)
+        self._idle: defaultdict[Origin, list[ClientConnection]] = defaultdict(list)
         self._tls = tls
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -279,7 +279,7 @@ class HttpTransport(httpx.AsyncBaseTransport):
             connection.status, headers=connection.headers, stream=body, extensions={PUSH_BODY: body.push}
         )
 
-    def _reuse_idle(self, origin: Origin) -> HttpConnection | None:
+    def _reuse_idle(self, origin: Origin) -> ClientConnection | None:
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
@@ -287,7 +287,7 @@ class HttpTransport(httpx.AsyncBaseTransport):
                 return connection
         return None
 
-    async def _connect(self, origin: Origin, request: httpx.Request) -> HttpConnection:
+    async def _connect(self, origin: Origin, request: httpx.Request) -> ClientConnection:
         is_tls, host, port = origin
         if is_tls and self._tls is None:
             self._tls = httpx.create_ssl_context()
@@ -295,7 +295,7 @@ class HttpTransport(httpx.AsyncBaseTransport):
         try:
             async with asyncio.timeout(_timeout(request, "connect")):
                 _, connection = await loop.create_connection(
-                    lambda: HttpConnection(loop), host, port, ssl=self._tls if is_tls else None
+                    lambda: ClientConnection(loop), host, port, ssl=self._tls if is_tls else None
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout("", request=request) from error
@@ -303,7 +303,7 @@ class HttpTransport(httpx.AsyncBaseTransport):
             raise httpx.ConnectError(str(error), request=request) from error
         return connection
 
-    def _release(self, origin: Origin, connection: HttpConnection) -> None:
+    def _release(self, origin: Origin, connection: ClientConnection) -> None:
         if not (connection.is_complete and connection.is_reusable and not connection.is_lost and not connection.pieces):
             connection.close()
             return

@@ -58,12 +58,12 @@ class ChatFrame(msgspec.Struct, frozen=True):
     error: Any = None
 
 
-class ModelEntry(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     id: str
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    data: tuple[ModelEntry, ...]
+    data: tuple[ListedModel, ...]
 
 
 FRAMES = msgspec.json.Decoder(ChatFrame)

@@ -23,7 +23,7 @@ from dragoman.pipeline.text_buffer import MarkerMatch, Parser, TextBuffer, marke
 Emit = Callable[[str], None]
 
 
-class ReplyReader(Protocol):
+class ChannelContext(Protocol):
     """The part of `split.SplitStage` that this module uses."""
 
     syntax: ModelFormat
@@ -41,7 +41,7 @@ IMPLIED = ("to=functions.", "assistant<|", "assistant to=")
 """Beginnings of a reply that continues a header from the prompt."""
 
 
-def read_channels(split: ReplyReader, channels: Channels, thinking: bool) -> Parser[None]:
+def read_channels(split: ChannelContext, channels: Channels, thinking: bool) -> Parser[None]:
     buffer, writer = split.buffer, split.writer
     known = markers(
         *(channels.open, channels.start, channels.message, *channels.ends), *split.syntax.frame_markers, *split.openings
@@ -65,7 +65,7 @@ def read_channels(split: ReplyReader, channels: Channels, thinking: bool) -> Par
             emit = yield from header(split, channels, match, emit)
 
 
-def _read_implied_header(split: ReplyReader, channels: Channels) -> Parser[Emit]:
+def _read_implied_header(split: ChannelContext, channels: Channels) -> Parser[Emit]:
     """Read the rest of a header that the prompt has begun."""
     buffer, writer = split.buffer, split.writer
     buffer.start_recording()
@@ -78,7 +78,7 @@ def _read_implied_header(split: ReplyReader, channels: Channels) -> Parser[Emit]
     return (yield from _read_header(split, channels, MarkerMatch(channels.start), writer.text))
 
 
-def _read_channel_name(split: ReplyReader, channels: Channels, match: MarkerMatch, emit: Emit) -> Parser[Emit]:
+def _read_channel_name(split: ChannelContext, channels: Channels, match: MarkerMatch, emit: Emit) -> Parser[Emit]:
     """Switch to a channel by name."""
     buffer = split.buffer
     spaces = ""
@@ -94,7 +94,7 @@ def _read_channel_name(split: ReplyReader, channels: Channels, match: MarkerMatc
     return split.writer.thought if name.lower() in channels.hidden else split.writer.text
 
 
-def _read_header(split: ReplyReader, channels: Channels, match: MarkerMatch, emit: Emit) -> Parser[Emit]:
+def _read_header(split: ChannelContext, channels: Channels, match: MarkerMatch, emit: Emit) -> Parser[Emit]:
     """Read a header and return where its text goes. The arguments of a call are read at once."""
     words: list[str] = []
     end = yield from split.buffer.read_until(markers(channels.message, *channels.ends), words.append)
@@ -113,7 +113,7 @@ def _read_header(split: ReplyReader, channels: Channels, match: MarkerMatch, emi
     return emit
 
 
-def _read_call(split: ReplyReader, channels: Channels, name: str, emit: Emit) -> Parser[None]:
+def _read_call(split: ChannelContext, channels: Channels, name: str, emit: Emit) -> Parser[None]:
     buffer, writer = split.buffer, split.writer
     if (yield from buffer.peek()) != "{":
         writer.warn("a malformed tool call was left as text")

@@ -8,7 +8,7 @@
     client            the client side
 
 A response repeats fields of its request that are not part of a `GenerationRequest`. Therefore each request has its own
-`ResponseWriter`.
+`ResponseEncoding`.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from dragoman.protocols.responses.stored_items import storable_items as storable
 from dragoman.protocols.responses.stream import ResponseEncoder as ResponseEncoder
 
 
-class ResponseWriter:
+class ResponseEncoding:
     """Encodes the reply to one request. Afterwards `response` is the final response object."""
 
     def __init__(self, context: ResponseContext, clock: Callable[[], float]) -> None:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 async def create(app: BaseApp, exchange: HttpExchange) -> None:
     question = await _read_question(app, exchange)
-    encoder = responses.ResponseWriter(question.context, time.time)
+    encoder = responses.ResponseEncoding(question.context, time.time)
     store = partial(_store, app, exchange, question.context, encoder)
     try:
         await reply_to(app, exchange, question.request, encoder, store)
@@ -93,7 +93,7 @@ def _decode(
 
 
 async def _store(
-    app: BaseApp, exchange: HttpExchange, context: responses.ResponseContext, encoder: responses.ResponseWriter
+    app: BaseApp, exchange: HttpExchange, context: responses.ResponseContext, encoder: responses.ResponseEncoding
 ) -> None:
     response = encoder.response
     if response is None or not context.should_store:

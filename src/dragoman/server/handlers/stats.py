@@ -12,7 +12,7 @@ from dragoman.models.process_memory import resident_memory
 from dragoman.server.app import App
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routing import not_found_error
-from dragoman.server.telemetry.exposition import CONTENT_TYPE, ModelStatus, render_metrics
+from dragoman.server.telemetry.exposition import CONTENT_TYPE, ModelGauges, render_metrics
 from dragoman.server.telemetry.metrics import Histogram, ModelMetrics
 
 
@@ -39,14 +39,14 @@ async def stats(app: App, exchange: HttpExchange) -> None:
     )
 
 
-async def _statuses(app: App) -> dict[str, ModelStatus]:
+async def _statuses(app: App) -> dict[str, ModelGauges]:
     """The status of all models of the configuration and of the model directories."""
     return {model.name: await _status(model) for model in app.catalog.list_models()}
 
 
-async def _status(model: ServedModel) -> ModelStatus:
+async def _status(model: ServedModel) -> ModelGauges:
     host = model.host
-    return ModelStatus(
+    return ModelGauges(
         state=host.state,
         running=host.admission.running,
         waiting=host.admission.waiting + host.waiting,
@@ -57,7 +57,7 @@ async def _status(model: ServedModel) -> ModelStatus:
     )
 
 
-def _stats(status: ModelStatus, counted: ModelMetrics | None) -> dict[str, Any]:
+def _stats(status: ModelGauges, counted: ModelMetrics | None) -> dict[str, Any]:
     counted = counted or ModelMetrics()
     return {
         **msgspec.to_builtins(status),

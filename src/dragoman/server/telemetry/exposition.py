@@ -13,7 +13,7 @@ from dragoman.server.telemetry.metrics import TOKENS, Histogram, Metrics, ModelM
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class ModelStatus(msgspec.Struct, frozen=True):
+class ModelGauges(msgspec.Struct, frozen=True):
     """The current state of a model. None means unknown."""
 
     state: str
@@ -27,7 +27,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 
 def render_metrics(
-    metrics: Metrics, models: Mapping[str, ModelStatus], memory: int | None, budget: int | None = None
+    metrics: Metrics, models: Mapping[str, ModelGauges], memory: int | None, budget: int | None = None
 ) -> bytes:
     """`memory` is that of the server process, `budget` the limit for all models together."""
     registry = CollectorRegistry()
@@ -94,8 +94,8 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return buckets
 
 
-def _gauges(models: Mapping[str, ModelStatus]) -> Iterator[Metric]:
-    gauges: tuple[tuple[str, str, Callable[[ModelStatus], float | None]], ...] = (
+def _gauges(models: Mapping[str, ModelGauges]) -> Iterator[Metric]:
+    gauges: tuple[tuple[str, str, Callable[[ModelGauges], float | None]], ...] = (
         ("slots", "Generations that a model can run at once.", lambda one: one.slots),
         ("slots_busy", "Running generations.", lambda one: one.running),
         ("queue_length", "Requests waiting for a slot or for the model.", lambda one: one.waiting),
