@@ -69,7 +69,7 @@ class RecordingPace(StepPace):
         super().__init__(ALONE_SECONDS, minimum=LEAST_CHUNK, maximum=512)
         self.steps = steps
 
-    def took(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float) -> None:
         self.steps.append(rows)
 
 

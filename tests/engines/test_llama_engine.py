@@ -285,7 +285,7 @@ def test_prompt_that_fills_the_context(with_engine: Run, context: int) -> None:
     async def test(engine: LlamaEngine) -> None:
         full = (504,) * context
         message = (
-            f"maximum context length is {context} tokens, but the prompt has {context}: one is needed for the reply"
+            f"maximum context length is {context} tokens, but the prompt has {context}: the reply needs at least one"
         )
         with pytest.raises(NoRoomForReply, match=message) as caught:
             await collect(engine, completion(full))
@@ -345,7 +345,7 @@ def test_far_too_long_prompt_is_refused_without_tokenizing(
 
 def test_tokenize_has_a_limit_and_a_pool_of_its_own(with_engine: Run) -> None:
     async def test(engine: LlamaEngine) -> None:
-        with pytest.raises(BadRequest, match="at most 1048576 characters") as caught:
+        with pytest.raises(BadRequest, match="at most 1048576") as caught:
             await engine.tokenize("x" * (MAX_TOKENIZED + 1), special=True)
         assert caught.value.param == "content"
         with pytest.raises(BadRequest, match="at most 1048576") as caught:
