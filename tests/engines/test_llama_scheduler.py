@@ -223,7 +223,7 @@ def test_plan_without_results_of_the_last_one_fails() -> None:
     scheduler = Scheduler(1)
     scheduler.add(Job(0, (1, 2, 3)))
     scheduler.plan(64)
-    with pytest.raises(RuntimeError, match="not been heard of"):
+    with pytest.raises(RuntimeError, match="were not reported"):
         scheduler.plan(64)
 
 
