@@ -203,7 +203,7 @@ def test_large_conversation_is_processed_in_a_thread(monkeypatch: pytest.MonkeyP
         return noted
 
     monkeypatch.setattr(responses, "decode", noting(responses.decode))
-    monkeypatch.setattr(responses, "kept_items", noting(responses.storable_items))
+    monkeypatch.setattr(responses, "storable_items", noting(responses.storable_items))
 
     async def talk() -> None:
         transport = httpx.ASGITransport(create_app(ScriptedEngine()))

@@ -317,7 +317,7 @@ def test_malformed_call_is_text_with_a_warning(agent: Asking) -> None:
     assert raw.status_code == 200
     assert content(reply) == 'Hm. <tool_call>{"name": GetWeather}</tool_call>'
     assert (reply.choices[0].finish_reason, calls_of(reply)) == ("stop", [])
-    assert "could not be read" in raw.headers["x-dragoman-warning"]
+    assert "malformed tool call" in raw.headers["x-dragoman-warning"]
     (record,) = recorded(agent.running, id=reply.id)
     assert record["warnings"] == 1
     assert joined(agent.stream("malformed", tools=[TOOL], max_tokens=1000)) == content(reply)

@@ -157,7 +157,7 @@ def test_context_length_error_is_mapped(openai: OpenAI, anthropic: Anthropic) ->
 def test_failure_in_mid_stream_is_an_error_frame(openai: OpenAI) -> None:
     stream = openai.chat.completions.create(model="failing", messages=[{"role": "user", "content": "hi"}], stream=True)
     assert next(iter(stream)).choices[0].delta.content is not None
-    with pytest.raises(APIError, match="behind this model"):
+    with pytest.raises(APIError, match="the upstream server of this model"):
         list(stream)
 
 
